@@ -1,0 +1,38 @@
+"""Composer algorithms and callbacks that make fine-tuning a Hugging Face BERT fast, and show that they did.
+
+    from composer_speedups import FusedOptimizer, MixedPrecision, TorchCompile
+
+Every technique has a class and an ``apply_`` function; both are found by their folder under ``algorithms``.
+They are imported when first asked for: the config and ``--help`` should not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_CALLBACKS = {
+    "EngagementReport": "composer_speedups.callbacks.engagement",
+    "MemoryAnatomy": "composer_speedups.callbacks.memory",
+    "ThroughputMonitor": "composer_speedups.callbacks.throughput",
+}
+
+
+def _public() -> dict[str, str]:
+    from composer_speedups.algorithms.catalogue import public_names
+
+    return _CALLBACKS | public_names()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__all__":
+        return sorted(_public())
+    if not name.startswith("_") and name in _public():
+        return getattr(importlib.import_module(_public()[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_public()])

@@ -1,0 +1,43 @@
+"""torch's fused AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from composer_speedups.algorithms.optimizer_flags import OptimizerFlagTechnique, set_implementation
+
+__all__ = ["FusedOptimizer", "apply_fused_optimizer"]
+
+
+def apply_fused_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Make a torch optimizer do its whole update in one kernel for many parameters.
+
+    Args:
+        optimizer: Any torch.optim optimizer with a ``fused`` flag; changed in place.
+
+    Returns:
+        ``{"optimizer", "groups", "before"}``.
+
+    Raises:
+        ValueError: The optimizer has no fused implementation, or its parameters are not floating point.
+
+    Source: torch.optim.AdamW, ``fused``.
+    """
+    return set_implementation(optimizer, "fused")
+
+
+class FusedOptimizer(OptimizerFlagTechnique):
+    """The run's torch optimizer steps with torch's fused kernel.
+
+    Args:
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        TechniqueError: At INIT, when the optimizer has no fused implementation.
+    """
+
+    name = "fused_optimizer"
+    implementation = "fused"
+    operator = "_fused_"

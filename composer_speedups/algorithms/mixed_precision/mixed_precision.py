@@ -1,0 +1,129 @@
+"""Automatic mixed precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from composer.core import Event, Precision, State
+from torch import nn
+
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
+from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+
+__all__ = ["MixedPrecision", "apply_mixed_precision"]
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf16") -> torch.amp.GradScaler:
+    """Run a model's ``forward`` under autocast, for training loops of your own.
+
+    In a Composer Trainer use :class:`MixedPrecision`, which sets the Trainer's precision instead.
+
+    Args:
+        model: Its ``forward`` is wrapped in place; weights stay in float32.
+        dtype: ``"bf16"`` or ``"fp16"``; fp16 needs a GPU.
+
+    Returns:
+        The gradient scaler to train with: active for fp16, and doing nothing for bf16.
+
+    Raises:
+        ValueError: Another dtype, or fp16 off a GPU.
+
+    Source: torch.amp.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
+    device = next(model.parameters()).device.type
+    if dtype == "fp16" and device != "cuda":
+        raise ValueError(f"fp16 needs a CUDA GPU, and the model is on the {device}; use bf16")
+    original = getattr(model.forward, "without_autocast", model.forward)
+    model.forward = _under_autocast(original, device, _DTYPES[dtype])  # type: ignore[method-assign]
+    return torch.amp.GradScaler(device, enabled=dtype == "fp16")
+
+
+def _under_autocast(forward: Callable[..., Any], device: str, dtype: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return forward(*args, **kwargs)
+
+    wrapped.without_autocast = forward  # type: ignore[attr-defined]
+    return wrapped
+
+
+class MixedPrecision(Technique):
+    """Autocast: matmuls in bf16 or fp16, weights and optimizer in float32; fp16 with loss scaling.
+
+    On a GPU it sets Composer's precision. On the CPU, where Composer itself knows only fp32, it puts bf16
+    autocast around the model's ``forward``.
+
+    Args:
+        dtype: ``"bf16"`` (default) or ``"fp16"``.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: Another dtype.
+        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, or fp16 on the CPU.
+    """
+
+    name = "mixed_precision"
+    stage = Stage.FLAGS
+
+    def __init__(
+        self, dtype: Literal["bf16", "fp16"] = "bf16", *, on_unavailable: OnUnavailable = "stop"
+    ) -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
+        self.dtype: Literal["bf16", "fp16"] = dtype
+        self._seen: set[str] = set()
+        self._hook: Any = None
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        if self.dtype == "fp16":
+            yield needs_cuda(context, "fp16")
+        elif context.device.type == "cuda":
+            yield needs_cuda(context, "bf16", (8, 0))
+
+    def engage(self, state: State) -> dict[str, Any]:
+        before = state.precision.value
+        if state.device._device.type == "cuda":
+            state.precision = Precision(f"amp_{self.dtype}")
+        else:
+            apply_mixed_precision(state.model, self.dtype)
+        return {"dtype": self.dtype, "precision_before": before}
+
+    def observe(self, event: Event, state: State) -> None:
+        """Collect the dtypes of the model's outputs, and in eager mode those of its first Linear."""
+        if event == Event.BEFORE_FORWARD:
+            eager = not any(m._compiled_call_impl for m in state.model.modules())
+            linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
+            if eager and linear is not None:  # a hook would stay in a compiled graph
+                self._hook = linear.register_forward_hook(lambda _m, _i, out: self._note(out))
+        else:
+            self._note(state.outputs)
+            if self._hook is not None:
+                self._hook.remove()
+                self._hook = None
+
+    def _note(self, outputs: Any) -> None:
+        values = outputs.values() if isinstance(outputs, Mapping) else outputs
+        for value in values if isinstance(values, (list, tuple)) or values is not outputs else [values]:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                self._seen.add(str(value.dtype).removeprefix("torch."))
+
+    def verify(self, state: State) -> dict[str, Any]:
+        wanted = str(_DTYPES[self.dtype]).removeprefix("torch.")
+        if wanted not in self._seen:
+            raise self.not_engaged(
+                f"the forward pass gave {', '.join(sorted(self._seen)) or 'no tensor'} and no {wanted}",
+                "look for code that changes the Trainer's precision after INIT",
+            )
+        evidence: dict[str, Any] = {"dtypes_seen": sorted(self._seen)}
+        if self.dtype == "fp16" and state.scaler is not None:
+            evidence["loss_scale"] = state.scaler.get_scale()
+        return evidence

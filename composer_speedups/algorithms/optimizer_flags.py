@@ -1,0 +1,120 @@
+"""One way to change the implementation of a torch optimizer: by its own ``foreach`` and ``fused`` flags.
+
+The optimizer object, its parameter groups and its state stay, so schedulers (Composer's and torch's) and
+checkpoints do not notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from composer.core import State
+
+from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.errors import TechniqueError
+
+__all__ = ["OptimizerFlagTechnique", "set_implementation"]
+
+Implementation = Literal["foreach", "fused"]
+
+
+def set_implementation(optimizer: torch.optim.Optimizer, implementation: Implementation) -> dict[str, Any]:
+    """Make ``optimizer`` step with its foreach or fused implementation.
+
+    Args:
+        optimizer: A torch optimizer that has the implementation; changed in place.
+        implementation: ``"foreach"`` or ``"fused"``.
+
+    Returns:
+        ``{"optimizer", "groups", "before"}``: class name, number of groups, and what they used.
+
+    Raises:
+        ValueError: The optimizer does not have it, or its parameters do not allow it.
+    """
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if implementation not in optimizer.defaults or not name.startswith("torch.optim."):
+        raise ValueError(f"{name} has no {implementation} implementation")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if implementation == "fused":
+        unfit = next((p for p in parameters if not torch.is_floating_point(p)), None)
+        if unfit is not None:
+            raise ValueError(f"{name} cannot be fused over {unfit.dtype} parameters")
+    before = sorted({_implementation(group) for group in optimizer.param_groups})
+    for group in [*optimizer.param_groups, optimizer.defaults]:
+        group["foreach"], group["fused"] = implementation == "foreach", implementation == "fused"
+    if implementation == "fused":
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # torch's own constructor does
+    _move_step_counts(optimizer, fused=implementation == "fused")
+    return {"optimizer": name, "groups": len(optimizer.param_groups), "before": before}
+
+
+def _implementation(group: dict[str, Any]) -> str:
+    if group.get("fused"):
+        return "fused"
+    return {True: "foreach", False: "for-loop", None: "torch's default"}[group.get("foreach")]
+
+
+def _move_step_counts(optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
+    """The fused kernels read step counts on the parameter's device, the others on the CPU."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor) and not group.get("capturable"):
+                device = parameter.device if fused else torch.device("cpu")
+                state["step"] = state["step"].to(device, torch.float32)
+
+
+class OptimizerFlagTechnique(Technique):
+    """Shared by the techniques that pick an implementation of the optimizer already there."""
+
+    stage = Stage.OPTIMIZER
+    slot = "optimizer implementation"
+    implementation: ClassVar[Implementation]
+    operator: ClassVar[str]  # start of the aten operators that prove it
+
+    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        self._recorder: OperatorRecorder | None = None
+        self._hooks: list[Any] = []
+
+    def engage(self, state: State) -> dict[str, Any]:
+        optimizer = state.optimizers[0]
+        changed = self._set(optimizer)
+        self._record_first_step(optimizer)
+        return changed
+
+    def reassert(self, state: State) -> None:
+        self._set(state.optimizers[0])  # loading a checkpoint brings back the flags it was written with
+
+    def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        try:
+            return set_implementation(optimizer, self.implementation)
+        except ValueError as error:
+            raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or take it out") from error
+
+    def _record_first_step(self, optimizer: torch.optim.Optimizer) -> None:
+        recorder = OperatorRecorder()
+
+        def before(*_: Any) -> None:
+            recorder.__enter__()
+
+        def after(*_: Any) -> None:
+            recorder.__exit__(None, None, None)
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
+            self._recorder = recorder
+
+        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+
+    def verify(self, state: State) -> dict[str, Any]:
+        if self._recorder is None:  # fp16 skips steps whose gradients overflowed
+            return {}
+        ran = {name: n for name, n in self._recorder.counts.items() if name.startswith(self.operator)}
+        if not ran:
+            raise self.not_engaged(
+                f"the first step ran no {self.operator}* operator", "keep the optimizer's flags as they are"
+            )
+        return {"operators_in_one_step": ran}

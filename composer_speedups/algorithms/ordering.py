@@ -1,0 +1,105 @@
+"""One stated order for all techniques, and the clashes among them, as Composer algorithm passes.
+
+Both passes may be given to ``Trainer(algorithm_passes=[refuse_clashes, sort_techniques])`` and are by
+train.py. Without them the order still holds: whichever technique Composer runs first at INIT engages all of
+them through :func:`engage_all`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from composer.core import Algorithm, Event, State
+
+from composer_speedups.algorithms.requirements import Context
+from composer_speedups.errors import TechniqueError
+
+if TYPE_CHECKING:
+    from composer_speedups.algorithms.technique import Technique
+
+__all__ = ["Stage", "engage_all", "refuse_clashes", "screen", "sort_techniques", "techniques_of"]
+
+
+class Stage(IntEnum):
+    """When a technique engages. Within a stage the YAML name decides, so that any list gives one order."""
+
+    FLAGS = 0  # process-wide flags and precision
+    SURGERY = 1  # modules replaced
+    ADAPTERS = 2  # parameters frozen or added
+    OPTIMIZER = 3  # sees the final parameters
+    COMPILE = 4  # sees the final modules
+    GRAPHS = 5  # captures the final step
+
+
+def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
+    """The techniques of this package in a list of algorithms, in the order they engage."""
+    from composer_speedups.algorithms.technique import Technique  # it imports this module
+
+    return sorted((a for a in algorithms if isinstance(a, Technique)), key=lambda t: (t.stage, t.name))
+
+
+def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
+    """Composer pass: the techniques in their one order, in the places that techniques held before."""
+    del event  # the same order at every event, Composer's reversal of AFTER_* included
+    ordered = iter(techniques_of(algorithms))
+    ours = set(map(id, techniques_of(algorithms)))
+    return [next(ordered) if id(a) in ours else a for a in algorithms]
+
+
+def refuse_clashes(algorithms: Sequence[Algorithm], event: Event | None = None) -> Sequence[Algorithm]:
+    """Composer pass: stop when two techniques cannot go together.
+
+    Raises:
+        TechniqueError: Names both techniques and the fix.
+    """
+    del event
+    for one, other in combinations(techniques_of(algorithms), 2):
+        if one.name == other.name:
+            raise TechniqueError(one.name, "is asked for twice", "name it once")
+        shared = one.slot is not None and one.slot == other.slot
+        reason = one.clashes.get(other.name) or other.clashes.get(one.name)
+        if shared:
+            reason = f"both set the {one.slot}"
+        if reason:
+            raise TechniqueError(
+                one.name, f"clashes with {other.name}: {reason}", f"take {one.name} or {other.name} out"
+            )
+    return algorithms
+
+
+def screen(techniques: Sequence[Technique], context: Context) -> None:
+    """Check clashes and requirements, before anything is built or changed.
+
+    A technique whose requirements are not met raises, or warns and is marked unavailable when its
+    ``on_unavailable`` is ``"warn"``.
+    """
+    refuse_clashes(techniques)
+    for technique in techniques_of(techniques):
+        try:
+            for met, reason, fix in technique.requirements(context):
+                if not met:
+                    raise TechniqueError(technique.name, reason, fix)
+        except TechniqueError as error:
+            technique.unavailable(error)
+        else:
+            context = replace(context, techniques=context.techniques | {technique.name})
+
+
+def engage_all(state: State) -> None:
+    """Engage every technique of ``state.algorithms`` in the one order; a second call does nothing."""
+    techniques = techniques_of(state.algorithms)
+    if all(t.engaged is not None for t in techniques):
+        return
+    screen(techniques, Context.of(state))
+    for technique in techniques:
+        technique.peers = sorted(map(repr, techniques))
+        if technique.engaged is None:
+            try:
+                technique.evidence.update(technique.engage(state))
+                technique.engaged = True
+            except TechniqueError as error:
+                technique.unavailable(error)

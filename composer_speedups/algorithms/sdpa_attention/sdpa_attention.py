@@ -1,0 +1,169 @@
+"""torch's scaled_dot_product_attention in place of eager attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from composer.core import Event, State, get_precision_context
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
+from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.errors import TechniqueError
+
+__all__ = ["SDPAAttention", "apply_sdpa_attention"]
+
+Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
+_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+def apply_sdpa_attention(
+    model: nn.Module, backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
+) -> dict[str, str]:
+    """Make the Hugging Face models inside ``model`` use torch's scaled_dot_product_attention.
+
+    Args:
+        model: A PreTrainedModel, or a module that holds some; only their attention setting changes.
+        backend: ``"auto"`` lets torch choose; any other name allows that kernel alone, and torch raises
+            where it cannot run. flash takes no padding mask.
+
+    Returns:
+        Name of each model (``""`` is ``model`` itself) → the attention implementation it had before.
+
+    Raises:
+        ValueError: An unknown backend, or a model without SDPA support.
+
+    Source: torch.nn.functional.scaled_dot_product_attention; transformers' attention interface.
+    """
+    if backend not in ("auto", *_BACKENDS):
+        raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
+    implementation = "sdpa" if backend == "auto" else _register(backend)
+    before = {}
+    for name, module in _outermost(model).items():
+        before[name] = module.config._attn_implementation or "eager"
+        module.set_attn_implementation(implementation)
+    return before
+
+
+def _outermost(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The PreTrainedModels that are not inside another one."""
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module
+    return found
+
+
+def _register(backend: str) -> str:
+    """Register, through transformers' interface, an SDPA that allows one kernel."""
+    name = f"sdpa_{backend}_only"
+
+    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with sdpa_kernel(_BACKENDS[backend]):
+            return sdpa_attention_forward(module, *args, **kwargs)
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)  # without it, attention would see no mask at all
+    return name
+
+
+class SDPAAttention(Technique):
+    """scaled_dot_product_attention in place of eager attention, by default with the kernel torch chooses.
+
+    Args:
+        backend: ``"auto"`` (default), or one kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: An unknown backend.
+        TechniqueError: At INIT, when no Hugging Face model is found or the backend needs a GPU; in the first
+            batch, when the kernel cannot run on its shapes and mask.
+    """
+
+    name = "sdpa_attention"
+    stage = Stage.SURGERY
+
+    def __init__(
+        self,
+        backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto",
+        *,
+        on_unavailable: OnUnavailable = "stop",
+    ) -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        if backend not in ("auto", *_BACKENDS):
+            raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
+        self.backend: Backend = backend
+        self._kernel: str | None = None
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        if self.backend in ("flash", "efficient", "cudnn"):
+            yield needs_cuda(context, f"the {self.backend} kernel", (8, 0))
+
+    def engage(self, state: State) -> dict[str, Any]:
+        before = apply_sdpa_attention(state.model, self.backend)
+        if not before:
+            raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
+        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(before.values())))}
+
+    def observe(self, event: Event, state: State) -> None:
+        """Run the attention function once on this batch's shapes and mask, and see which kernel it takes."""
+        if event != Event.BEFORE_FORWARD or self._kernel is not None:
+            return
+        try:
+            self._kernel = self._kernel_for(state)
+        except RuntimeError as error:
+            raise TechniqueError(
+                self.name,
+                f"the {self.backend} kernel cannot run on the first batch ({str(error).splitlines()[0]})",
+                "use backend: auto",
+            ) from error
+
+    def _kernel_for(self, state: State) -> str:
+        model = next(iter(_outermost(state.model).values()))
+        batch: Mapping[str, torch.Tensor] = state.batch
+        device, config = state.device._device, model.config
+        batch_size, length = batch["input_ids"].shape
+        heads = config.num_attention_heads
+        shape = (batch_size, heads, length, config.hidden_size // heads)
+        mask = batch.get("attention_mask")
+        compiled = any(m._compiled_call_impl for m in state.model.modules())
+        if mask is not None and not compiled and bool(mask.all()):
+            mask = None  # as transformers does, except while tracing
+        if mask is not None:
+            mask = mask.bool()[:, None, None, :].expand(batch_size, 1, length, length).to(device)
+        function = AttentionInterface()[config._attn_implementation]
+        attention = next(m for n, m in model.named_modules() if n.endswith(("attention.self", "attention")))
+        recorder = OperatorRecorder()
+        devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices), get_precision_context(state.precision, state.precision_config):
+            dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+            query = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+            with recorder:
+                function(attention, query, query, query, mask, dropout=config.attention_probs_dropout_prob)
+        fused = [op for op in recorder.counts if op.startswith("_scaled_dot_product")]
+        return fused[0].strip("_") if fused else "scaled_dot_product_attention_math"
+
+    def verify(self, state: State) -> dict[str, Any]:
+        implementations = {m.config._attn_implementation for m in _outermost(state.model).values()}
+        wanted = "sdpa" if self.backend == "auto" else f"sdpa_{self.backend}_only"
+        if implementations != {wanted}:
+            raise self.not_engaged(
+                f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
+            )
+        if self.backend != "auto" and self.backend not in str(self._kernel):
+            raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
+        return {"kernel": self._kernel}

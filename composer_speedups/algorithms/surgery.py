@@ -1,0 +1,34 @@
+"""Changing the class of modules in place, so that everything about them but their ``forward`` stays.
+
+Assigning ``__class__`` keeps the module object: its parameters (and so tied weights, the optimizer's groups,
+``requires_grad``, dtype and device), buffers, hooks, train/eval mode and name cannot change.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+__all__ = ["swap_class"]
+
+
+def swap_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> list[str]:
+    """Turn every module of exactly class ``old`` into ``new``.
+
+    Subclasses of ``old`` are left alone: they have a ``forward`` of their own.
+
+    Args:
+        model: Changed in place.
+        old: The class looked for.
+        new: A subclass of ``old`` that adds no parameters, buffers or constructor state.
+
+    Returns:
+        The names of the modules changed, in ``named_modules`` order; empty when there were none.
+    """
+    if not issubclass(new, old):
+        raise ValueError(f"{new.__name__} must be a subclass of {old.__name__} to take over its state")
+    names = []
+    for name, module in model.named_modules():
+        if type(module) is old:
+            module.__class__ = new
+            names.append(name)
+    return names

@@ -1,0 +1,139 @@
+"""The base class of all techniques: engaged or refused, never silently neither."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.algorithms.ordering import Stage, engage_all
+from composer_speedups.algorithms.requirements import Context, Requirement
+from composer_speedups.errors import ConfigError, NotEngagedError, TechniqueError
+
+__all__ = ["OnUnavailable", "Stage", "Technique"]
+
+OnUnavailable = Literal["stop", "warn"]
+
+
+class Technique(Algorithm):
+    """A Composer algorithm that shows it took effect.
+
+    A run goes through :meth:`engage` (at INIT, in the order of :mod:`.ordering`), :meth:`reassert` (after a
+    checkpoint was loaded), :meth:`observe` (in the first training batch) and :meth:`verify` (after it).
+    A subclass keeps its constructor's arguments under their own names; ``repr`` reads them there.
+
+    Args:
+        on_unavailable: ``"stop"`` raises :class:`TechniqueError` when the technique cannot engage;
+            ``"warn"`` warns and trains without it.
+
+    Attributes:
+        engaged: None before INIT, then whether the technique is in force.
+        evidence: What was replaced, seen or counted; goes to report.json.
+    """
+
+    name: ClassVar[str]
+    stage: ClassVar[Stage]
+    slot: ClassVar[str | None] = None  # two techniques with one slot set the same thing, and clash
+    clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why
+
+    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
+        if on_unavailable not in ("stop", "warn"):
+            raise ValueError(f"on_unavailable must be 'stop' or 'warn', not {on_unavailable!r}")
+        self.on_unavailable = on_unavailable
+        self.engaged: bool | None = None
+        self.evidence: dict[str, Any] = {}
+        self.peers: list[str] = []
+        self._verified = False
+        self._resumed = False
+
+    # What a technique defines.
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        """What the technique needs, checkable before the model is built."""
+        return ()
+
+    @abstractmethod
+    def engage(self, state: State) -> dict[str, Any]:
+        """Change ``state``; returns the first evidence. Raises TechniqueError when there is nothing to do."""
+
+    def reassert(self, state: State) -> None:
+        """Undo what loading a checkpoint undid."""
+
+    def observe(self, event: Event, state: State) -> None:
+        """See the first training batch at BEFORE_FORWARD and AFTER_FORWARD."""
+
+    @abstractmethod
+    def verify(self, state: State) -> dict[str, Any]:
+        """Evidence from the first trained batch, and again from the whole run at its end.
+
+        Raises:
+            NotEngagedError: (through :meth:`not_engaged`) when the technique had no effect.
+        """
+
+    # What Composer calls.
+
+    def match(self, event: Event, state: State) -> bool:
+        if event in (Event.INIT, Event.AFTER_LOAD, Event.FIT_END):
+            return True
+        first = (Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.BATCH_END)
+        return not self._verified and bool(self.engaged) and event in first
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            engage_all(state)
+        elif event == Event.AFTER_LOAD:
+            self._check_resume(state)
+            if self.engaged:
+                self.reassert(state)
+        elif event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD):
+            self.observe(event, state)
+        elif self.engaged and event in (Event.BATCH_END, Event.FIT_END):
+            self._verified = True
+            try:
+                self.evidence.update(self.verify(state))
+            except NotEngagedError as error:
+                self.unavailable(error)
+
+    def unavailable(self, error: TechniqueError) -> None:
+        """Stop the run, or mark the technique as not in force and warn, as ``on_unavailable`` says."""
+        if self.on_unavailable == "stop":
+            raise error
+        if self.engaged is not False:
+            warnings.warn(f"going on without {error}", UserWarning, stacklevel=3)
+        self.engaged = False
+        self.evidence = {"unavailable": error.reason, "fix": error.fix}
+
+    def not_engaged(self, reason: str, fix: str) -> NotEngagedError:
+        return NotEngagedError(self.name, f"was applied but did not take effect: {reason}", fix)
+
+    # Resuming: the checkpoint says which techniques it was written under.
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"repr": repr(self), "techniques": self.peers}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._resumed = True
+        if state.get("techniques", self.peers) != self.peers:
+            raise resume_error(state["techniques"], self.peers)
+
+    def _check_resume(self, state: State) -> None:
+        resuming = state.load_path is not None and state.timestamp.batch.value > 0
+        if resuming and not self._resumed:
+            raise resume_error([], self.peers)
+
+    def __repr__(self) -> str:
+        names = [p for p in inspect.signature(type(self)).parameters if p != "on_unavailable"]
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names)})"
+
+
+def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
+    """The error of resuming under other techniques than the checkpoint's."""
+    return ConfigError(
+        f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
+        f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
+    )

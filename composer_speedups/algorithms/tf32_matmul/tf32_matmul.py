@@ -1,0 +1,78 @@
+"""Float32 matmuls on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from composer.core import State
+
+from composer_speedups.algorithms.flags import FlagTechnique
+from composer_speedups.algorithms.probe import matmul_error
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
+from composer_speedups.algorithms.technique import OnUnavailable, Stage
+
+__all__ = ["TF32Matmul", "apply_tf32_matmul"]
+
+
+def apply_tf32_matmul(precision: Literal["highest", "high", "medium"] = "high") -> str:
+    """Set how float32 matmuls are computed in this process.
+
+    Args:
+        precision: ``"high"`` for TF32 (10 mantissa bits), ``"medium"`` to allow bf16 (7 bits), ``"highest"``
+            for plain float32.
+
+    Returns:
+        The setting before; pass it back to restore it.
+
+    Source: torch.set_float32_matmul_precision.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    return before
+
+
+class TF32Matmul(FlagTechnique):
+    """Float32 matmuls at TF32 ("high"), or at bf16 where torch has it ("medium").
+
+    Args:
+        precision: ``"high"`` (default) or ``"medium"``.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: Another precision.
+        TechniqueError: At INIT, without a GPU of compute capability 8.0 (Ampere) or newer.
+    """
+
+    name = "tf32_matmul"
+    stage = Stage.FLAGS
+
+    def __init__(
+        self, precision: Literal["high", "medium"] = "high", *, on_unavailable: OnUnavailable = "stop"
+    ) -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        if precision not in ("high", "medium"):
+            raise ValueError(f"precision must be 'high' or 'medium', not {precision!r}")
+        self.precision: Literal["high", "medium"] = precision
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        yield needs_cuda(context, "TF32", (8, 0))
+
+    def read_flags(self) -> str:
+        return torch.get_float32_matmul_precision()
+
+    def write_flags(self, flags: Any) -> None:
+        apply_tf32_matmul(flags)
+
+    def wanted_flags(self) -> str:
+        return self.precision
+
+    def verify(self, state: State) -> dict[str, Any]:
+        error = matmul_error(state.device._device)
+        if error < 1e-5:
+            raise self.not_engaged(
+                f"a float32 matmul still has full precision (relative error {error:.1e})",
+                "look for code that sets torch's matmul precision after Composer's INIT event",
+            )
+        return {"matmul_relative_error": error}

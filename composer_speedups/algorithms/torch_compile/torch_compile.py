@@ -1,0 +1,165 @@
+"""torch.compile over the whole model, or over one block that its siblings reuse."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import shutil
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from composer.core import State
+from composer.models import ComposerModel
+from torch import nn
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+from composer_speedups.algorithms.probe import CompileCounts, compile_counts
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_package
+from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.errors import TechniqueError
+
+__all__ = ["TorchCompile", "apply_torch_compile"]
+
+Scope = Literal["model", "blocks"]
+
+
+def apply_torch_compile(
+    model: nn.Module,
+    scope: Literal["model", "blocks"] = "model",
+    backend: str = "inductor",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+) -> list[str]:
+    """Compile a model in place, keeping its class, its parameter names and its ``state_dict``.
+
+    Args:
+        model: A model, or a ComposerModel whose inner model is meant; compiled at its first call, for
+            training and evaluation alike.
+        scope: ``"model"`` compiles it whole; ``"blocks"`` compiles its repeated block (the longest ModuleList
+            of one class), and its siblings reuse the graph.
+        backend: One of ``torch._dynamo.list_backends()``.
+        mode: inductor's mode, such as ``"max-autotune-no-cudagraphs"``; None is its default.
+        dynamic: True for dynamic shapes, False for static, None to go dynamic after a first recompile.
+
+    Returns:
+        Names of the modules compiled; those that already were are left out.
+
+    Raises:
+        ValueError: An unknown scope, or no repeated block for ``"blocks"``.
+
+    Source: torch.nn.Module.compile.
+    """
+    changed = []
+    for name, module in _targets(model, scope).items():
+        if module._compiled_call_impl is None:
+            module.compile(backend=backend, mode=mode, dynamic=dynamic)
+            changed.append(name)
+    return changed
+
+
+def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
+    if scope == "model":
+        if isinstance(model, ComposerModel):  # evaluation calls its forward(), not the module itself
+            return {n: m for n, m in model.named_children() if any(True for _ in m.parameters())}
+        return {"": model}
+    if scope != "blocks":
+        raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
+    lists = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1
+    }
+    if not lists:
+        raise ValueError("the model has no ModuleList of one class of blocks; use scope='model'")
+    name, blocks = max(lists.items(), key=lambda item: len(item[1]))
+    return {f"{name}.{i}": block for i, block in enumerate(blocks)}
+
+
+class TorchCompile(Technique):
+    """torch.compile over the whole model, or one block compiled once and reused by the others.
+
+    Args:
+        scope: ``"model"`` (default) or ``"blocks"``: starts faster and runs a little slower.
+        backend: ``"inductor"`` (default) or another torch._dynamo backend.
+        mode: inductor's mode; None (default) is its own default.
+        dynamic: Dynamic shapes: True, False, or None (default) to decide after a first recompile.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: An unknown scope.
+        TechniqueError: At INIT, for an unknown backend, or inductor without Triton (GPU) or a C++ compiler.
+    """
+
+    name = "torch_compile"
+    stage = Stage.COMPILE
+
+    def __init__(
+        self,
+        scope: Literal["model", "blocks"] = "model",
+        backend: str = "inductor",
+        mode: str | None = None,
+        dynamic: bool | None = None,
+        *,
+        on_unavailable: OnUnavailable = "stop",
+    ) -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        if scope not in ("model", "blocks"):
+            raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
+        if mode is not None and backend != "inductor":
+            raise ValueError(f"mode={mode!r} is inductor's, and the backend is {backend!r}; leave one out")
+        self.scope: Scope = scope
+        self.backend, self.mode, self.dynamic = backend, mode, dynamic
+        self._before: CompileCounts | None = None
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        known = torch._dynamo.list_backends(exclude_tags=())
+        yield Requirement(
+            self.backend in known, f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}"
+        )
+        if self.backend == "inductor" and context.device.type == "cuda":
+            yield needs_package("triton", "triton")
+        if self.backend == "inductor":
+            compilers = [os.environ.get("CXX", "g++"), "clang++", os.environ.get("CC", "gcc")]
+            yield Requirement(
+                any(map(shutil.which, compilers)), "inductor needs a C++ compiler", "install g++, or set CXX"
+            )
+
+    def engage(self, state: State) -> dict[str, Any]:
+        self._before = compile_counts()
+        try:
+            apply_torch_compile(state.model, self.scope, self.backend, self.mode, self.dynamic)
+        except ValueError as error:
+            raise TechniqueError(self.name, str(error), "or take it out") from error
+        return {"scope": self.scope, "backend": self.backend}
+
+    def verify(self, state: State) -> dict[str, Any]:
+        assert self._before is not None
+        counts = compile_counts()
+        since = CompileCounts(*(now - then for now, then in zip(counts, self._before, strict=True)))
+        model = state.model.module if state.is_model_ddp else state.model
+        compiled = {n: m for n, m in model.named_modules() if m._compiled_call_impl is not None}
+        reused = since.graphs == 0 and any(map(_has_compiled_code, compiled.values()))
+        if not compiled or (since.graphs == 0 and not reused):
+            raise self.not_engaged(
+                "the first batch ran without a compiled graph", "unset TORCHDYNAMO_DISABLE, or take it out"
+            )
+        return {
+            "modules": len(compiled),
+            "graphs": since.graphs,
+            "graph_breaks": since.breaks,
+            "recompiles": since.recompiles,
+            "frames_left_eager": since.failed,
+            "compile_seconds": round(since.seconds, 2),
+            "reused_from_this_process": reused,
+        }
+
+
+def _has_compiled_code(module: nn.Module) -> bool:
+    """Whether dynamo holds compiled code for ``module.forward`` or for a function that it wraps."""
+    function: Any = inspect.unwrap(type(module).forward, stop=_is_compiled)
+    return _is_compiled(function)
+
+
+def _is_compiled(function: Any) -> bool:
+    return bool(_debug_get_cache_entry_list(function.__code__))

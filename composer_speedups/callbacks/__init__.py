@@ -1,0 +1,1 @@
+"""Callbacks: throughput, memory, and the report of what engaged."""

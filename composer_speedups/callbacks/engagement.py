@@ -1,0 +1,58 @@
+"""Says which techniques engaged, and refuses to resume under other ones."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.algorithms.ordering import techniques_of
+from composer_speedups.algorithms.technique import resume_error
+
+__all__ = ["EngagementReport"]
+
+log = logging.getLogger(__name__)
+
+
+class EngagementReport(Callback):
+    """Logs each technique's evidence after the first batch and at the end of the run.
+
+    Logged as hyperparameters, so that dashboards can filter runs by them: ``techniques/<name>/engaged`` and
+    ``techniques/<name>/<evidence>``. Its checkpoint state holds the list of techniques: a checkpoint written
+    with some and resumed with none is refused too.
+    """
+
+    def __init__(self) -> None:
+        self._current: list[str] = []
+        self._reported = False
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self._current = sorted(map(repr, techniques_of(state.algorithms)))
+        elif (event == Event.BATCH_END and not self._reported) or event == Event.FIT_END:
+            self._reported = True
+            logger.log_hyperparameters(
+                {
+                    f"techniques/{name}/{key}": value
+                    for name, entry in self.summary(state).items()
+                    for key, value in {"engaged": entry["engaged"], **entry["evidence"]}.items()
+                }
+            )
+        super().run_event(event, state, logger)
+
+    @staticmethod
+    def summary(state: State) -> dict[str, dict[str, Any]]:
+        """YAML name → ``{"engaged": bool, "settings": repr, "evidence": {…}}``."""
+        return {
+            t.name: {"engaged": bool(t.engaged), "settings": repr(t), "evidence": dict(t.evidence)}
+            for t in techniques_of(state.algorithms)
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"techniques": self._current}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["techniques"] != self._current:
+            raise resume_error(state["techniques"], self._current)

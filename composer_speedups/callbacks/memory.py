@@ -1,0 +1,128 @@
+"""Peak memory and what it is made of."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+__all__ = ["MemoryAnatomy"]
+
+GIB = 2**30
+
+
+class MemoryAnatomy(Callback):
+    """Logs the peak memory of training and its parts, in GiB, for this rank.
+
+    ``memory/peak_gib`` is the allocator's peak on a GPU and the process's peak resident set on the CPU.
+    ``memory/weights_gib`` (parameters and buffers), ``memory/gradients_gib`` and ``memory/optimizer_gib`` are
+    the bytes of the tensors themselves. ``memory/activations_gib`` is what the forward pass of one microbatch
+    keeps for the backward: the allocator's growth over it on a GPU, the tensors autograd saved on the CPU.
+    The parts need not meet at one moment: gradients appear while activations go.
+
+    Measured on the second batch (the first may compile) and every ``interval`` batches.
+
+    Args:
+        interval: Batches between two measurements. Default 10.
+    """
+
+    def __init__(self, interval: int = 10) -> None:
+        if interval < 1:
+            raise ValueError(f"interval must be at least 1, not {interval}")
+        self.interval = interval
+        self.parts: dict[str, float] = {}
+        self._before_forward = 0
+        self._saved: dict[int, int] = {}
+        self._hooks: Any = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.FIT_START and torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        elif event in _MEASURED and self._due(state, event):
+            device = state.device._device
+            if event == Event.BEFORE_FORWARD:
+                self._start_forward(device, state)
+            elif event == Event.BEFORE_BACKWARD:
+                self._end_forward(device)
+            elif event == Event.AFTER_TRAIN_BATCH:
+                gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
+                self._put("gradients", _bytes(gradients))
+            else:
+                self._end_batch(state, logger)
+        elif event == Event.FIT_END:
+            self._put("peak", _peak(state.device._device))
+            logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
+
+    def _due(self, state: State, event: Event) -> bool:
+        trained = state.timestamp.batch.value - (event == Event.BATCH_END)
+        return trained == 1 or (trained > 0 and trained % self.interval == 0)
+
+    def _start_forward(self, device: torch.device, state: State) -> None:
+        if device.type == "cuda":
+            self._before_forward = torch.cuda.memory_allocated(device)
+            return
+        self._saved = {}
+        parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in parameters:
+                self._saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        if not any(m._compiled_call_impl for m in state.model.modules()):  # hooks would make it compile anew
+            self._hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+            self._hooks.__enter__()
+
+    def _end_forward(self, device: torch.device) -> None:
+        if device.type == "cuda":
+            self._put("activations", torch.cuda.memory_allocated(device) - self._before_forward)
+        elif self._hooks is not None:
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+            self._put("activations", sum(self._saved.values()))
+
+    def _end_batch(self, state: State, logger: Logger) -> None:
+        self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
+        states = (s for o in state.optimizers for s in o.state.values())
+        tensors = (t for s in states for t in s.values() if isinstance(t, torch.Tensor))
+        self._put("optimizer", _bytes(t for t in tensors if t.device.type == state.device._device.type))
+        self._put("peak", _peak(state.device._device))
+        logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
+
+    def _put(self, part: str, size: float) -> None:
+        self.parts[f"{part}_gib"] = size / GIB
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self._hooks is not None:  # a forward pass that raised
+            self._hooks.__exit__(None, None, None)
+            self._hooks = None
+
+    def summary(self) -> dict[str, float | None]:
+        """The ``memory`` section of report.json, in GiB; None for a part that was not measured."""
+        parts = ("peak", "weights", "gradients", "optimizer", "activations")
+        return {f"{part}_gib": self.parts.get(f"{part}_gib") for part in parts}
+
+
+_MEASURED = (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the distinct storages behind some tensors, so that tied weights count once."""
+    storages = {}
+    for tensor in tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
+        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+    return sum(storages.values())
+
+
+def _peak(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

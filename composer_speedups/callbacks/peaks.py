@@ -1,0 +1,65 @@
+"""The peak matmul rate of a device, for model FLOPs utilization."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from composer.callbacks.speed_monitor import get_gpu_flops_available
+
+__all__ = ["Peak", "device_peak", "precision_in_force"]
+
+
+class Peak(NamedTuple):
+    flops_per_sec: float
+    precision: str  # fp32, tf32, bf16, fp16
+    source: str  # "datasheet" (dense rates, as Composer lists them) or "measured"
+
+
+def precision_in_force(precision: str, device: torch.device) -> str:
+    """What matmuls really compute in: Composer's fp32 is TF32 when torch's matmul flag allows it."""
+    if precision != "fp32":
+        return precision.removeprefix("amp_")
+    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
+        return "tf32"
+    return "fp32"
+
+
+def device_peak(precision: str, device: torch.device) -> Peak:
+    """Peak dense matmul rate of one device at a precision.
+
+    Known GPUs: the datasheet's, from Composer's table. Others, CPUs among them: the best of a few square
+    matmuls, timed now (under a second).
+
+    Args:
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, as :func:`precision_in_force` gives it.
+        device: The device asked about.
+    """
+    if device.type == "cuda":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its advice on unknown GPUs is about Composer's own SpeedMonitor
+            state = SimpleNamespace(precision=SimpleNamespace(value=precision))
+            listed = get_gpu_flops_available(state)  # type: ignore[arg-type]
+        if listed:
+            return Peak(float(listed), precision, "datasheet")
+    return Peak(_measure(precision, device), precision, "measured")
+
+
+def _measure(precision: str, device: torch.device) -> float:
+    on_gpu = device.type == "cuda"
+    size = 4096 if on_gpu else 1024
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(6):
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        if on_gpu:
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,197 @@
+"""Training throughput of the steady state, with what is not steady state beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch._dynamo.utils import counters
+
+from composer_speedups.callbacks.clock import PhaseClock
+from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
+from composer_speedups.flops import batch_lengths, training_flops
+
+__all__ = ["Batch", "ThroughputMonitor"]
+
+_FIRST_VALUE_BY = 9  # batches; after them the log has a value even if every batch compiled
+
+
+@dataclass
+class Batch:
+    """One training batch of one rank. Times in seconds."""
+
+    index: int
+    samples: int
+    tokens: int  # real ones
+    slots: int  # positions, padding included
+    flops: int
+    data: float  # waiting for the DataLoader
+    step: float  # transfer, forward, backward, optimizer
+    steady: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.data + self.step
+
+
+class ThroughputMonitor(Callback):
+    """Logs samples/s, real tokens/s, padding, MFU and the time that is not training.
+
+    A rate is samples (or tokens) over the time of training steps *and* of waiting for data; evaluation and
+    checkpoint writing are left out and logged on their own. The first ``warmup_batches`` batches and every
+    batch in which torch.compile compiled something are no steady state: they are left out of the rates and
+    make up ``warmup_seconds``. The first value is logged before batch 10.
+
+    Logged at each batch, over the last ``window`` steady batches, for all ranks together:
+    ``throughput/samples_per_sec``, ``throughput/samples_per_sec_step`` (data wait left out),
+    ``throughput/tokens_per_sec`` (real tokens), ``throughput/padding_fraction``, ``throughput/mfu`` (where
+    the model's FLOPs are known), ``throughput/step_seconds``, ``throughput/data_seconds``; and totals so far:
+    ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
+
+    Args:
+        window: Batches a logged rate is averaged over. Default 20.
+        warmup_batches: First batches left out of the steady state, 0 to 8. Default 3.
+    """
+
+    def __init__(self, window: int = 20, warmup_batches: int = 3) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, not {window}")
+        if not 0 <= warmup_batches < _FIRST_VALUE_BY:
+            raise ValueError(f"warmup_batches must be 0 to {_FIRST_VALUE_BY - 1}, not {warmup_batches}")
+        self.window, self.warmup_batches = window, warmup_batches
+        self.batches: list[Batch] = []
+        self.eval_marks: list[int] = []  # training batches after which an evaluation ran
+        self.clock = PhaseClock()
+        self.totals: dict[str, float] = defaultdict(float)  # seconds by phase
+        self._peak: Peak | None = None
+        self._lengths: torch.Tensor | None = None
+        self._slots = self._flops = self._graphs = 0
+        self._summary: dict[str, Any] = {}
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        self.clock.event(event)
+        if event == Event.FIT_START:
+            self._graphs = counters["stats"]["unique_graphs"]
+        elif event == Event.AFTER_DATALOADER:
+            self._note_batch(state)
+        elif event == Event.BATCH_END:
+            self._end_batch(state, logger)
+        elif event == Event.EVAL_AFTER_ALL and self.batches:
+            self.eval_marks.append(self.batches[-1].index)
+        elif event == Event.FIT_END:
+            self._end_fit(state)
+
+    def _note_batch(self, state: State) -> None:
+        """Count while the batch is still on the host."""
+        self._lengths = batch_lengths(state.batch)
+        self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
+        self._flops = _batch_flops(state, self._lengths)
+
+    def _end_batch(self, state: State, logger: Logger) -> None:
+        phases = self.clock.take()
+        for phase, seconds in phases.items():
+            self.totals[phase] += seconds
+        graphs = counters["stats"]["unique_graphs"]
+        samples = state.timestamp.sample.value - state.previous_timestamp.sample.value  # type: ignore[union-attr]
+        batch = Batch(
+            index=state.timestamp.batch.value,
+            samples=samples // dist.get_world_size(),
+            tokens=0 if self._lengths is None else int(self._lengths.sum()),
+            slots=self._slots,
+            flops=self._flops,
+            data=phases.get("data", 0.0),
+            step=phases.get("step", 0.0),
+            steady=len(self.batches) >= self.warmup_batches and graphs == self._graphs,
+        )
+        self._graphs = graphs
+        self.batches.append(batch)
+        if self._peak is None and batch.flops:
+            precision = precision_in_force(state.precision.value, state.device._device)
+            self._peak = device_peak(precision, state.device._device)
+        recent = [b for b in self.batches[-self.window :] if b.steady]
+        if not recent and len(self.batches) >= _FIRST_VALUE_BY:
+            recent = self.batches[-self.window :]
+        if recent:
+            rates = self._rates(recent)
+            logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times()}.items()})
+
+    def _rates(self, batches: Sequence[Batch], world: int | None = None) -> dict[str, float]:
+        world = dist.get_world_size() if world is None else world
+        seconds, steps = sum(b.seconds for b in batches), sum(b.step for b in batches)
+        samples, tokens = sum(b.samples for b in batches), sum(b.tokens for b in batches)
+        rates = {
+            "samples_per_sec": world * samples / seconds,
+            "samples_per_sec_step": world * samples / steps,
+            "step_seconds": steps / len(batches),
+            "data_seconds": (seconds - steps) / len(batches),
+        }
+        if slots := sum(b.slots for b in batches):
+            rates["tokens_per_sec"] = world * tokens / seconds
+            rates["padding_fraction"] = 1 - tokens / slots
+        if self._peak is not None:
+            rates["mfu"] = sum(b.flops for b in batches) / seconds / self._peak.flops_per_sec
+        return rates
+
+    def _times(self) -> dict[str, float]:
+        unsteady = sum(b.seconds for b in self.batches if not b.steady)
+        return {
+            "warmup_seconds": self.totals["start"] + unsteady,
+            "eval_seconds": self.totals["eval"],
+            "checkpoint_seconds": self.totals["checkpoint"],
+        }
+
+    def _end_fit(self, state: State) -> None:
+        for phase, seconds in self.clock.take().items():
+            self.totals[phase] += seconds
+        steady = [b for b in self.batches if b.steady]
+        measured = steady or self.batches
+        if not measured:
+            return
+        # Ranks differ in tokens and in data wait; the run is as fast as all of them together.
+        mine = torch.tensor([[b.samples, b.tokens, b.slots, b.flops, b.data, b.step] for b in measured])
+        sums = state.device.tensor_to_device(mine.double().sum(0))
+        dist.all_reduce(sums, reduce_operation="SUM")
+        samples, tokens, slots, flops, data, step = sums.tolist()
+        world = dist.get_world_size()
+        total = Batch(0, int(samples), int(tokens), int(slots), int(flops), data, step, True)
+        rates = self._rates([total], world=world)
+        steps = [b.step for b in measured]
+        self._summary = {
+            **{k: rates[k] for k in ("samples_per_sec", "samples_per_sec_step")},
+            **{k: rates.get(k) for k in ("tokens_per_sec", "padding_fraction", "mfu")},
+            **self._times(),
+            "data_seconds": data / world / len(measured),
+            "step_seconds": statistics.fmean(steps),
+            "step_seconds_p10_p50_p90": torch.tensor(steps)
+            .double()
+            .quantile(torch.tensor([0.1, 0.5, 0.9]).double())
+            .tolist(),
+            "steady_batches": len(steady),
+            "other_batches": len(self.batches) - len(steady),
+            "peak": None if self._peak is None else self._peak._asdict(),
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The ``throughput`` section of report.json: the steady state of the last ``fit``, all ranks."""
+        return dict(self._summary)
+
+
+def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
+    model: Any = state.model.module if state.is_model_ddp else state.model
+    if callable(getattr(model, "flops_per_batch", None)):
+        return int(model.flops_per_batch(state.batch))
+    config = getattr(getattr(model, "model", None), "config", None)
+    if lengths is None or not hasattr(config, "num_hidden_layers"):
+        return 0
+    assert config is not None
+    labels = state.batch.get("labels")
+    return training_flops(
+        config, lengths, "mlm" if labels is not None and labels.ndim == 2 else "classification"
+    )

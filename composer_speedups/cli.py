@@ -1,0 +1,45 @@
+"""The command line of train.py: ``--help``, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+
+from composer_speedups.config import Config, help_text, load_config, parse_command_line
+from composer_speedups.errors import ConfigError, NotEngagedError, UserError
+
+__all__ = ["exit_codes", "read_command_line"]
+
+
+def read_command_line(arguments: Sequence[str]) -> Config:
+    """The config that the arguments ask for; ``--help`` prints every key and exits with 0.
+
+    Raises:
+        ConfigError: One line about the argument, the key or the file.
+    """
+    command = parse_command_line(arguments)
+    if command.help:
+        print(help_text())
+        raise SystemExit(0)
+    if command.file is None:
+        raise ConfigError(
+            "command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys"
+        )
+    return load_config(command.file, command.overrides)
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """A user's mistake becomes one line on stderr and exit status 2; a technique failing in mid-run, 1.
+
+    Any other exception keeps its traceback and Python's status 1.
+    """
+    try:
+        yield
+    except UserError as error:
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
+        os._exit(1 if isinstance(error, NotEngagedError) else 2)

@@ -1,0 +1,242 @@
+"""Every config key: its type, default, bounds, and under it the doc line that ``--help`` prints."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from composer_speedups.config.keys import LENGTH, key
+
+__all__ = [
+    "CallbacksConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "LoggersConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "SchedulerConfig",
+    "TrainerConfig",
+]
+
+
+@dataclass
+class ModelConfig:
+    name: str = "google-bert/bert-base-uncased"
+    """Hub id or local folder of a BERT-family model, or `minilm` (the weights of the minilm extra)."""
+    task: Literal["classification", "mlm"] = "classification"
+    """Two-class classification head, or masked language modelling."""
+    init: Literal["pretrained", "random"] = "pretrained"
+    """Load the weights, or start from random ones (needs no hub when model.size is given)."""
+    size: Literal["tiny", "mini", "base", "large"] | None = None
+    """With init: random, a BERT of this size (layers/hidden: 2/128, 4/256, 12/768, 24/1024)."""
+    dropout: float | None = key(None, ge=0, lt=1)
+    """Hidden and attention dropout; null keeps the model's own (0.1 in BERT)."""
+    train_metrics: bool = True
+    """Compute accuracy on each training batch; costs a host synchronisation a step."""
+
+
+@dataclass
+class DataConfig:
+    source: Literal["hub", "files", "builtin"] = "hub"
+    """Hugging Face hub, local parquet/csv/jsonl files, or generated reviews that need no download."""
+    hub_name: str = "stanfordnlp/imdb"
+    """Dataset on the hub, with source: hub."""
+    train_split: str = "train"
+    """Split of the hub dataset to train on."""
+    eval_split: str = "test"
+    """Split of the hub dataset to validate on."""
+    train_file: str | None = None
+    """Local .parquet, .csv or .jsonl file to train on, with source: files."""
+    eval_file: str | None = None
+    """Local file to validate on, with source: files; null trains without validation."""
+    text_column: str = "text"
+    """Column of the reviews."""
+    label_column: str = "label"
+    """Column of the labels: 0 or 1."""
+    train_samples: int | None = key(8000, ge=1)
+    """Reviews to train on, drawn at random with data.seed; null takes all of them."""
+    eval_samples: int | None = key(8000, ge=1)
+    """Reviews to validate on, drawn likewise."""
+    seed: int = key(17, ge=0, lt=2**31)
+    """Seed of the draw and of the built-in reviews."""
+    length_scale: float = key(1.0, gt=0, le=10)
+    """Built-in reviews: length as a multiple of IMDB's (mean about 230 words at 1.0)."""
+    tokenizer: str | None = None
+    """Hub id or local folder; null takes the model's; `wordpiece` trains one on the training reviews."""
+    vocab_size: int = key(4096, ge=128, le=200_000)
+    """Size of the vocabulary with tokenizer: wordpiece."""
+    max_length: int = key(256, ge=3, le=100_000)
+    """Tokens a review is cut to."""
+    padding: Literal["max_length", "longest"] = "max_length"
+    """Pad each batch to max_length, or to its longest review."""
+    pad_to_multiple_of: int = key(8, ge=1, le=1024)
+    """With padding: longest, round the length up to this multiple (never past max_length)."""
+    mlm_probability: float = key(0.15, gt=0, lt=1)
+    """Share of the tokens masked, with model.task: mlm."""
+    batch_size: int = key(40, ge=1, le=1_000_000)
+    """Reviews an optimizer step, over all ranks together."""
+    eval_batch_size: int | None = key(None, ge=1, le=1_000_000)
+    """Reviews a validation batch, over all ranks together; null takes data.batch_size."""
+    workers: int = key(0, ge=0, le=256)
+    """DataLoader worker processes a rank; 0 loads in the training process."""
+    pin_memory: bool = True
+    """Page-locked host memory for batches; has an effect on a GPU only."""
+    prefetch_factor: int | None = key(None, ge=1, le=1024)
+    """Batches loaded ahead by each worker; null is torch's default (2)."""
+    persistent_workers: bool = False
+    """Keep the workers from one epoch to the next."""
+    drop_last: bool = False
+    """Drop the last training batch of an epoch when it is short."""
+    cache_dir: str = ".cache/composer_speedups"
+    """Folder of tokenized reviews and trained tokenizers."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = key(1e-4, gt=0, le=100)
+    """Peak learning rate of AdamW."""
+    weight_decay: float = key(1e-2, ge=0, le=100)
+    """Decoupled weight decay."""
+    beta1: float = key(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    beta2: float = key(0.999, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    eps: float = key(1e-8, gt=0, le=1)
+    """Added to AdamW's denominator."""
+    decay_bias_and_norm: bool = False
+    """Apply weight decay to biases and LayerNorm too."""
+    max_grad_norm: float | None = key(None, gt=0)
+    """Clip the gradient to this global norm; null does not clip."""
+
+
+@dataclass
+class SchedulerConfig:
+    name: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after the warm-up."""
+    warmup: str = key("0.1dur", units=(*LENGTH, "dur"))
+    """Linear warm-up, as a Composer time: 0.1dur, 100ba."""
+    final_fraction: float = key(0.0, ge=0, le=1)
+    """Learning rate at the end as a fraction of the peak."""
+
+
+@dataclass
+class TrainerConfig:
+    max_duration: str = key("2ep", units=LENGTH, gt=0)
+    """How long to train, as a Composer time: 2ep, 500ba."""
+    eval_interval: str = key("1ep", units=("ep", "ba"), gt=0)
+    """How often to validate."""
+    eval_batches: int | None = key(None, ge=1)
+    """Validate on this many batches only."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to train; auto takes a GPU when there is one."""
+    precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
+    """Composer's precision. The mixed_precision technique owns it when that is asked for."""
+    microbatch_size: int | str | None = key(None, ge=1, words=("auto",))
+    """Reviews a forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
+    parallelism_config: dict[str, Any] | None = None
+    """Composer's FSDP and tensor-parallel settings, passed on; null is DDP over the ranks."""
+    progress_bar: bool = True
+    """Composer's progress bar."""
+    deterministic: bool = False
+    """Deterministic kernels only; slower."""
+
+
+@dataclass
+class CheckpointConfig:
+    interval: str | None = key(None, units=("ep", "ba"), gt=0)
+    """How often to write a checkpoint to runs/<run_name>/checkpoints; null writes none."""
+    keep: int = key(1, ge=-1)
+    """Checkpoints kept; -1 keeps all."""
+    load: str | None = None
+    """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
+    weights_only: bool = False
+    """Load only the weights from checkpoint.load, and start the run afresh."""
+
+
+@dataclass
+class ThroughputConfig:
+    window: int = key(20, ge=1, le=100_000)
+    """Batches the logged rate is averaged over."""
+    warmup_batches: int = key(3, ge=0, le=8)
+    """First batches left out of the steady state; batches that compile are always left out."""
+
+
+@dataclass
+class MemoryConfig:
+    interval: int = key(10, ge=1)
+    """Batches between two measurements."""
+
+
+@dataclass
+class CallbacksConfig:
+    throughput: ThroughputConfig | None = key(factory=ThroughputConfig)
+    """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
+    memory: MemoryConfig | None = key(factory=MemoryConfig)
+    """Peak memory and its parts; null turns it off."""
+
+
+@dataclass
+class WandbConfig:
+    project: str = "composer_speedups"
+    """Project of the run."""
+    entity: str | None = None
+    """User or team of the run."""
+    group: str | None = None
+    """Group of the run."""
+    tags: list[str] = key(factory=list)
+    """Tags of the run."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """offline needs no account and writes under runs/<run_name>/wandb."""
+
+
+@dataclass
+class TensorboardConfig:
+    flush_interval: int = key(100, ge=1)
+    """Batches between two writes to runs/<run_name>/tensorboard."""
+
+
+@dataclass
+class FileConfig:
+    flush_interval: int = key(100, ge=1)
+    """Batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
+
+
+@dataclass
+class LoggersConfig:
+    wandb: WandbConfig | None = None
+    """Weights & Biases."""
+    tensorboard: TensorboardConfig | None = None
+    """TensorBoard event files."""
+    file: FileConfig | None = None
+    """A text file."""
+
+
+@dataclass
+class Config:
+    run_name: str = key("run", name=True)
+    """Name of the run's folder under runs_folder."""
+    runs_folder: str = "runs"
+    """Folder of all runs; an earlier run of the same name is kept beside it under a dated name."""
+    seed: int = key(17, ge=0, lt=2**31)
+    """Seed of the weights, the dropout and the shuffling."""
+    on_unavailable: Literal["stop", "warn"] = "stop"
+    """A technique that cannot engage here stops the run, or only warns."""
+    export: bool = True
+    """Write the trained model to runs/<run_name>/model in transformers' own format."""
+    algorithms: dict[str, Any] = key(factory=dict)
+    """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
+    model: ModelConfig = key(factory=ModelConfig)
+    """What is trained."""
+    data: DataConfig = key(factory=DataConfig)
+    """Reviews, tokenizer and DataLoader."""
+    optimizer: OptimizerConfig = key(factory=OptimizerConfig)
+    """AdamW; a technique may change its implementation, never these values."""
+    scheduler: SchedulerConfig = key(factory=SchedulerConfig)
+    """Learning-rate schedule."""
+    trainer: TrainerConfig = key(factory=TrainerConfig)
+    """What goes to Composer's Trainer."""
+    checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
+    """Saving and resuming."""
+    callbacks: CallbacksConfig = key(factory=CallbacksConfig)
+    """Measurements."""
+    loggers: LoggersConfig = key(factory=LoggersConfig)
+    """Where the measurements go beside report.json."""

@@ -1,0 +1,111 @@
+"""Reviews from the hub, from local files, or built in; checked row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.csv
+import pyarrow.json
+import pyarrow.parquet
+from datasets import Dataset, load_dataset
+
+from composer_speedups.config.schema import DataConfig
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.errors import DataError
+
+__all__ = ["load_reviews"]
+
+_READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
+    ".parquet": pyarrow.parquet.read_table,
+    ".csv": lambda path: pyarrow.csv.read_csv(
+        path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)
+    ),
+    ".jsonl": pyarrow.json.read_json,
+}
+
+
+def load_reviews(config: DataConfig) -> tuple[Dataset, Dataset | None]:
+    """Training and validation reviews with the columns ``text`` (str) and ``label`` (0 or 1).
+
+    Raises:
+        DataError: One line naming the file or dataset, the row, and what is wrong with it.
+    """
+    if config.source == "builtin":
+        return _builtin(config, "train", config.train_samples), _builtin(config, "eval", config.eval_samples)
+    if config.source == "hub":
+        return (
+            _sample(_from_hub(config, config.train_split), config, config.train_samples),
+            _sample(_from_hub(config, config.eval_split), config, config.eval_samples),
+        )
+    assert config.train_file is not None  # the schema's checks saw to it
+    train = _sample(_from_file(config, "train_file", config.train_file), config, config.train_samples)
+    if config.eval_file is None:
+        return train, None
+    return train, _sample(_from_file(config, "eval_file", config.eval_file), config, config.eval_samples)
+
+
+def _builtin(config: DataConfig, split: str, samples: int | None) -> Dataset:
+    return Dataset.from_dict(builtin_reviews(samples or 8000, config.seed, split, config.length_scale))
+
+
+def _from_hub(config: DataConfig, split: str) -> Dataset:
+    where = f"data.hub_name {config.hub_name!r}, split {split!r}"
+    try:
+        dataset = load_dataset(config.hub_name, split=split)
+    except Exception as error:  # network, authentication, a missing split: each its own class
+        raise DataError(
+            f"{where}: cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            "use data.source=files with a local file, or data.source=builtin"
+        ) from error
+    return _checked(dataset.data.table, config, where)
+
+
+def _from_file(config: DataConfig, key: str, name: str) -> Dataset:
+    path = Path(name).expanduser()
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"data.{key}: {name} must end in {', '.join(_READERS)}")
+    if not path.is_file():
+        raise DataError(f"data.{key}: {name} is not a file; give the path of one")
+    if path.stat().st_size == 0:
+        raise DataError(f"data.{key}: {name} is empty; give a file with reviews in it")
+    try:
+        table = reader(path)
+    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        raise DataError(f"data.{key}: {name} cannot be read ({str(error).splitlines()[0]})") from error
+    return _checked(table, config, f"data.{key}: {name}")
+
+
+def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:
+    """Refuse rows that would train silently on nothing, and keep the two columns."""
+    for key in ("text_column", "label_column"):
+        column = getattr(config, key)
+        if column not in table.column_names:
+            has = ", ".join(table.column_names) or "none"
+            raise DataError(f"{where} has no column {column!r} (it has: {has}); set data.{key}")
+    if table.num_rows == 0:
+        raise DataError(f"{where} has no rows; give a file with reviews in it")
+    texts = table.column(config.text_column).to_pylist()
+    labels = table.column(config.label_column).to_pylist()
+    for row, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
+        if not isinstance(text, str) or not text.strip():
+            raise DataError(
+                f"{where}, row {row}: {config.text_column} is {_show(text)}; every review needs text"
+            )
+        if not isinstance(label, (int, float)) or label not in (0, 1):
+            raise DataError(f"{where}, row {row}: {config.label_column} is {_show(label)}; it must be 0 or 1")
+    return Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
+
+
+def _show(value: Any) -> str:
+    return "empty" if value is None or (isinstance(value, str) and not value.strip()) else repr(value)[:60]
+
+
+def _sample(dataset: Dataset, config: DataConfig, samples: int | None) -> Dataset:
+    """A random draw, as the fine-tuning post makes it; everything when there are fewer."""
+    if samples is None or samples >= len(dataset):
+        return dataset
+    return dataset.shuffle(seed=config.seed).select(range(samples)).flatten_indices()

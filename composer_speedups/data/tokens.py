@@ -1,0 +1,121 @@
+"""Tokenizer and tokenized reviews, both cached on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from datasets import Dataset
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from composer_speedups.config.schema import DataConfig
+from composer_speedups.errors import ConfigError
+
+__all__ = ["load_tokenizer", "tokenize"]
+
+_SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+
+
+def load_tokenizer(config: DataConfig, model_name: str, train: Dataset) -> Any:
+    """The model's tokenizer, another one from the hub or a folder, or a WordPiece of the training reviews.
+
+    Args:
+        config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` serve ``wordpiece``.
+        model_name: Hub id or folder of the model, taken when ``tokenizer`` is null.
+        train: Reviews with a ``text`` column.
+
+    Raises:
+        ConfigError: It cannot be loaded, or has no padding token.
+    """
+    if config.tokenizer == "wordpiece":
+        return _trained(config, train["text"])
+    name = config.tokenizer or model_name
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
+        raise ConfigError(
+            f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); "
+            "give a local folder, or wordpiece to train one"
+        ) from error
+    if tokenizer.pad_token_id is None:
+        raise ConfigError(f"data.tokenizer: {name!r} has no padding token; use a BERT-family tokenizer")
+    return tokenizer
+
+
+def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
+    folder = Path(config.cache_dir) / "tokenizers" / _digest(texts, config.vocab_size)
+    if not folder.is_dir():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = tempfile.mkdtemp(dir=folder.parent)
+        _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
+        try:
+            os.rename(partial, folder)
+        except OSError:  # another process was first
+            shutil.rmtree(partial)
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk"]))  # type: ignore[call-arg]
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(_SPECIAL.values()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in _SPECIAL.items()}
+    )
+
+
+def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
+    """Token ids of each review, cut to ``max_length``; columns ``input_ids`` (list of int) and ``label``.
+
+    The result is kept in ``cache_dir`` under a hash of the reviews, the tokenizer and the length.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    identity = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
+    name = _digest(dataset["text"], dataset["label"], identity, config.max_length)
+    cache = Path(config.cache_dir) / "tokens" / f"{name}.arrow"
+    cache.parent.mkdir(parents=True, exist_ok=True)
+
+    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        encoded = tokenizer(rows["text"], truncation=True, max_length=config.max_length)
+        return {"input_ids": encoded["input_ids"]}
+
+    def run() -> Dataset:
+        return dataset.map(
+            encode,
+            batched=True,
+            remove_columns=["text"],
+            cache_file_name=str(cache),
+            load_from_cache_file=True,
+            new_fingerprint=name[:32],
+            desc="tokenizing",
+        )
+
+    try:
+        return run()
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
+        cache.unlink()
+        return run()
+
+
+def _digest(*parts: Any) -> str:
+    hasher = hashlib.sha256()
+    for part in parts:
+        for item in part if isinstance(part, list) else [part]:
+            data = str(item).encode()
+            hasher.update(len(data).to_bytes(8, "big") + data)
+    return hasher.hexdigest()

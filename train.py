@@ -1,0 +1,47 @@
+"""composer train.py -f FILE [key=value ...]: config → data → model → techniques → Trainer → report."""
+
+from __future__ import annotations
+
+import sys
+
+from composer_speedups.cli import exit_codes, read_command_line
+
+
+def main(arguments: list[str]) -> None:
+    config = read_command_line(arguments)  # before torch is imported: a mistyped key is answered at once
+
+    from composer.utils import dist, reproducibility
+
+    from composer_speedups.algorithms.ordering import screen
+    from composer_speedups.algorithms.registry import build_techniques
+    from composer_speedups.algorithms.requirements import Context
+    from composer_speedups.data import build_data
+    from composer_speedups.export import export_model
+    from composer_speedups.models import build_model, resolve_name
+    from composer_speedups.report import write_report
+    from composer_speedups.runs import RunFolder
+    from composer_speedups.trainer import build_trainer, open_device
+
+    techniques = build_techniques(config.algorithms, config.on_unavailable)
+    device = open_device(config.trainer.device)
+    screen(techniques, Context(device._device, config.trainer.precision))  # before any memory is taken
+    if dist.get_world_size() > 1 or config.trainer.parallelism_config:
+        dist.initialize_dist(device)
+
+    folder = RunFolder(config)
+    model_name = resolve_name(config.model.name)
+    on_gpu = device._device.type == "cuda"
+    data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu)
+    reproducibility.seed_all(config.seed)
+    model = build_model(config.model, data.tokenizer, config.data.max_length)
+    trainer = build_trainer(config, model, data, techniques, device, folder)
+    trainer.fit()
+    if config.export:
+        export_model(trainer.state, folder / "model")
+    write_report(trainer, config, folder)
+    trainer.close()
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main(sys.argv[1:])
