@@ -20,17 +20,18 @@ def main(arguments: list[str]) -> None:
     from composer_speedups.models import build_model, resolve_name
     from composer_speedups.report import write_report
     from composer_speedups.runs import RunFolder
+    from composer_speedups.state import torch_device
     from composer_speedups.trainer import build_trainer, open_device
 
     techniques = build_techniques(config.algorithms, config.on_unavailable)
     device = open_device(config.trainer.device)
-    screen(techniques, Context(device._device, config.trainer.precision))  # before any memory is taken
+    screen(techniques, Context(torch_device(device), config.trainer.precision))  # before any memory is taken
     if dist.get_world_size() > 1 or config.trainer.parallelism_config:
         dist.initialize_dist(device)
 
     folder = RunFolder(config)
     model_name = resolve_name(config.model.name)
-    on_gpu = device._device.type == "cuda"
+    on_gpu = torch_device(device).type == "cuda"
     data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu)
     reproducibility.seed_all(config.seed)
     model = build_model(config.model, data.tokenizer, config.data.max_length)

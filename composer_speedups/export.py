@@ -13,6 +13,8 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from composer_speedups.state import model_of
+
 __all__ = ["export_model"]
 
 
@@ -26,7 +28,7 @@ def export_model(state: State, folder: Path) -> Path:
     Raises:
         ValueError: The trained model is not a HuggingFaceModel.
     """
-    wrapped: Any = state.model.module if state.is_model_ddp else state.model
+    wrapped: Any = model_of(state)
     if not isinstance(wrapped, HuggingFaceModel):
         raise ValueError(f"only a HuggingFaceModel can be exported, not {type(wrapped).__name__}")
     weights = None

@@ -23,6 +23,7 @@ from composer_speedups.environment import environment
 from composer_speedups.files import write_atomically
 from composer_speedups.plot import plot_throughput
 from composer_speedups.runs import RunFolder
+from composer_speedups.state import device_of
 
 __all__ = ["build_report", "summary_table", "write_report"]
 
@@ -59,7 +60,7 @@ def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[st
 def build_report(state: State, config: Config, wall_seconds: float) -> dict[str, Any]:
     """Everything the run measured, as report.json holds it."""
     throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
-    device = state.device._device
+    device = device_of(state)
     return {
         "run_name": config.run_name,
         "throughput": throughput.summary() if throughput else {},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from composer.core import Callback, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.technique import OnUnavailable, Technique
@@ -44,7 +44,6 @@ class FlagTechnique(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         self.set_flags()
-        state.callbacks.append(_GiveBack(self))  # algorithms have no close event; callbacks do
         return {"before": self._saved, "during": self.read_flags()}
 
     def match(self, event: Event, state: State) -> bool:
@@ -68,17 +67,10 @@ class FlagTechnique(Technique):
             self._saved = self.read_flags()
             self.write_flags(self.wanted_flags())
 
+    def close(self) -> None:
+        self.give_back()
+
     def give_back(self) -> None:
         if self._saved is not None:
             self.write_flags(self._saved)
             self._saved = None
-
-
-class _GiveBack(Callback):
-    """Gives the flags back when the Trainer closes, which is all that a failed run still does."""
-
-    def __init__(self, technique: FlagTechnique) -> None:
-        self._technique = technique
-
-    def close(self, state: State, logger: Logger) -> None:
-        self._technique.give_back()

@@ -76,13 +76,18 @@ class OptimizerFlagTechnique(Technique):
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
-        self._recorder: OperatorRecorder | None = None
+        self._recorder = OperatorRecorder()
+        self._recording = self._recorded = False
         self._hooks: list[Any] = []
 
     def engage(self, state: State) -> dict[str, Any]:
         optimizer = state.optimizers[0]
         changed = self._set(optimizer)
-        self._record_first_step(optimizer)
+        if not self._hooks:
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
         return changed
 
     def reassert(self, state: State) -> None:
@@ -94,27 +99,27 @@ class OptimizerFlagTechnique(Technique):
         except ValueError as error:
             raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or take it out") from error
 
-    def _record_first_step(self, optimizer: torch.optim.Optimizer) -> None:
-        recorder = OperatorRecorder()
+    def _before_step(self, *_: Any) -> None:
+        if not self._recorded:
+            self._recorder.__enter__()
+            self._recording = True
 
-        def before(*_: Any) -> None:
-            recorder.__enter__()
-
-        def after(*_: Any) -> None:
-            recorder.__exit__(None, None, None)
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks.clear()
-            self._recorder = recorder
-
-        self._hooks = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    def _after_step(self, *_: Any) -> None:
+        if self._recording:
+            self._recorder.__exit__(None, None, None)
+            self._recording, self._recorded = False, True
 
     def verify(self, state: State) -> dict[str, Any]:
-        if self._recorder is None:  # fp16 skips steps whose gradients overflowed
+        if not self._recorded:  # fp16 skips steps whose gradients overflowed
             return {}
+        for hook in self._hooks:
+            hook.remove()
         ran = {name: n for name, n in self._recorder.counts.items() if name.startswith(self.operator)}
         if not ran:
             raise self.not_engaged(
                 f"the first step ran no {self.operator}* operator", "keep the optimizer's flags as they are"
             )
         return {"operators_in_one_step": ran}
+
+    def close(self) -> None:
+        self._after_step()  # a step that raised left the recorder on

@@ -13,7 +13,8 @@ from enum import IntEnum
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from composer.core import Algorithm, Event, State
+from composer.core import Algorithm, Callback, Event, State
+from composer.loggers import Logger
 
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.errors import TechniqueError
@@ -95,6 +96,7 @@ def engage_all(state: State) -> None:
     if all(t.engaged is not None for t in techniques):
         return
     screen(techniques, Context.of(state))
+    state.callbacks.append(_Closer(techniques))
     for technique in techniques:
         technique.peers = sorted(map(repr, techniques))
         if technique.engaged is None:
@@ -103,3 +105,14 @@ def engage_all(state: State) -> None:
                 technique.engaged = True
             except TechniqueError as error:
                 technique.unavailable(error)
+
+
+class _Closer(Callback):
+    """Closes techniques with the Trainer: algorithms have no close event, callbacks do."""
+
+    def __init__(self, techniques: Sequence[Technique]) -> None:
+        self._techniques = techniques
+
+    def close(self, state: State, logger: Logger) -> None:
+        for technique in self._techniques:
+            technique.close()

@@ -33,6 +33,16 @@ class CompileCounts(NamedTuple):
     failed: int  # frames left to eager execution
     seconds: float  # spent compiling, forward and backward
 
+    def since(self, earlier: CompileCounts) -> CompileCounts:
+        """What was added after an earlier count."""
+        return CompileCounts(
+            self.graphs - earlier.graphs,
+            self.breaks - earlier.breaks,
+            self.recompiles - earlier.recompiles,
+            self.failed - earlier.failed,
+            self.seconds - earlier.seconds,
+        )
+
 
 def compile_counts() -> CompileCounts:
     frames = counters["frames"]

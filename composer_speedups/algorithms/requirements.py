@@ -11,6 +11,8 @@ import torch
 if TYPE_CHECKING:
     from composer.core import State
 
+from composer_speedups.state import device_of
+
 __all__ = ["Context", "Requirement", "needs_autocast", "needs_cuda", "needs_package"]
 
 
@@ -36,7 +38,7 @@ class Context:
 
     @classmethod
     def of(cls, state: State) -> Context:
-        return cls(state.device._device, state.precision.value)
+        return cls(device_of(state), state.precision.value)
 
     @property
     def autocast(self) -> bool:

@@ -75,6 +75,9 @@ class Technique(Algorithm):
             NotEngagedError: (through :meth:`not_engaged`) when the technique had no effect.
         """
 
+    def close(self) -> None:
+        """Give back what outlives the Trainer; called when it closes, also after a run that raised."""
+
     # What Composer calls.
 
     def match(self, event: Event, state: State) -> bool:

@@ -11,6 +11,8 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from composer_speedups.state import device_of
+
 __all__ = ["MemoryAnatomy"]
 
 GIB = 2**30
@@ -44,7 +46,7 @@ class MemoryAnatomy(Callback):
         if event == Event.FIT_START and torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         elif event in _MEASURED and self._due(state, event):
-            device = state.device._device
+            device = device_of(state)
             if event == Event.BEFORE_FORWARD:
                 self._start_forward(device, state)
             elif event == Event.BEFORE_BACKWARD:
@@ -55,7 +57,7 @@ class MemoryAnatomy(Callback):
             else:
                 self._end_batch(state, logger)
         elif event == Event.FIT_END:
-            self._put("peak", _peak(state.device._device))
+            self._put("peak", _peak(device_of(state)))
             logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
     def _due(self, state: State, event: Event) -> bool:
@@ -91,8 +93,8 @@ class MemoryAnatomy(Callback):
         self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
         states = (s for o in state.optimizers for s in o.state.values())
         tensors = (t for s in states for t in s.values() if isinstance(t, torch.Tensor))
-        self._put("optimizer", _bytes(t for t in tensors if t.device.type == state.device._device.type))
-        self._put("peak", _peak(state.device._device))
+        self._put("optimizer", _bytes(t for t in tensors if t.device.type == device_of(state).type))
+        self._put("peak", _peak(device_of(state)))
         logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
     def _put(self, part: str, size: float) -> None:

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
 from composer_speedups.flops import batch_lengths, training_flops
+from composer_speedups.state import device_of, model_of
 
 __all__ = ["Batch", "ThroughputMonitor"]
 
@@ -113,8 +114,8 @@ class ThroughputMonitor(Callback):
         self._graphs = graphs
         self.batches.append(batch)
         if self._peak is None and batch.flops:
-            precision = precision_in_force(state.precision.value, state.device._device)
-            self._peak = device_peak(precision, state.device._device)
+            precision = precision_in_force(state.precision.value, device_of(state))
+            self._peak = device_peak(precision, device_of(state))
         recent = [b for b in self.batches[-self.window :] if b.steady]
         if not recent and len(self.batches) >= _FIRST_VALUE_BY:
             recent = self.batches[-self.window :]
@@ -184,7 +185,7 @@ class ThroughputMonitor(Callback):
 
 
 def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
-    model: Any = state.model.module if state.is_model_ddp else state.model
+    model: Any = model_of(state)
     if callable(getattr(model, "flops_per_batch", None)):
         return int(model.flops_per_batch(state.batch))
     config = getattr(getattr(model, "model", None), "config", None)

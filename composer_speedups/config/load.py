@@ -106,7 +106,7 @@ def section_of(hint: Any) -> type | None:
 
 def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
     try:
-        loaded = OmegaConf.load(file)
+        loaded = OmegaConf.load(Path(file))
     except FileNotFoundError:
         raise ConfigError(
             f"{file}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml"

@@ -16,6 +16,7 @@ from composer_speedups.algorithms.requirements import Context, Requirement, need
 from composer_speedups.algorithms.surgery import swap_class
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
+from composer_speedups.state import device_of
 
 __all__ = ["FastLayerNorm", "LowPrecisionLayerNorm", "apply_fast_layernorm"]
 
@@ -108,7 +109,7 @@ class FastLayerNorm(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         module = _swapped(state.model)[0]
         assert isinstance(module, LowPrecisionLayerNorm)
-        device = state.device._device
+        device = device_of(state)
         sample = torch.ones(2, *module.normalized_shape, device=device)
         cpu_autocast = torch.autocast("cpu", torch.bfloat16, enabled=device.type == "cpu")
         with torch.no_grad(), get_precision_context(state.precision, state.precision_config), cpu_autocast:

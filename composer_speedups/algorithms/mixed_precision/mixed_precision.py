@@ -12,6 +12,7 @@ from torch import nn
 
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.state import device_of
 
 __all__ = ["MixedPrecision", "apply_mixed_precision"]
 
@@ -91,7 +92,7 @@ class MixedPrecision(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         before = state.precision.value
-        if state.device._device.type == "cuda":
+        if device_of(state).type == "cuda":
             state.precision = Precision(f"amp_{self.dtype}")
         else:
             apply_mixed_precision(state.model, self.dtype)

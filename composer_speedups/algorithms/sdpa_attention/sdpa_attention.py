@@ -18,6 +18,7 @@ from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
+from composer_speedups.state import device_of
 
 __all__ = ["SDPAAttention", "apply_sdpa_attention"]
 
@@ -135,7 +136,7 @@ class SDPAAttention(Technique):
     def _kernel_for(self, state: State) -> str:
         model = next(iter(_outermost(state.model).values()))
         batch: Mapping[str, torch.Tensor] = state.batch
-        device, config = state.device._device, model.config
+        device, config = device_of(state), model.config
         batch_size, length = batch["input_ids"].shape
         heads = config.num_attention_heads
         shape = (batch_size, heads, length, config.hidden_size // heads)

@@ -12,6 +12,7 @@ from composer_speedups.algorithms.flags import FlagTechnique
 from composer_speedups.algorithms.probe import matmul_error
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage
+from composer_speedups.state import device_of
 
 __all__ = ["TF32Matmul", "apply_tf32_matmul"]
 
@@ -69,7 +70,7 @@ class TF32Matmul(FlagTechnique):
         return self.precision
 
     def verify(self, state: State) -> dict[str, Any]:
-        error = matmul_error(state.device._device)
+        error = matmul_error(device_of(state))
         if error < 1e-5:
             raise self.not_engaged(
                 f"a float32 matmul still has full precision (relative error {error:.1e})",

@@ -18,6 +18,7 @@ from composer_speedups.algorithms.probe import CompileCounts, compile_counts
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
+from composer_speedups.state import model_of
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
@@ -135,10 +136,8 @@ class TorchCompile(Technique):
 
     def verify(self, state: State) -> dict[str, Any]:
         assert self._before is not None
-        counts = compile_counts()
-        since = CompileCounts(*(now - then for now, then in zip(counts, self._before, strict=True)))
-        model = state.model.module if state.is_model_ddp else state.model
-        compiled = {n: m for n, m in model.named_modules() if m._compiled_call_impl is not None}
+        since = compile_counts().since(self._before)
+        compiled = {n: m for n, m in model_of(state).named_modules() if m._compiled_call_impl is not None}
         reused = since.graphs == 0 and any(map(_has_compiled_code, compiled.values()))
         if not compiled or (since.graphs == 0 and not reused):
             raise self.not_engaged(

@@ -1,0 +1,28 @@
+"""What Composer's State holds, without its wrappers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from composer.core import State
+from composer.devices import Device
+
+__all__ = ["device_of", "model_of", "torch_device"]
+
+
+def torch_device(device: Device) -> torch.device:
+    """The torch device behind a Composer device, which keeps it in a private attribute."""
+    inner = device._device
+    assert isinstance(inner, torch.device)
+    return inner
+
+
+def device_of(state: State) -> torch.device:
+    """The device this rank trains on."""
+    return torch_device(state.device)
+
+
+def model_of(state: State) -> Any:
+    """The ComposerModel, out of its DistributedDataParallel wrapper where it has one."""
+    return state.model.module if state.is_model_ddp else state.model

@@ -1,0 +1,141 @@
+"""Tiny models, awkward batches, and a Trainer around them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.core import Algorithm, Callback, DataSpec, Event, State
+from composer.devices import DeviceCPU, DeviceGPU
+from composer.loggers import InMemoryLogger, Logger
+from composer.models import HuggingFaceModel
+from composer.optim import ConstantScheduler
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from transformers import BertConfig, BertForSequenceClassification
+
+from tests.reference.loop import EPS
+
+Batch = dict[str, Tensor]
+VOCABULARY = 64
+
+
+def tiny_bert(*, dropout: float = 0.0, seed: int = 0) -> BertForSequenceClassification:
+    """Two layers of 32, with eager attention. Weights large enough that a wrong mask shows in the logits."""
+    torch.manual_seed(seed)
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
+    )
+    return BertForSequenceClassification._from_config(config, attn_implementation="eager")
+
+
+def batch(lengths: Sequence[int], width: int | None = None, *, seed: int = 0) -> Batch:
+    """Random tokens with right padding; rows of length 0 have the label that the loss ignores."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes, width = torch.tensor(lengths), width or max(lengths)
+    mask = (torch.arange(width) < sizes[:, None]).long()
+    ids = torch.randint(1, VOCABULARY, mask.shape, generator=generator) * mask
+    labels = torch.randint(0, 2, (len(lengths),), generator=generator)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels.masked_fill(sizes == 0, -100)}
+
+
+def awkward_batches() -> list[Batch]:
+    """Ragged; one row; length 1; 2 short of a multiple of 8, with an all-padding row; no padding at all."""
+    shapes = [([9, 16, 3, 12], None), ([11], None), ([1, 1, 1], None), ([14, 0, 5], 14), ([8, 8], None)]
+    return [batch(lengths, width, seed=i) for i, (lengths, width) in enumerate(shapes)]
+
+
+def plain_batches(count: int = 4) -> list[Batch]:
+    """Batches of one shape with some padding."""
+    return [batch([12, 7, 16, 10], seed=100 + i) for i in range(count)]
+
+
+class Batches(Dataset[Batch]):
+    """A dataset whose items are batches already."""
+
+    def __init__(self, batches: list[Batch]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        return copy.deepcopy(self.batches[index])
+
+
+class Recorder(Callback):
+    """Losses of every batch and the gradients of the first."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.first_gradients: dict[str, Tensor] = {}
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.AFTER_TRAIN_BATCH and not self.first_gradients:
+            named = state.model.model.named_parameters()
+            self.first_gradients = {n: p.grad.detach().clone() for n, p in named if p.grad is not None}
+        if event == Event.BATCH_END and state.total_loss_dict:
+            self.losses.append(float(state.total_loss_dict["loss/train/total"]))
+
+
+def make_trainer(
+    algorithms: Sequence[Algorithm] = (),
+    *,
+    batches: list[Batch] | None = None,
+    model: Any = None,
+    gpu: bool = False,
+    optimizer: torch.optim.Optimizer | None = None,
+    callbacks: Sequence[Callback] = (),
+    **kwargs: Any,
+) -> Trainer:
+    """A quiet fp32 Trainer over the batches of one epoch, with AdamW one parameter at a time."""
+    batches = plain_batches() if batches is None else batches
+    hf_model = tiny_bert() if model is None else model
+    composer_model = (
+        HuggingFaceModel(hf_model, use_logits=True) if not hasattr(hf_model, "loss") else hf_model
+    )
+    if optimizer is None:
+        optimizer = torch.optim.AdamW(
+            composer_model.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False
+        )
+    settings: dict[str, Any] = {
+        "max_duration": f"{len(batches)}ba",
+        "schedulers": ConstantScheduler(),
+        "loggers": [InMemoryLogger()],
+        "progress_bar": False,
+        "precision": "fp32",
+        "device": DeviceGPU(allow_tf32=False) if gpu else DeviceCPU(),
+        "seed": 3,
+        "device_train_microbatch_size": 100,  # the loader knows none
+    }
+    return Trainer(
+        model=composer_model,
+        train_dataloader=DataSpec(
+            DataLoader(Batches(batches), batch_size=None),
+            split_batch=lambda b, n: [b],
+            get_num_samples_in_batch=_rows,
+        ),
+        optimizers=optimizer,
+        algorithms=list(algorithms),
+        callbacks=list(callbacks),
+        **{**settings, **kwargs},
+    )
+
+
+def _rows(batch: Batch) -> int:
+    return len(batch["labels"])
+
+
+def final_weights(trainer: Trainer) -> dict[str, Tensor]:
+    return {n: p.detach().cpu().clone() for n, p in trainer.state.model.named_parameters()}

@@ -1,0 +1,1 @@
+"""A trusted plain reference, and how near to it each dtype has to come."""

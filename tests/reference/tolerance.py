@@ -1,0 +1,22 @@
+"""Tolerances by the dtype a computation runs in, in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# fp32: the same sums in another order. bf16: 8 bits of mantissa through a few layers of values near 1.
+TOLERANCES: dict[torch.dtype, dict[str, float]] = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-5},
+    torch.bfloat16: {"rtol": 5e-2, "atol": 2e-2},
+    torch.float16: {"rtol": 1e-2, "atol": 4e-3},
+}
+
+
+def assert_near(actual: Any, expected: Any, dtype: torch.dtype = torch.float32, what: str = "") -> None:
+    """torch.testing.assert_close at a dtype's tolerance, over tensors, lists or dicts that must not be empty."""
+    assert len(expected) > 0, f"nothing to compare: {what}"
+    torch.testing.assert_close(
+        actual, expected, **TOLERANCES[dtype], check_dtype=False, msg=lambda m: f"{what}: {m}"
+    )

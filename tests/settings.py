@@ -1,0 +1,99 @@
+"""One entry a technique: how the generic tests exercise it. A technique without one fails collection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+from composer_speedups.algorithms.catalogue import technique_names
+from composer_speedups.algorithms.registry import technique_class
+from composer_speedups.algorithms.technique import Technique
+
+__all__ = ["ENTRIES", "Entry", "cases"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How to test a technique.
+
+    Attributes:
+        variants: Constructor arguments, one dict a test case. Those that need a GPU go to ``gpu_variants``.
+        exactness: ``"exact"`` (bit for bit), ``"rounding"`` (within ``dtype``'s tolerance of the untouched
+            model), or ``"recipe"`` (another training recipe).
+        dtype: What the technique computes in.
+        needs: Techniques it requires beside it.
+        evidence: Keys that its evidence must hold.
+    """
+
+    variants: list[dict[str, Any]] = field(default_factory=list)
+    gpu_variants: list[dict[str, Any]] = field(default_factory=list)
+    exactness: Literal["exact", "rounding", "recipe"] = "rounding"
+    dtype: torch.dtype = torch.float32
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evidence: tuple[str, ...] = ()
+
+
+BF16 = {"mixed_precision": {"dtype": "bf16"}}
+
+ENTRIES: dict[str, Entry] = {
+    "fast_layernorm": Entry([{}], needs=BF16, dtype=torch.bfloat16, evidence=("modules", "output_dtype")),
+    "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "mixed_precision": Entry(
+        [{"dtype": "bf16"}],
+        gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
+        dtype=torch.bfloat16,
+        evidence=("dtypes_seen",),
+    ),
+    "sdpa_attention": Entry(
+        [{}, {"backend": "math"}],
+        gpu_variants=[{}, {"backend": "efficient"}, {"backend": "cudnn"}],
+        evidence=("kernel",),
+    ),
+    "tf32_matmul": Entry(
+        gpu_variants=[{"precision": "high"}, {"precision": "medium"}],
+        dtype=torch.float16,  # TF32 has fp16's mantissa
+        evidence=("matmul_relative_error",),
+    ),
+    "torch_compile": Entry(
+        [{"scope": "model", "backend": "aot_eager"}, {"scope": "blocks", "backend": "aot_eager"}],
+        gpu_variants=[{"scope": "model"}, {"scope": "blocks"}],
+        evidence=("graphs", "graph_breaks", "recompiles"),
+    ),
+}
+
+missing = set(technique_names()) ^ set(ENTRIES)
+if missing:
+    raise RuntimeError(f"tests/settings.py and the technique folders differ by: {', '.join(sorted(missing))}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One technique with one set of arguments."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    entry: Entry
+
+    def build(self) -> Technique:
+        return technique_class(self.name)(**dict(self.arguments))
+
+    def build_all(self) -> list[Technique]:
+        """The technique and what it needs."""
+        return [*(technique_class(n)(**kw) for n, kw in self.entry.needs.items()), self.build()]
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.name, *(str(v) for _, v in self.arguments)])
+
+
+def cases(*, gpu: bool = False) -> list[Any]:
+    """pytest parameters: every variant of every technique, on the CPU or on a GPU."""
+    found = [
+        Case(name, tuple(arguments.items()), entry)
+        for name, entry in sorted(ENTRIES.items())
+        for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
+    ]
+    return [pytest.param(case, id=case.id) for case in found]
