@@ -13,8 +13,8 @@ from composer_speedups.errors import ConfigError, NotEngagedError, UserError
 __all__ = ["exit_codes", "read_command_line"]
 
 
-def read_command_line(arguments: Sequence[str]) -> Config:
-    """The config that the arguments ask for; ``--help`` prints every key and exits with 0.
+def read_command_line(arguments: Sequence[str]) -> tuple[Config, str]:
+    """The config that the arguments ask for and its file; ``--help`` prints every key and exits with 0.
 
     Raises:
         ConfigError: One line about the argument, the key or the file.
@@ -27,7 +27,7 @@ def read_command_line(arguments: Sequence[str]) -> Config:
         raise ConfigError(
             "command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys"
         )
-    return load_config(command.file, command.overrides)
+    return load_config(command.file, command.overrides), command.file
 
 
 @contextlib.contextmanager

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "DataError", "NotEngagedError", "TechniqueError", "UserError"]
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["ConfigError", "DataError", "NotEngagedError", "TechniqueError", "UserError", "did_you_mean"]
 
 
 class UserError(ValueError):
@@ -30,3 +33,10 @@ class TechniqueError(UserError):
 
 class NotEngagedError(TechniqueError):
     """A technique that was applied but left no evidence of having taken effect."""
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """``; did you mean 'x'?`` for the nearest of some names; all of them when none is near."""
+    known = list(known)
+    close = difflib.get_close_matches(str(name), known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

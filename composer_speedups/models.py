@@ -50,6 +50,8 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
     auto = AutoModelForMaskedLM if config.task == "mlm" else AutoModelForSequenceClassification
     settings: dict[str, Any] = {} if config.dropout is None else _dropout(config.dropout)
     if config.task == "classification":
+        # transformers would set it in the first forward pass, and torch.compile would compile that pass anew.
+        settings |= {"problem_type": "single_label_classification"}
         settings |= {"id2label": {0: "negative", 1: "positive"}, "label2id": {"negative": 0, "positive": 1}}
     name = resolve_name(config.name)
     if config.size is not None:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.registry import technique_class
 from composer_speedups.algorithms.technique import Technique

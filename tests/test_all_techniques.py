@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 from composer.core import Event
-from composer_speedups.algorithms.technique import Technique
 
+from composer_speedups.algorithms.technique import Technique
 from tests.common import (
     Recorder,
     awkward_batches,

@@ -99,10 +99,25 @@ class OptimizerFlagTechnique(Technique):
         except ValueError as error:
             raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or take it out") from error
 
-    def _before_step(self, *_: Any) -> None:
-        if not self._recorded:
-            self._recorder.__enter__()
-            self._recording = True
+    def _before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Start recording when the update starts: Composer's closure holds the forward and backward pass."""
+        if self._recorded:
+            return None
+        closure = kwargs.get("closure")
+        if closure is None:
+            self._start()
+            return None
+
+        def closure_then_record(*inner: Any, **keywords: Any) -> Any:
+            loss = closure(*inner, **keywords)
+            self._start()
+            return loss
+
+        return args, {**kwargs, "closure": closure_then_record}
+
+    def _start(self) -> None:
+        self._recorder.__enter__()
+        self._recording = True
 
     def _after_step(self, *_: Any) -> None:
         if self._recording:

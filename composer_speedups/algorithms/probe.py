@@ -47,11 +47,11 @@ class CompileCounts(NamedTuple):
 def compile_counts() -> CompileCounts:
     frames = counters["frames"]
     metrics = get_compilation_metrics()
-    recompiled = {m.compile_id for m in metrics if m.compile_id and not str(m.compile_id).endswith("/0")}
+    again = [m for m in metrics if m.is_forward and m.compile_id and not m.compile_id.endswith("/0")]
     return CompileCounts(
         graphs=counters["stats"]["unique_graphs"],
         breaks=sum(counters["graph_break"].values()),
-        recompiles=len(recompiled),
+        recompiles=len(again),
         failed=frames["total"] - frames["ok"],
         seconds=sum(m.duration_us or 0 for m in metrics) / 1e6,
     )

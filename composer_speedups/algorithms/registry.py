@@ -5,7 +5,6 @@ A technique is found by its folder (see :mod:`.catalogue`), so adding one change
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
 import typing
@@ -15,7 +14,7 @@ from typing import Any
 
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.technique import Technique
-from composer_speedups.errors import ConfigError, UserError
+from composer_speedups.errors import ConfigError, UserError, did_you_mean
 
 __all__ = ["build_techniques", "technique_class"]
 
@@ -28,9 +27,7 @@ def technique_class(name: str) -> type[Technique]:
         ConfigError: No technique has this name; the message gives the nearest one.
     """
     if name not in technique_names():
-        close = difflib.get_close_matches(name, technique_names(), n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(technique_names())}"
-        raise ConfigError(f"algorithms: unknown technique {name!r}; {hint}")
+        raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, technique_names())}")
     module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
     found = [
         c
@@ -42,33 +39,39 @@ def technique_class(name: str) -> type[Technique]:
     return found[0]
 
 
-def build_techniques(settings: Mapping[str, Any], on_unavailable: str = "stop") -> list[Technique]:
+def build_techniques(
+    settings: Mapping[str, Any], on_unavailable: str = "stop", *, file: str = ""
+) -> list[Technique]:
     """The ``algorithms`` section of a config as instances.
+
+    Args:
+        settings: YAML name → settings, None for none.
+        on_unavailable: Default for those that do not set it themselves.
+        file: Named in errors.
 
     Raises:
         ConfigError: A name, a setting or a value that the technique does not take.
     """
-    return [_build(name, dict(given or {}), on_unavailable) for name, given in settings.items()]
+    where = f"{file}: " if file else ""
+    return [_build(name, dict(given or {}), on_unavailable, where) for name, given in settings.items()]
 
 
-def _build(name: str, given: dict[str, Any], on_unavailable: str) -> Technique:
+def _build(name: str, given: dict[str, Any], on_unavailable: str, where: str) -> Technique:
     cls = technique_class(name)
     parameters = inspect.signature(cls).parameters
     hints = typing.get_type_hints(cls.__init__)
     for setting, value in given.items():
         dotted = f"algorithms.{name}.{setting}"
         if setting not in parameters:
-            close = difflib.get_close_matches(str(setting), parameters, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"it takes {', '.join(parameters)}"
-            raise ConfigError(f"unknown key {dotted!r}; {hint}")
+            raise ConfigError(f"{where}unknown key {dotted!r}{did_you_mean(setting, parameters)}")
         if not _accepts(hints[setting], value):
-            raise ConfigError(f"{dotted} must be {_spell(hints[setting])}, not {value!r}")
+            raise ConfigError(f"{where}{dotted} must be {_spell(hints[setting])}, not {value!r}")
     try:
         return cls(**{"on_unavailable": on_unavailable, **given})
     except UserError:
         raise
     except ValueError as error:
-        raise ConfigError(f"algorithms.{name}: {error}") from error
+        raise ConfigError(f"{where}algorithms.{name}: {error}") from error
 
 
 def _accepts(hint: Any, value: Any) -> bool:

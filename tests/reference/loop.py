@@ -1,4 +1,4 @@
-"""Fine-tuning in plain PyTorch: an untouched Hugging Face model, AdamW one parameter at a time, no Composer."""
+"""Fine-tuning in plain PyTorch: an untouched Hugging Face model, plain AdamW, no Composer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
 
 EPS = 1e-3
 
@@ -44,7 +43,7 @@ def train_plainly(model: Any, batches: list[dict[str, Tensor]], lr: float = 1e-3
 
 @torch.no_grad()
 def eval_logits(model: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Logits of the rows that have a real token: what attention gives an all-padding row is nobody's business."""
+    """Logits of the rows that have a real token; attention over nothing but padding has no right answer."""
     training = model.training
     model.eval()
     result = []

@@ -146,7 +146,9 @@ class SDPAAttention(Technique):
             mask = None  # as transformers does, except while tracing
         if mask is not None:
             mask = mask.bool()[:, None, None, :].expand(batch_size, 1, length, length).to(device)
-        function = AttentionInterface()[config._attn_implementation]
+        function = AttentionInterface().get(config._attn_implementation)
+        if function is None:  # eager attention is no entry there
+            return str(config._attn_implementation)
         attention = next(m for n, m in model.named_modules() if n.endswith(("attention.self", "attention")))
         recorder = OperatorRecorder()
         devices = [device] if device.type == "cuda" else []

@@ -1,0 +1,185 @@
+"""python -m benchmarks.run TABLE [key=value ...]: run a table's arms, each in a fresh process; keep the rows.
+
+A table is a YAML file under benchmarks/tables (its name without .yaml will do)::
+
+    base: yamls/bert_imdb_fp32.yaml   # config of every arm
+    set: [trainer.max_duration=60ba]  # overrides of every arm
+    repeats: 3                        # runs of every arm; arms take turns
+    matrix: {data.batch_size: [40, 128]}  # every arm at every value
+    cumulative: true                  # an arm keeps the overrides of those above it
+    arms: {fp32: [], + TF32: ["algorithms.tf32_matmul={}"]}
+
+Overrides on the command line come last. Rows are appended to benchmarks/results/<gpu>/<table>.jsonl, one an
+arm and point of the matrix, with the median, least and greatest of its runs. A failed run leaves its error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+__all__ = ["Arm", "arms_of", "row_of", "run_table"]
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+Row = dict[str, Any]
+_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "arms"}
+_MEASURED = {  # name in a row → where the report has it
+    "samples_per_sec": ("throughput", "samples_per_sec"),
+    "tokens_per_sec": ("throughput", "tokens_per_sec"),
+    "mfu": ("throughput", "mfu"),
+    "step_seconds": ("throughput", "step_seconds"),
+    "data_seconds": ("throughput", "data_seconds"),
+    "warmup_seconds": ("throughput", "warmup_seconds"),
+    "peak_memory_gib": ("memory", "peak_gib"),
+    "accuracy": ("metrics", "accuracy"),
+    "loss": ("metrics", "loss"),
+    "train_loss": ("metrics", "train_loss"),
+    "wall_seconds": ("wall_seconds",),
+}
+
+
+class Arm(NamedTuple):
+    name: str
+    point: dict[str, Any]  # its place in the matrix
+    overrides: list[str]
+
+
+def arms_of(table: dict[str, Any]) -> list[Arm]:
+    """Every arm at every point of the matrix."""
+    matrix = table.get("matrix", {})
+    points = [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
+    arms = []
+    for point in points:
+        kept: list[str] = []
+        for name, own in table["arms"].items():
+            kept = kept + list(own) if table.get("cumulative") else list(own)
+            placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
+            arms.append(Arm(name, point, [*table.get("set", []), *placed, *kept]))
+    return arms
+
+
+def run_table(path: Path, extra: Sequence[str], results: Path = RESULTS) -> list[Row]:
+    """Run all arms in turn, ``repeats`` times over, and append one row each."""
+    table = read_table(path)
+    arms, repeats = arms_of(table), table.get("repeats", 1)
+    runs: dict[int, list[dict[str, Any]]] = {i: [] for i in range(len(arms))}
+    started = time.monotonic()
+    for repeat in range(repeats):
+        for i, arm in enumerate(arms):
+            report = run_once(table["base"], [*arm.overrides, *extra])
+            runs[i].append(report)
+            rate = report.get("throughput", {}).get("samples_per_sec")
+            said = f"{rate:,.0f} samples/s" if rate else report.get("error", "no throughput").splitlines()[-1]
+            done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
+            print(f"{done}  {arm.name} {_spell(arm.point)} {said}", flush=True)
+    rows = [row_of(path.stem, arm, runs[i], extra) for i, arm in enumerate(arms)]
+    gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
+    folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{path.stem}.jsonl").open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return rows
+
+
+def read_table(path: Path) -> dict[str, Any]:
+    table = yaml.safe_load(path.read_text())
+    unknown = set(table) - _KNOWN
+    if unknown or not {"base", "arms"} <= set(table):
+        raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KNOWN))}")
+    return table
+
+
+def run_once(base: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """One training process; its report, or ``{"error": …}``."""
+    with tempfile.TemporaryDirectory() as runs:
+        fixed = [f"runs_folder={runs}", "run_name=arm", "trainer.progress_bar=false", "export=false"]
+        command = [sys.executable, str(ROOT / "train.py"), "-f", str(ROOT / base), *overrides, *fixed]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        if done.returncode != 0:
+            return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-2000:]}"}
+        return json.loads((Path(runs) / "arm" / "report.json").read_text())
+
+
+def row_of(table: str, arm: Arm, reports: Sequence[dict[str, Any]], extra: Sequence[str]) -> dict[str, Any]:
+    """What is kept of an arm: medians with their spread, evidence, and where it ran."""
+    good = [r for r in reports if "error" not in r]
+    last = good[-1] if good else {}
+    return {
+        "table": table,
+        "arm": arm.name,
+        **arm.point,
+        **{name: _spread([_find(r, path) for r in good]) for name, path in _MEASURED.items()},
+        "repeats": len(reports),
+        "errors": [r["error"] for r in reports if "error" in r],
+        "algorithms": last.get("algorithms", {}),
+        "numerics": last.get("numerics", {}),
+        "overrides": [*arm.overrides, *extra],
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "environment": last.get("environment", {}),
+    }
+
+
+def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
+    known = [v for v in values if v is not None]
+    if not known:
+        return None
+    return {"median": statistics.median(known), "min": min(known), "max": max(known), "runs": known}
+
+
+def _find(report: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = report
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _spell(point: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in point.items())
+
+
+def markdown(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The rows as a Markdown table, speed-up over the first arm of each point."""
+    yield "| arm | point | samples/s (least–most) | ratio | peak GiB | warm-up s |"
+    yield "|---|---|---|---|---|---|"
+    first: dict[str, float] = {}
+    for row in rows:
+        point = _spell({k: v for k, v in row.items() if "." in k})
+        rate, memory, warmup = (row[k] for k in ("samples_per_sec", "peak_memory_gib", "warmup_seconds"))
+        if rate is None:
+            yield f"| {row['arm']} | {point} | failed | | | |"
+            continue
+        base = first.setdefault(point, rate["median"])
+        yield (
+            f"| {row['arm']} | {point} | {rate['median']:,.0f} ({rate['min']:,.0f}–{rate['max']:,.0f}) "
+            f"| {rate['median'] / base:.2f} | {memory['median']:.1f} | {warmup['median']:.1f} |"
+        )
+
+
+def main(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if arguments else 2)
+    path = Path(arguments[0])
+    if not path.suffix:
+        path = ROOT / "benchmarks" / "tables" / f"{arguments[0]}.yaml"
+    if not path.is_file():
+        known = ", ".join(sorted(p.stem for p in (ROOT / "benchmarks" / "tables").glob("*.yaml")))
+        raise SystemExit(f"{path}: no such table; there are {known}")
+    print("\n".join(markdown(run_table(path, arguments[1:]))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,63 @@
+"""Checks of values: each against its bounds, then those that must agree with one another."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from composer_speedups.algorithms.catalogue import technique_names
+from composer_speedups.config.keys import check_value
+from composer_speedups.config.schema import Config
+from composer_speedups.errors import ConfigError, did_you_mean
+
+__all__ = ["check_bounds", "check_together"]
+
+
+def check_bounds(config: Any, origin_of: Mapping[str, str], prefix: str = "") -> None:
+    for field in dataclasses.fields(config):
+        value, dotted = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, origin_of, f"{dotted}.")
+        elif fault := check_value(field, value):
+            raise ConfigError(f"{origin_of.get(dotted, 'defaults')}: {dotted} {fault}")
+
+
+def check_together(config: Config, origin_of: Mapping[str, str]) -> None:
+    """Values that are fine alone but not together."""
+    model, data = config.model, config.data
+    for name in config.algorithms:
+        if name not in technique_names():
+            where = origin_of.get(f"algorithms.{name}", "command line")
+            hint = did_you_mean(name, technique_names())
+            raise ConfigError(f"{where}: unknown technique 'algorithms.{name}'{hint}")
+
+    def refuse(name: str, text: str) -> typing.NoReturn:
+        where = origin_of.get(name, "command line")
+        raise ConfigError(f"{origin_of.get(name, 'command line')}: {name} {text}")
+
+    if model.size is not None and model.init != "random":
+        refuse("model.size", "goes with model.init: random; a pretrained model has its own size")
+    if data.source == "files" and data.train_file is None:
+        refuse(
+            "data.train_file", "is missing; data.source: files needs the path of a parquet, csv or jsonl file"
+        )
+    if data.source != "files" and (data.train_file or data.eval_file):
+        name = "data.train_file" if data.train_file else "data.eval_file"
+        refuse(name, f"has no effect with data.source: {data.source}; set data.source=files")
+    if data.workers == 0 and data.persistent_workers:
+        refuse("data.persistent_workers", "needs data.workers of at least 1")
+    if data.workers == 0 and data.prefetch_factor is not None:
+        refuse("data.prefetch_factor", "needs data.workers of at least 1")
+    if data.tokenizer is None and model.init == "random" and model.size is not None:
+        refuse("data.tokenizer", "is missing; a random model has none: name one, or wordpiece to train it")
+    if config.checkpoint.weights_only and config.checkpoint.load is None:
+        refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
+    if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
+        refuse(
+            "trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them"
+        )
+    unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
+    if unknown:
+        refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")

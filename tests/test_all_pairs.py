@@ -1,0 +1,156 @@
+"""Any order gives one run; every pair trains or is refused by name; clashes stop before anything is built."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.core import Event
+
+from composer_speedups import FastLayerNorm, ForEachOptimizer, FusedOptimizer, MixedPrecision, SDPAAttention
+from composer_speedups.algorithms.ordering import (
+    Stage,
+    refuse_clashes,
+    screen,
+    sort_techniques,
+    techniques_of,
+)
+from composer_speedups.algorithms.registry import technique_class
+from composer_speedups.algorithms.requirements import Context
+from composer_speedups.algorithms.technique import Technique
+from composer_speedups.errors import TechniqueError
+from tests.common import final_weights, make_trainer, tiny_bert
+from tests.settings import ENTRIES
+
+CPU = Context(torch.device("cpu"))
+
+
+def build(name: str) -> Technique:
+    entry = ENTRIES[name]
+    return technique_class(name)(**(entry.variants or entry.gpu_variants)[0])
+
+
+@pytest.mark.parametrize("pair", itertools.combinations(sorted(ENTRIES), 2), ids="+".join)
+def test_every_pair_trains_or_is_refused_by_name(pair: tuple[str, str]) -> None:
+    techniques = [build(name) for name in pair]
+    refusal = _refusal(techniques)
+    if refusal is not None:
+        assert refusal.technique in pair
+        assert str(refusal).startswith(f"{refusal.technique}: ")
+        assert refusal.fix
+        with pytest.raises(TechniqueError, match=refusal.technique):
+            make_trainer([build(name) for name in pair])
+        return
+    trainer = make_trainer(techniques)
+    trainer.fit()
+    trainer.close()
+    assert [t.engaged for t in techniques] == [True, True]
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+
+
+def _refusal(techniques: list[Technique]) -> TechniqueError | None:
+    try:
+        screen(techniques, CPU)
+    except TechniqueError as refusal:
+        return refusal
+    return None
+
+
+@pytest.mark.pins
+def test_all_together_in_any_order_give_one_run() -> None:
+    names = ["sdpa_attention", "mixed_precision", "torch_compile", "fused_optimizer", "fast_layernorm"]
+    results = []
+    for order, kwargs in [
+        (names, {}),
+        (names[::-1], {}),
+        (names[2:] + names[:2], {"algorithm_passes": [refuse_clashes, sort_techniques]}),
+    ]:
+        techniques = [build(name) for name in order]
+        trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), **kwargs)
+        trainer.fit()
+        trainer.close()
+        assert all(t.engaged for t in techniques)
+        results.append(final_weights(trainer))
+        torch._dynamo.reset()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+def test_techniques_engage_in_the_stated_order_without_passes() -> None:
+    engaged: list[str] = []
+
+    def note(technique: Technique) -> Technique:
+        original = technique.engage
+        technique.engage = lambda state: engaged.append(technique.name) or original(state)  # type: ignore
+        return technique
+
+    names = ["torch_compile", "fused_optimizer", "fast_layernorm", "sdpa_attention", "mixed_precision"]
+    make_trainer([note(build(name)) for name in names]).close()
+    assert engaged == [
+        "mixed_precision",
+        "fast_layernorm",
+        "sdpa_attention",
+        "fused_optimizer",
+        "torch_compile",
+    ]
+
+
+def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> None:
+    clipping = GradientClipping("norm", clipping_threshold=1.0)
+    fused, sdpa = FusedOptimizer(), SDPAAttention()
+    for event in (Event.INIT, Event.AFTER_LOAD):
+        assert list(sort_techniques([fused, clipping, sdpa], event)) == [sdpa, clipping, fused]
+    assert [t.stage for t in techniques_of([fused, clipping, sdpa])] == [Stage.SURGERY, Stage.OPTIMIZER]
+
+
+@pytest.mark.pins
+def test_a_clash_names_both_and_the_fix() -> None:
+    with pytest.raises(TechniqueError) as error:
+        screen([FusedOptimizer(), ForEachOptimizer()], CPU)
+    message = str(error.value)
+    assert "foreach_optimizer" in message
+    assert "fused_optimizer" in message
+    assert "take" in message
+    with pytest.raises(TechniqueError, match="twice"):
+        screen([FusedOptimizer(), FusedOptimizer()], CPU)
+
+
+def test_a_clash_stops_an_ordinary_trainer_too() -> None:
+    with pytest.raises(TechniqueError, match="clashes with fused_optimizer"):
+        make_trainer([FusedOptimizer(), ForEachOptimizer()])
+
+
+def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
+    with pytest.raises(TechniqueError, match=r"fast_layernorm: .*needs mixed precision.*add mixed_precision"):
+        screen([FastLayerNorm()], CPU)
+    screen([FastLayerNorm(), MixedPrecision("bf16")], CPU)
+    unavailable = MixedPrecision("fp16", on_unavailable="warn")
+    with (
+        pytest.warns(UserWarning, match="going on without mixed_precision"),
+        pytest.raises(TechniqueError, match="fast_layernorm"),
+    ):
+        screen([FastLayerNorm(), unavailable], CPU)
+
+
+@pytest.mark.pins
+def test_warn_trains_without_the_technique_and_says_so() -> None:
+    technique = build("tf32_matmul")
+    technique.on_unavailable = "warn"
+    with pytest.warns(UserWarning, match=r"going on without tf32_matmul: .*CUDA GPU") as warned:
+        trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert "CUDA GPU" in technique.evidence["unavailable"]
+    assert len([w for w in warned if "tf32" in str(w.message)]) == 1
+
+
+def test_stop_is_the_default_and_other_words_are_refused() -> None:
+    with pytest.raises(TechniqueError, match=r"tf32_matmul: .*CUDA GPU.*; take the technique out"):
+        make_trainer([build("tf32_matmul")])
+    wrong: Any = "ignore"
+    with pytest.raises(ValueError, match="on_unavailable"):
+        FusedOptimizer(on_unavailable=wrong)

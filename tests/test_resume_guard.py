@@ -1,0 +1,67 @@
+"""Resuming under other techniques than the checkpoint's is an error that names both lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_speedups import EngagementReport, ForEachOptimizer, FusedOptimizer, SDPAAttention
+from composer_speedups.errors import ConfigError
+from tests.common import final_weights, make_trainer
+
+# Composer's own hint, which comes just before our error
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    """Of a run with the fused optimizer and SDPA."""
+    trainer = make_trainer(
+        [FusedOptimizer(), SDPAAttention()],
+        callbacks=[EngagementReport()],
+        save_folder=str(tmp_path),
+        save_interval="2ba",
+        save_filename="ba{batch}.pt",
+        save_latest_filename=None,
+    )
+    trainer.fit()
+    trainer.close()
+    return str(tmp_path / "ba2.pt")
+
+
+@pytest.mark.pins
+def test_other_techniques_are_refused_with_both_lists(checkpoint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_trainer([ForEachOptimizer(), SDPAAttention()], load_path=checkpoint)
+    message = str(error.value)
+    assert "[FusedOptimizer(), SDPAAttention(backend='auto')]" in message
+    assert "[ForEachOptimizer(), SDPAAttention(backend='auto')]" in message
+
+
+def test_fewer_techniques_are_refused(checkpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"this run has \[FusedOptimizer\(\)\]"):
+        make_trainer([FusedOptimizer()], load_path=checkpoint)
+
+
+def test_none_are_refused_where_the_engagement_report_watches(checkpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"this run has \[\]"):
+        make_trainer([], callbacks=[EngagementReport()], load_path=checkpoint)
+
+
+def test_techniques_on_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(ConfigError, match=r"written with techniques \[\] and this run has \[FusedOptimizer"):
+        make_trainer([FusedOptimizer()], load_path=str(tmp_path / "ba2.pt"))
+
+
+def test_weights_alone_load_under_any_techniques(checkpoint: str) -> None:
+    trainer = make_trainer([ForEachOptimizer()], load_path=checkpoint, load_weights_only=True)
+    saved = torch.load(checkpoint, weights_only=False)["state"]["model"]
+    loaded = final_weights(trainer)
+    torch.testing.assert_close(loaded, {n: saved[n] for n in loaded}, rtol=0, atol=0)
+    trainer.fit()
+    trainer.close()

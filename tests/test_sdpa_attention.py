@@ -1,0 +1,102 @@
+"""SDPA from an eager baseline: outputs, gradients, and the kernel that ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups import SDPAAttention, apply_sdpa_attention
+from composer_speedups.errors import NotEngagedError, TechniqueError
+from tests.common import awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import eval_logits, gradients
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.pins
+def test_outputs_and_gradients_match_eager(backend: Any) -> None:
+    eager, model = tiny_bert(), tiny_bert()
+    assert eager.config._attn_implementation == "eager"
+    assert apply_sdpa_attention(model, backend) == {"": "eager"}
+    batches = awkward_batches()
+    assert_near(eval_logits(model, batches), eval_logits(eager, batches))
+    for batch in batches:
+        for each in (eager, model):
+            each.zero_grad()
+            each(**batch).loss.backward()
+        assert_near(gradients(model), gradients(eager))
+
+
+def test_the_mask_reaches_a_forced_kernel() -> None:
+    """transformers gives a custom attention no mask unless a mask function is registered with it."""
+    model = tiny_bert().eval()
+    apply_sdpa_attention(model, "math")
+    batch = plain_batches(1)[0]
+    row, tokens = 1, 7
+    alone = model(input_ids=batch["input_ids"][row : row + 1, :tokens]).logits[0]
+    assert batch["attention_mask"][row].sum() == tokens
+    assert_near([model(**batch).logits[row]], [alone])
+
+
+def test_a_module_around_the_model_is_changed_inside() -> None:
+    outer = nn.ModuleDict({"encoder": tiny_bert(), "head": nn.Linear(2, 2)})
+    assert apply_sdpa_attention(outer) == {"encoder": "eager"}
+    assert apply_sdpa_attention(outer) == {"encoder": "sdpa"}
+    assert apply_sdpa_attention(nn.Linear(2, 2)) == {}
+
+
+def test_the_kernel_is_recorded() -> None:
+    for technique, kernel in [(SDPAAttention(), "flash"), (SDPAAttention("math"), "math")]:
+        trainer = make_trainer([technique])
+        trainer.fit()
+        trainer.close()
+        assert kernel in technique.evidence["kernel"]
+        assert technique.evidence["implementation_before"] == "eager"
+
+
+def test_looking_at_the_kernel_draws_no_random_numbers() -> None:
+    states = []
+    for algorithms in ([SDPAAttention()], []):
+        trainer = make_trainer(algorithms)
+        trainer.fit()
+        trainer.close()
+        states.append(torch.random.get_rng_state())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def test_bad_backends_and_models_are_refused() -> None:
+    wrong: Any = "fast"
+    with pytest.raises(ValueError, match="backend must be one of"):
+        SDPAAttention(wrong)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        apply_sdpa_attention(tiny_bert(), wrong)
+    with pytest.raises(TechniqueError, match="the flash kernel needs a CUDA GPU"):
+        make_trainer([SDPAAttention("flash")])
+
+
+def test_attention_changed_back_after_init_is_noticed() -> None:
+    trainer = make_trainer([SDPAAttention()])
+    trainer.state.model.model.set_attn_implementation("eager")  # type: ignore[union-attr, operator]
+    with pytest.raises(NotEngagedError, match="the model's attention is eager"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_flash_is_refused_on_padded_batches_and_runs_on_full_ones() -> None:
+    bf16 = {"gpu": True, "precision": "amp_bf16", "model": tiny_bert()}
+    trainer = make_trainer([SDPAAttention("flash")], **bf16)
+    with pytest.raises(TechniqueError, match="flash kernel cannot run on the first batch"):
+        trainer.fit()
+    trainer.close()
+    full = plain_batches(2)
+    for batch in full:
+        batch["attention_mask"].fill_(1)
+    technique = SDPAAttention("flash")
+    trainer = make_trainer([technique], **{**bf16, "batches": full, "model": tiny_bert()})
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["kernel"] == "scaled_dot_product_flash_attention"

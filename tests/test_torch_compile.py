@@ -1,0 +1,119 @@
+"""Compiled in place: what is compiled, what is counted, and what happens when nothing is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups import TorchCompile, apply_torch_compile
+from composer_speedups.errors import NotEngagedError, TechniqueError
+from tests.common import awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import eval_logits, gradients
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_the_function_keeps_names_outputs_and_gradients(scope: Any) -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    names = apply_torch_compile(model, scope, backend="aot_eager")
+    assert names == ([""] if scope == "model" else ["bert.encoder.layer.0", "bert.encoder.layer.1"])
+    assert apply_torch_compile(model, scope, backend="aot_eager") == []
+    assert list(model.state_dict()) == list(reference.state_dict())
+    batches = awkward_batches()[:3]
+    assert_near(eval_logits(model, batches), eval_logits(reference, batches))
+    for each in (reference, model):
+        each(**batches[0]).loss.backward()
+    assert_near(gradients(model), gradients(reference))
+
+
+@pytest.mark.slow
+def test_inductor_matches_eager() -> None:
+    """The default backend, once: its first compilation takes half a minute on two cores."""
+    reference, technique = tiny_bert(), TorchCompile(scope="blocks", dynamic=False)
+    batches = plain_batches(2)
+    trainer = make_trainer([technique], batches=batches)
+    assert_near(eval_logits(trainer.state.model.model, batches), eval_logits(reference, batches))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graphs"] >= 1
+    assert technique.evidence["compile_seconds"] > 0
+
+
+def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
+    technique = TorchCompile(scope="blocks", backend="aot_eager")
+    same = make_trainer([technique], batches=plain_batches(3))
+    same.fit()
+    same.close()
+    assert (technique.evidence["modules"], technique.evidence["graphs"]) == (2, 1)
+    assert technique.evidence["recompiles"] == 0
+    torch._dynamo.reset()
+    technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
+    ragged = make_trainer([technique], batches=awkward_batches()[:2])
+    ragged.fit()
+    ragged.close()
+    assert technique.evidence["graphs"] == 2
+    assert technique.evidence["recompiles"] == 1
+
+
+def test_graph_breaks_are_counted() -> None:
+    model: Any = tiny_bert()
+    inner = model.bert.pooler
+
+    class Printing(nn.Module):
+        def forward(self, hidden: Any) -> Any:
+            torch._dynamo.graph_break()
+            return inner(hidden)
+
+    model.bert.pooler = Printing()
+    technique = TorchCompile(backend="aot_eager")
+    trainer = make_trainer([technique], model=model)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graph_breaks"] >= 1
+
+
+def test_a_second_trainer_may_reuse_what_the_first_compiled() -> None:
+    for _ in range(2):
+        technique = TorchCompile(backend="aot_eager")
+        trainer = make_trainer([technique])
+        trainer.fit()
+        trainer.close()
+        assert technique.engaged
+        assert technique.evidence["graphs"] > 0 or technique.evidence["reused_from_this_process"]
+
+
+@pytest.mark.pins
+def test_a_run_without_a_compiled_graph_stops() -> None:
+    technique = TorchCompile(backend="aot_eager")
+    trainer = make_trainer([technique])
+    with (
+        torch._dynamo.config.patch(disable=True) if hasattr(torch._dynamo.config, "disable") else _disabled(),
+        pytest.raises(NotEngagedError, match="without a compiled graph"),
+    ):
+        trainer.fit()
+    trainer.close()
+
+
+def _disabled() -> Any:
+    raise NotImplementedError("this torch has no torch._dynamo.config.disable")
+
+
+def test_bad_settings_are_refused() -> None:
+    wrong: Any = "layers"
+    with pytest.raises(ValueError, match="scope must be"):
+        TorchCompile(scope=wrong)
+    with pytest.raises(ValueError, match="mode='max-autotune' is inductor's"):
+        TorchCompile(backend="eager", mode="max-autotune")
+    with pytest.raises(TechniqueError, match="torch has no backend 'fastest'; use one of"):
+        make_trainer([TorchCompile(backend="fastest")])
+    with pytest.raises(ValueError, match="no ModuleList"):
+        apply_torch_compile(nn.Sequential(nn.Linear(2, 2)), "blocks")
+
+
+def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(TechniqueError, match="needs a C\\+\\+ compiler; install g\\+\\+"):
+        make_trainer([TorchCompile()])
