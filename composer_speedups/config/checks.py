@@ -35,7 +35,7 @@ def check_together(config: Config, origin_of: Mapping[str, str]) -> None:
 
     def refuse(name: str, text: str) -> typing.NoReturn:
         where = origin_of.get(name, "command line")
-        raise ConfigError(f"{origin_of.get(name, 'command line')}: {name} {text}")
+        raise ConfigError(f"{where}: {name} {text}")
 
     if model.size is not None and model.init != "random":
         refuse("model.size", "goes with model.init: random; a pretrained model has its own size")

@@ -29,7 +29,8 @@ def train_plainly(model: Any, batches: list[dict[str, Tensor]], lr: float = 1e-3
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=lr, eps=EPS, weight_decay=0.01, foreach=False, fused=False
     )
-    losses, first = [], {}
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
     model.train()
     for batch in batches:
         optimizer.zero_grad()
