@@ -75,16 +75,14 @@ def run_table(path: Path, extra: Sequence[str], results: Path = RESULTS) -> list
     """Run all arms in turn, ``repeats`` times over, and append one row each."""
     table = read_table(path)
     arms, repeats = arms_of(table), table.get("repeats", 1)
-    runs: dict[int, list[dict[str, Any]]] = {i: [] for i in range(len(arms))}
+    runs: dict[int, list[Row]] = {i: [] for i in range(len(arms))}
     started = time.monotonic()
     for repeat in range(repeats):
         for i, arm in enumerate(arms):
             report = run_once(table["base"], [*arm.overrides, *extra])
             runs[i].append(report)
-            rate = report.get("throughput", {}).get("samples_per_sec")
-            said = f"{rate:,.0f} samples/s" if rate else report.get("error", "no throughput").splitlines()[-1]
             done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-            print(f"{done}  {arm.name} {_spell(arm.point)} {said}", flush=True)
+            print(f"{done}  {arm.name} {_spell(arm.point)} {_said(report)}", flush=True)
     rows = [row_of(path.stem, arm, runs[i], extra) for i, arm in enumerate(arms)]
     gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
     folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
@@ -94,7 +92,14 @@ def run_table(path: Path, extra: Sequence[str], results: Path = RESULTS) -> list
     return rows
 
 
-def read_table(path: Path) -> dict[str, Any]:
+def _said(report: Row) -> str:
+    if "error" in report:
+        return str(report["error"]).splitlines()[-1]
+    throughput = report["throughput"]
+    return f"{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
+
+
+def read_table(path: Path) -> Row:
     table = yaml.safe_load(path.read_text())
     unknown = set(table) - _KNOWN
     if unknown or not {"base", "arms"} <= set(table):
@@ -102,7 +107,7 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def run_once(base: str, overrides: Sequence[str]) -> dict[str, Any]:
+def run_once(base: str, overrides: Sequence[str]) -> Row:
     """One training process; its report, or ``{"error": …}``."""
     with tempfile.TemporaryDirectory() as runs:
         fixed = [f"runs_folder={runs}", "run_name=arm", "trainer.progress_bar=false", "export=false"]
@@ -113,7 +118,7 @@ def run_once(base: str, overrides: Sequence[str]) -> dict[str, Any]:
         return json.loads((Path(runs) / "arm" / "report.json").read_text())
 
 
-def row_of(table: str, arm: Arm, reports: Sequence[dict[str, Any]], extra: Sequence[str]) -> dict[str, Any]:
+def row_of(table: str, arm: Arm, reports: Sequence[Row], extra: Sequence[str]) -> Row:
     """What is kept of an arm: medians with their spread, evidence, and where it ran."""
     good = [r for r in reports if "error" not in r]
     last = good[-1] if good else {}
@@ -150,7 +155,7 @@ def _spell(point: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in point.items())
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def markdown(rows: Sequence[Row]) -> Iterator[str]:
     """The rows as a Markdown table, speed-up over the first arm of each point."""
     yield "| arm | point | samples/s (least–most) | ratio | peak GiB | warm-up s |"
     yield "|---|---|---|---|---|---|"

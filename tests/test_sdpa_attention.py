@@ -10,7 +10,7 @@ from torch import nn
 
 from composer_speedups import SDPAAttention, apply_sdpa_attention
 from composer_speedups.errors import NotEngagedError, TechniqueError
-from tests.common import awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.common import awkward_batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
 
@@ -23,10 +23,10 @@ def test_outputs_and_gradients_match_eager(backend: Any) -> None:
     assert apply_sdpa_attention(model, backend) == {"": "eager"}
     batches = awkward_batches()
     assert_near(eval_logits(model, batches), eval_logits(eager, batches))
-    for batch in batches:
+    for shape in batches:
         for each in (eager, model):
             each.zero_grad()
-            each(**batch).loss.backward()
+            each(**shape).loss.backward()
         assert_near(gradients(model), gradients(eager))
 
 
@@ -34,11 +34,11 @@ def test_the_mask_reaches_a_forced_kernel() -> None:
     """transformers gives a custom attention no mask unless a mask function is registered with it."""
     model = tiny_bert().eval()
     apply_sdpa_attention(model, "math")
-    batch = plain_batches(1)[0]
+    padded = plain_batches(1)[0]
     row, tokens = 1, 7
-    alone = model(input_ids=batch["input_ids"][row : row + 1, :tokens]).logits[0]
-    assert batch["attention_mask"][row].sum() == tokens
-    assert_near([model(**batch).logits[row]], [alone])
+    alone = model(input_ids=padded["input_ids"][row : row + 1, :tokens]).logits[0]
+    assert padded["attention_mask"][row].sum() == tokens
+    assert_near([model(**padded).logits[row]], [alone])
 
 
 def test_a_module_around_the_model_is_changed_inside() -> None:
@@ -87,16 +87,31 @@ def test_attention_changed_back_after_init_is_noticed() -> None:
 
 @pytest.mark.gpu
 def test_flash_is_refused_on_padded_batches_and_runs_on_full_ones() -> None:
-    bf16 = {"gpu": True, "precision": "amp_bf16", "model": tiny_bert()}
+    bf16: dict[str, Any] = {"gpu": True, "precision": "amp_bf16"}
     trainer = make_trainer([SDPAAttention("flash")], **bf16)
     with pytest.raises(TechniqueError, match="flash kernel cannot run on the first batch"):
         trainer.fit()
     trainer.close()
     full = plain_batches(2)
-    for batch in full:
-        batch["attention_mask"].fill_(1)
+    for each in full:
+        each["attention_mask"].fill_(1)
     technique = SDPAAttention("flash")
-    trainer = make_trainer([technique], **{**bf16, "batches": full, "model": tiny_bert()})
+    trainer = make_trainer([technique], batches=full, **bf16)
     trainer.fit()
     trainer.close()
     assert technique.evidence["kernel"] == "scaled_dot_product_flash_attention"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["efficient", "cudnn", "math"])
+def test_a_forced_kernel_runs_in_bf16_and_is_recorded(backend: Any) -> None:
+    reference, technique = tiny_bert(), SDPAAttention(backend)
+    batches = [batch([32, 17, 5, 32], seed=i) for i in range(2)]
+    trainer = make_trainer([technique], batches=batches, gpu=True, precision="amp_bf16")
+    on_gpu = [{k: v.cuda() for k, v in b.items()} for b in batches]
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = [x.cpu() for x in eval_logits(trainer.state.model.model, on_gpu)]
+    assert_near(logits, eval_logits(reference, batches), torch.bfloat16)
+    trainer.fit()
+    trainer.close()
+    assert backend in technique.evidence["kernel"]

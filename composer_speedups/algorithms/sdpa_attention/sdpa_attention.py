@@ -69,9 +69,14 @@ def _outermost(model: nn.Module) -> dict[str, PreTrainedModel]:
     return found
 
 
+def _name(backend: str) -> str:
+    """Its name in transformers, which takes any name with "flash" in it for the flash-attn package."""
+    return "sdpa" if backend == "auto" else f"sdpa_only_{backend.replace('flash', 'fa')}"
+
+
 def _register(backend: str) -> str:
     """Register, through transformers' interface, an SDPA that allows one kernel."""
-    name = f"sdpa_{backend}_only"
+    name = _name(backend)
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with sdpa_kernel(_BACKENDS[backend]):
@@ -162,8 +167,7 @@ class SDPAAttention(Technique):
 
     def verify(self, state: State) -> dict[str, Any]:
         implementations = {m.config._attn_implementation for m in _outermost(state.model).values()}
-        wanted = "sdpa" if self.backend == "auto" else f"sdpa_{self.backend}_only"
-        if implementations != {wanted}:
+        if implementations != {_name(self.backend)}:
             raise self.not_engaged(
                 f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
             )
