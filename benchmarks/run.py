@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -110,9 +111,16 @@ def read_table(path: Path) -> Row:
 def run_once(base: str, overrides: Sequence[str]) -> Row:
     """One training process; its report, or ``{"error": …}``."""
     with tempfile.TemporaryDirectory() as runs:
-        fixed = [f"runs_folder={runs}", "run_name=arm", "trainer.progress_bar=false", "export=false"]
+        fixed = [
+            f"runs_folder={runs}",
+            "run_name=arm",
+            "trainer.progress_bar=false",
+            "export=false",
+            "plot=false",
+        ]
         command = [sys.executable, str(ROOT / "train.py"), "-f", str(ROOT / base), *overrides, *fixed]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        cold = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{runs}/inductor"}  # every run compiles anew
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=cold)
         if done.returncode != 0:
             return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-2000:]}"}
         return json.loads((Path(runs) / "arm" / "report.json").read_text())

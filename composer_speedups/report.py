@@ -50,7 +50,7 @@ def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[st
     report = build_report(trainer.state, config, wall_seconds)
     if dist.get_global_rank() == 0:
         monitor = _callback(trainer.state, ThroughputMonitor)
-        if monitor is not None and monitor.batches:
+        if config.plot and monitor is not None and monitor.batches:
             plot_throughput(monitor, config.run_name, folder / "throughput.png", world=dist.get_world_size())
         write_atomically(folder / "report.json", json.dumps(_plain(report), indent=2) + "\n")
         print(summary_table(report, str(folder.path)), flush=True)

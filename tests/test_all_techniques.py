@@ -61,7 +61,7 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
     with _precision(trainer):
         logits = [x.cpu() for x in eval_logits(trainer.state.model.model, on_device)]
     assert_near(logits, expected.logits, dtype, "logits in eval mode")
-    if trainer.state.precision == "amp_fp16":  # the default scale of 65536 skips the first steps
+    if trainer.state.precision.value == "amp_fp16":  # the default scale of 65536 skips the first steps
         trainer.state.scaler = torch.amp.GradScaler(init_scale=128)
     trainer.fit()
     trainer.close()

@@ -222,6 +222,8 @@ class Config:
     """A technique that cannot engage here stops the run, or only warns."""
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' own format."""
+    plot: bool = True
+    """Draw samples/s over the run to runs/<run_name>/throughput.png."""
     algorithms: dict[str, Any] = key(factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     model: ModelConfig = key(factory=ModelConfig)
