@@ -9,8 +9,9 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     cumulative: true                  # an arm keeps the overrides of those above it
     arms: {fp32: [], + TF32: ["algorithms.tf32_matmul={}"]}
 
-Overrides on the command line come last. Rows are appended to benchmarks/results/<gpu>/<table>.jsonl, one an
-arm and point of the matrix, with the median, least and greatest of its runs. A failed run leaves its error.
+On the command line, repeats=2 and data.batch_size=40 replace the table's own; other overrides come last. Rows
+are appended to benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median,
+least and greatest of its runs. A failed run leaves its error.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -31,12 +33,13 @@ from typing import Any, NamedTuple
 
 import yaml
 
-__all__ = ["Arm", "arms_of", "row_of", "run_table"]
+__all__ = ["Arm", "arms_of", "read_table", "row_of", "run_table"]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
 _KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "arms"}
+_QUIET = ["trainer.progress_bar=false", "export=false", "plot=false"]
 _MEASURED = {  # name in a row → where the report has it
     "samples_per_sec": ("throughput", "samples_per_sec"),
     "tokens_per_sec": ("throughput", "tokens_per_sec"),
@@ -58,7 +61,7 @@ class Arm(NamedTuple):
     overrides: list[str]
 
 
-def arms_of(table: dict[str, Any]) -> list[Arm]:
+def arms_of(table: Row) -> list[Arm]:
     """Every arm at every point of the matrix."""
     matrix = table.get("matrix", {})
     points = [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
@@ -68,28 +71,29 @@ def arms_of(table: dict[str, Any]) -> list[Arm]:
         for name, own in table["arms"].items():
             kept = kept + list(own) if table.get("cumulative") else list(own)
             placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
-            arms.append(Arm(name, point, [*table.get("set", []), *placed, *kept]))
+            arms.append(Arm(name, point, [*table.get("set", []), *placed, *kept, *table.get("last", [])]))
     return arms
 
 
-def run_table(path: Path, extra: Sequence[str], results: Path = RESULTS) -> list[Row]:
-    """Run all arms in turn, ``repeats`` times over, and append one row each."""
-    table = read_table(path)
+def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
+    """Run all arms in turn, ``repeats`` times over, and append a row for each that ran, also when stopped."""
     arms, repeats = arms_of(table), table.get("repeats", 1)
-    runs: dict[int, list[Row]] = {i: [] for i in range(len(arms))}
+    runs: list[list[Row]] = [[] for _ in arms]
     started = time.monotonic()
-    for repeat in range(repeats):
-        for i, arm in enumerate(arms):
-            report = run_once(table["base"], [*arm.overrides, *extra])
-            runs[i].append(report)
-            done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-            print(f"{done}  {arm.name} {_spell(arm.point)} {_said(report)}", flush=True)
-    rows = [row_of(path.stem, arm, runs[i], extra) for i, arm in enumerate(arms)]
-    gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
-    folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{path.stem}.jsonl").open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        for repeat in range(repeats):
+            for arm, own in zip(arms, runs, strict=True):
+                own.append(run_once(table["base"], arm.overrides))
+                done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
+                print(f"{done}  {arm.name} {_spell(arm.point)} {_said(own[-1])}", flush=True)
+    finally:
+        rows = [row_of(name, arm, own) for arm, own in zip(arms, runs, strict=True) if own]
+        gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
+        folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
     return rows
 
 
@@ -100,25 +104,29 @@ def _said(report: Row) -> str:
     return f"{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
 
 
-def read_table(path: Path) -> Row:
+def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
+    """The table; overrides replace ``repeats`` and axes of the matrix, and others go to every arm."""
     table = yaml.safe_load(path.read_text())
     unknown = set(table) - _KNOWN
     if unknown or not {"base", "arms"} <= set(table):
         raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KNOWN))}")
+    table["last"] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "repeats":
+            table["repeats"] = int(value)
+        elif key in table.get("matrix", {}):
+            table["matrix"][key] = [yaml.safe_load(value)]
+        else:
+            table["last"].append(override)
     return table
 
 
 def run_once(base: str, overrides: Sequence[str]) -> Row:
     """One training process; its report, or ``{"error": …}``."""
     with tempfile.TemporaryDirectory() as runs:
-        fixed = [
-            f"runs_folder={runs}",
-            "run_name=arm",
-            "trainer.progress_bar=false",
-            "export=false",
-            "plot=false",
-        ]
-        command = [sys.executable, str(ROOT / "train.py"), "-f", str(ROOT / base), *overrides, *fixed]
+        command = [sys.executable, str(ROOT / "train.py"), "-f", str(ROOT / base), *overrides]
+        command += [f"runs_folder={runs}", "run_name=arm", *_QUIET]
         cold = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{runs}/inductor"}  # every run compiles anew
         done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=cold)
         if done.returncode != 0:
@@ -126,7 +134,7 @@ def run_once(base: str, overrides: Sequence[str]) -> Row:
         return json.loads((Path(runs) / "arm" / "report.json").read_text())
 
 
-def row_of(table: str, arm: Arm, reports: Sequence[Row], extra: Sequence[str]) -> Row:
+def row_of(table: str, arm: Arm, reports: Sequence[Row]) -> Row:
     """What is kept of an arm: medians with their spread, evidence, and where it ran."""
     good = [r for r in reports if "error" not in r]
     last = good[-1] if good else {}
@@ -139,7 +147,7 @@ def row_of(table: str, arm: Arm, reports: Sequence[Row], extra: Sequence[str]) -
         "errors": [r["error"] for r in reports if "error" in r],
         "algorithms": last.get("algorithms", {}),
         "numerics": last.get("numerics", {}),
-        "overrides": [*arm.overrides, *extra],
+        "overrides": arm.overrides,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "environment": last.get("environment", {}),
     }
@@ -191,7 +199,8 @@ def main(arguments: Sequence[str]) -> None:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in (ROOT / "benchmarks" / "tables").glob("*.yaml")))
         raise SystemExit(f"{path}: no such table; there are {known}")
-    print("\n".join(markdown(run_table(path, arguments[1:]))))
+    rows = run_table(read_table(path, arguments[1:]), path.stem)
+    print("\n".join(markdown(rows)))
 
 
 if __name__ == "__main__":
