@@ -143,6 +143,7 @@ def row_of(table: str, arm: Arm, reports: Sequence[Row]) -> Row:
         "arm": arm.name,
         **arm.point,
         **{name: _spread([_find(r, path) for r in good]) for name, path in _MEASURED.items()},
+        "step_seconds_p10_p50_p90": [_find(r, ("throughput", "step_seconds_p10_p50_p90")) for r in good],
         "repeats": len(reports),
         "errors": [r["error"] for r in reports if "error" in r],
         "algorithms": last.get("algorithms", {}),
