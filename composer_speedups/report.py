@@ -9,21 +9,18 @@ import time
 from typing import Any
 
 import psutil
-import torch
 from composer import Trainer
 from composer.core import State
 from composer.utils import dist
 
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.config import Config
 from composer_speedups.environment import environment
 from composer_speedups.files import write_atomically
 from composer_speedups.plot import plot_throughput
 from composer_speedups.runs import RunFolder
-from composer_speedups.state import device_of
 
 __all__ = ["build_report", "summary_table", "write_report"]
 
@@ -60,18 +57,14 @@ def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[st
 def build_report(state: State, config: Config, wall_seconds: float) -> dict[str, Any]:
     """Everything the run measured, as report.json holds it."""
     throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
-    device = device_of(state)
+    engagement = _callback(state, EngagementReport)
     return {
         "run_name": config.run_name,
         "throughput": throughput.summary() if throughput else {},
         "memory": memory.summary() if memory else {},
         "metrics": _metrics(state),
         "algorithms": EngagementReport.summary(state),
-        "numerics": {
-            "precision": state.precision.value,
-            "matmul": precision_in_force(state.precision.value, device),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        },
+        "numerics": engagement.numerics if engagement else {},
         "training": {
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.algorithms.technique import resume_error
+from composer_speedups.callbacks.peaks import precision_in_force
 
 __all__ = ["EngagementReport"]
 
@@ -22,9 +24,13 @@ class EngagementReport(Callback):
     Logged as hyperparameters, so that dashboards can filter runs by them: ``techniques/<name>/engaged`` and
     ``techniques/<name>/<evidence>``. Its checkpoint state holds the list of techniques: a checkpoint written
     with some and resumed with none is refused too.
+
+    Attributes:
+        numerics: Composer's precision, what matmuls computed in, and torch's float32 flag, in the first batch.
     """
 
     def __init__(self) -> None:
+        self.numerics: dict[str, str] = {}
         self._current: list[str] = []
         self._reported = False
 
@@ -32,6 +38,12 @@ class EngagementReport(Callback):
         if event == Event.INIT:
             self._current = sorted(map(repr, techniques_of(state.algorithms)))
         elif (event == Event.BATCH_END and not self._reported) or event == Event.FIT_END:
+            if not self._reported:  # flags are given back before the end of the run
+                self.numerics = {
+                    "precision": state.precision.value,
+                    "matmul": precision_in_force(state),
+                    "float32_matmul_precision": torch.get_float32_matmul_precision(),
+                }
             self._reported = True
             logger.log_hyperparameters(
                 {

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import torch
 from composer.callbacks.speed_monitor import get_gpu_flops_available
+from composer.core import State
+
+from composer_speedups.algorithms.ordering import techniques_of
+from composer_speedups.state import device_of
 
 __all__ = ["Peak", "device_peak", "precision_in_force"]
 
@@ -19,13 +23,21 @@ class Peak(NamedTuple):
     source: str  # "datasheet" (dense rates, as Composer lists them) or "measured"
 
 
-def precision_in_force(precision: str, device: torch.device) -> str:
-    """What matmuls really compute in: Composer's fp32 is TF32 when torch's matmul flag allows it."""
-    if precision != "fp32":
-        return precision.removeprefix("amp_")
-    if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return "fp32"
+def precision_in_force(state: State) -> str:
+    """What matmuls really compute in: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+
+    Composer's fp32 is TF32 when torch's matmul flag allows it, and bf16 where the mixed_precision technique
+    works around Composer's fp32 on the CPU.
+    """
+    mixed = next(
+        (t for t in techniques_of(state.algorithms) if t.name == "mixed_precision" and t.engaged), None
+    )
+    if mixed is not None:
+        return str(mixed.evidence["dtype"])
+    if state.precision.value != "fp32":
+        return str(state.precision.value).removeprefix("amp_")
+    tf32 = device_of(state).type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    return "tf32" if tf32 else "fp32"
 
 
 def device_peak(precision: str, device: torch.device) -> Peak:

@@ -114,8 +114,7 @@ class ThroughputMonitor(Callback):
         self._graphs = graphs
         self.batches.append(batch)
         if self._peak is None and batch.flops:
-            precision = precision_in_force(state.precision.value, device_of(state))
-            self._peak = device_peak(precision, device_of(state))
+            self._peak = device_peak(precision_in_force(state), device_of(state))
         recent = [b for b in self.batches[-self.window :] if b.steady]
         if not recent and len(self.batches) >= _FIRST_VALUE_BY:
             recent = self.batches[-self.window :]
