@@ -24,9 +24,7 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, str]:
         print(help_text())
         raise SystemExit(0)
     if command.file is None:
-        raise ConfigError(
-            "command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys"
-        )
+        raise ConfigError("command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys")
     return load_config(command.file, command.overrides), command.file
 
 

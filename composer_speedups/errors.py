@@ -38,5 +38,5 @@ class NotEngagedError(TechniqueError):
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` for the nearest of some names; all of them when none is near."""
     known = list(known)
-    close = difflib.get_close_matches(str(name), known, n=1)
+    close = difflib.get_close_matches(str(name), known, n=1) or [k for k in known if str(name) in k]
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

@@ -105,9 +105,7 @@ def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> 
         if random:
             config = AutoConfig.from_pretrained(name, **settings)
             return auto.from_config(config, attn_implementation="eager")
-        model, info = auto.from_pretrained(
-            name, attn_implementation="eager", output_loading_info=True, **settings
-        )
+        model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
     except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes
         raise ConfigError(
             f"model.name: {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); "

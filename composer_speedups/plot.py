@@ -36,9 +36,7 @@ def plot_throughput(monitor: ThroughputMonitor, title: str, path: Path, *, world
     axes.plot(index, smooth, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
     steady = monitor.summary().get("samples_per_sec")
     if steady:
-        axes.axhline(
-            steady, color="black", linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s"
-        )
+        axes.axhline(steady, color="black", linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
     for i, mark in enumerate(monitor.eval_marks):
         axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
     unsteady = [b.index for b in batches if not b.steady]

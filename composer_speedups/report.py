@@ -117,11 +117,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         ("wall time", report["wall_seconds"], "s, start of the process to now"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
-    lines += [
-        f"  {name:<15} {_number(value):>10}  {note}".rstrip()
-        for name, value, note in rows
-        if value is not None
-    ]
+    lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
     for name, entry in report["algorithms"].items():
         evidence = ", ".join(f"{k} {v}" for k, v in entry["evidence"].items())
         mark = "engaged" if entry["engaged"] else "NOT engaged"

@@ -59,7 +59,5 @@ class RunFolder:
 
 def _free_name(path: Path) -> Path:
     date = datetime.fromtimestamp(path.stat().st_mtime).strftime("%Y%m%d-%H%M%S")
-    candidates = [
-        path.with_name(f"{path.name}.{date}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 100)))
-    ]
+    candidates = [path.with_name(f"{path.name}.{date}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
     return next(c for c in candidates if not c.exists())

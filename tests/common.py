@@ -102,9 +102,7 @@ def make_trainer(
     """A quiet fp32 Trainer over the batches of one epoch, with AdamW one parameter at a time."""
     batches = plain_batches() if batches is None else batches
     hf_model = tiny_bert() if model is None else model
-    composer_model = (
-        HuggingFaceModel(hf_model, use_logits=True) if not hasattr(hf_model, "loss") else hf_model
-    )
+    composer_model = HuggingFaceModel(hf_model, use_logits=True) if not hasattr(hf_model, "loss") else hf_model
     if optimizer is None:
         optimizer = torch.optim.AdamW(
             composer_model.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False

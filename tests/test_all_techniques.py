@@ -53,9 +53,7 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
     model, batches, dtype = tiny_bert(), awkward_batches(), case.entry.dtype
     expected = train_plainly(model, batches)
     recorder = Recorder()
-    trainer = make_trainer(
-        case.build_all(), model=copy.deepcopy(model), batches=batches, callbacks=[recorder], gpu=gpu
-    )
+    trainer = make_trainer(case.build_all(), model=copy.deepcopy(model), batches=batches, callbacks=[recorder], gpu=gpu)
     device = next(trainer.state.model.parameters()).device
     on_device = [{k: v.to(device) for k, v in b.items()} for b in batches]
     with _precision(trainer):

@@ -39,9 +39,7 @@ def technique_class(name: str) -> type[Technique]:
     return found[0]
 
 
-def build_techniques(
-    settings: Mapping[str, Any], on_unavailable: str = "stop", *, file: str = ""
-) -> list[Technique]:
+def build_techniques(settings: Mapping[str, Any], on_unavailable: str = "stop", *, file: str = "") -> list[Technique]:
     """The ``algorithms`` section of a config as instances.
 
     Args:

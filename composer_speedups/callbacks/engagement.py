@@ -26,7 +26,7 @@ class EngagementReport(Callback):
     with some and resumed with none is refused too.
 
     Attributes:
-        numerics: Composer's precision, what matmuls computed in, and torch's float32 flag, in the first batch.
+        numerics: In the first batch: Composer's precision, what matmuls computed in, torch's float32 flag.
     """
 
     def __init__(self) -> None:

@@ -29,9 +29,7 @@ def precision_in_force(state: State) -> str:
     Composer's fp32 is TF32 when torch's matmul flag allows it, and bf16 where the mixed_precision technique
     works around Composer's fp32 on the CPU.
     """
-    mixed = next(
-        (t for t in techniques_of(state.algorithms) if t.name == "mixed_precision" and t.engaged), None
-    )
+    mixed = next((t for t in techniques_of(state.algorithms) if t.name == "mixed_precision" and t.engaged), None)
     if mixed is not None:
         return str(mixed.evidence["dtype"])
     if state.precision.value != "fp32":

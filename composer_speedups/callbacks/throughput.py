@@ -192,6 +192,4 @@ def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
         return 0
     assert config is not None
     labels = state.batch.get("labels")
-    return training_flops(
-        config, lengths, "mlm" if labels is not None and labels.ndim == 2 else "classification"
-    )
+    return training_flops(config, lengths, "mlm" if labels is not None and labels.ndim == 2 else "classification")

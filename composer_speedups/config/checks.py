@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Mapping
 from typing import Any
 
 from composer_speedups.algorithms.catalogue import technique_names
@@ -12,37 +11,46 @@ from composer_speedups.config.keys import check_value
 from composer_speedups.config.schema import Config
 from composer_speedups.errors import ConfigError, did_you_mean
 
-__all__ = ["check_bounds", "check_together"]
+__all__ = ["Origins", "check_bounds", "check_together"]
 
 
-def check_bounds(config: Any, origin_of: Mapping[str, str], prefix: str = "") -> None:
+class Origins(dict[str, str]):
+    """Dotted key → the file or command line that set it; the file for a key that nobody set."""
+
+    def __init__(self, otherwise: str) -> None:
+        super().__init__()
+        self.otherwise = otherwise
+
+    def __missing__(self, key: str) -> str:
+        return self.otherwise
+
+
+def check_bounds(config: Any, origin_of: Origins, prefix: str = "") -> None:
     for field in dataclasses.fields(config):
         value, dotted = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
             check_bounds(value, origin_of, f"{dotted}.")
         elif fault := check_value(field, value):
-            raise ConfigError(f"{origin_of.get(dotted, 'defaults')}: {dotted} {fault}")
+            raise ConfigError(f"{origin_of[dotted]}: {dotted} {fault}")
 
 
-def check_together(config: Config, origin_of: Mapping[str, str]) -> None:
+def check_together(config: Config, origin_of: Origins) -> None:
     """Values that are fine alone but not together."""
     model, data = config.model, config.data
     for name in config.algorithms:
         if name not in technique_names():
-            where = origin_of.get(f"algorithms.{name}", "command line")
+            where = origin_of[f"algorithms.{name}"]
             hint = did_you_mean(name, technique_names())
             raise ConfigError(f"{where}: unknown technique 'algorithms.{name}'{hint}")
 
     def refuse(name: str, text: str) -> typing.NoReturn:
-        where = origin_of.get(name, "command line")
+        where = origin_of[name]
         raise ConfigError(f"{where}: {name} {text}")
 
     if model.size is not None and model.init != "random":
         refuse("model.size", "goes with model.init: random; a pretrained model has its own size")
     if data.source == "files" and data.train_file is None:
-        refuse(
-            "data.train_file", "is missing; data.source: files needs the path of a parquet, csv or jsonl file"
-        )
+        refuse("data.train_file", "is missing; data.source: files needs the path of a parquet, csv or jsonl file")
     if data.source != "files" and (data.train_file or data.eval_file):
         name = "data.train_file" if data.train_file else "data.eval_file"
         refuse(name, f"has no effect with data.source: {data.source}; set data.source=files")
@@ -55,9 +63,7 @@ def check_together(config: Config, origin_of: Mapping[str, str]) -> None:
     if config.checkpoint.weights_only and config.checkpoint.load is None:
         refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
-        refuse(
-            "trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them"
-        )
+        refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
         refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")

@@ -15,7 +15,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from composer_speedups.config.checks import check_bounds, check_together
+from composer_speedups.config.checks import Origins, check_bounds, check_together
 from composer_speedups.config.schema import Config
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import write_atomically
@@ -63,7 +63,7 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
         ConfigError: One line that names the key, the nearest known key, and the file.
     """
     merged = OmegaConf.structured(Config)
-    origin_of: dict[str, str] = {}
+    origin_of = Origins(COMMAND_LINE if file is None else str(file))
     if file is not None:
         merged = _merge(merged, _read_yaml(file), str(file), origin_of)
     for override in overrides:
@@ -71,7 +71,7 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
     try:
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise _explain(error, file or COMMAND_LINE) from error
+        raise _explain(error, origin_of.otherwise) from error
     assert isinstance(config, Config)
     config.algorithms = {
         name: {} if settings is True else settings
@@ -108,9 +108,7 @@ def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
     try:
         loaded = OmegaConf.load(Path(file))
     except FileNotFoundError:
-        raise ConfigError(
-            f"{file}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml"
-        ) from None
+        raise ConfigError(f"{file}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: cannot be read: {error}") from error
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
@@ -130,7 +128,7 @@ def _read_override(override: str) -> DictConfig:
         raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {error}") from error
 
 
-def _merge(base: Any, new: DictConfig, origin: str, origin_of: dict[str, str]) -> Any:
+def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     raw = OmegaConf.to_container(new, resolve=False)
     assert isinstance(raw, dict)
     if "algorithms" in raw:
@@ -188,9 +186,7 @@ def nearest(dotted: str) -> str:
     close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
     if not close:  # the right name in the wrong section
         leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
-        close = [
-            leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.7)
-        ]
+        close = [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]!r}?" if close else "; composer train.py --help lists all keys"
 
 

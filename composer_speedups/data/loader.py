@@ -87,9 +87,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool) 
     for name in ("batch_size", "eval_batch_size"):
         size = getattr(config, name)
         if size is not None and size % world:
-            raise ConfigError(
-                f"data.{name}: {size} reviews cannot be shared by {world} ranks; use a multiple"
-            )
+            raise ConfigError(f"data.{name}: {size} reviews cannot be shared by {world} ranks; use a multiple")
     with dist.run_local_rank_zero_first():
         train, evaluation = load_reviews(config)
         tokenizer = load_tokenizer(config, model_name, train)

@@ -20,9 +20,7 @@ __all__ = ["load_reviews"]
 
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
-    ".csv": lambda path: pyarrow.csv.read_csv(
-        path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)
-    ),
+    ".csv": lambda path: pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)),
     ".jsonl": pyarrow.json.read_json,
 }
 
@@ -92,9 +90,7 @@ def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:
     labels = table.column(config.label_column).to_pylist()
     for row, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
         if not isinstance(text, str) or not text.strip():
-            raise DataError(
-                f"{where}, row {row}: {config.text_column} is {_show(text)}; every review needs text"
-            )
+            raise DataError(f"{where}, row {row}: {config.text_column} is {_show(text)}; every review needs text")
         if not isinstance(label, (int, float)) or label not in (0, 1):
             raise DataError(f"{where}, row {row}: {config.label_column} is {_show(label)}; it must be 0 or 1")
     return Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})

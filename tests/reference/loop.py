@@ -26,9 +26,7 @@ def train_plainly(model: Any, batches: list[dict[str, Tensor]], lr: float = 1e-3
     """
     model = copy.deepcopy(model)
     logits = eval_logits(model, batches)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=lr, eps=EPS, weight_decay=0.01, foreach=False, fused=False
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     model.train()

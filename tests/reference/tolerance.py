@@ -17,6 +17,4 @@ TOLERANCES: dict[torch.dtype, dict[str, float]] = {
 def assert_near(actual: Any, expected: Any, dtype: torch.dtype = torch.float32, what: str = "") -> None:
     """assert_close at a dtype's tolerance, over lists or dicts that must not be empty."""
     assert len(expected) > 0, f"nothing to compare: {what}"
-    torch.testing.assert_close(
-        actual, expected, **TOLERANCES[dtype], check_dtype=False, msg=lambda m: f"{what}: {m}"
-    )
+    torch.testing.assert_close(actual, expected, **TOLERANCES[dtype], check_dtype=False, msg=lambda m: f"{what}: {m}")

@@ -74,9 +74,7 @@ class MixedPrecision(Technique):
     name = "mixed_precision"
     stage = Stage.FLAGS
 
-    def __init__(
-        self, dtype: Literal["bf16", "fp16"] = "bf16", *, on_unavailable: OnUnavailable = "stop"
-    ) -> None:
+    def __init__(self, dtype: Literal["bf16", "fp16"] = "bf16", *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
