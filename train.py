@@ -29,18 +29,18 @@ def main(arguments: list[str]) -> None:
     if dist.get_world_size() > 1 or config.trainer.parallelism_config:
         dist.initialize_dist(device)
 
-    folder = RunFolder(config)
-    model_name = resolve_name(config.model.name)
-    on_gpu = torch_device(device).type == "cuda"
-    data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu)
-    reproducibility.seed_all(config.seed)
-    model = build_model(config.model, data.tokenizer, config.data.max_length)
-    trainer = build_trainer(config, model, data, techniques, device, folder)
-    trainer.fit()
-    if config.export:
-        export_model(trainer.state, folder / "model")
-    write_report(trainer, config, folder)
-    trainer.close()
+    with RunFolder(config) as folder:
+        model_name = resolve_name(config.model.name)
+        on_gpu = torch_device(device).type == "cuda"
+        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu)
+        reproducibility.seed_all(config.seed)
+        model = build_model(config.model, data.tokenizer, config.data.max_length)
+        trainer = build_trainer(config, model, data, techniques, device, folder)
+        trainer.fit()
+        if config.export:
+            export_model(trainer.state, folder / "model")
+        write_report(trainer, config, folder)
+        trainer.close()
 
 
 if __name__ == "__main__":

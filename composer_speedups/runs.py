@@ -16,7 +16,7 @@ __all__ = ["RunFolder"]
 
 
 class RunFolder:
-    """``runs/<run_name>``, held by this process until it ends.
+    """``runs/<run_name>``, held by this process inside a ``with`` block.
 
     An earlier run of the same name is moved to ``<run_name>.<its date>``; a run still going is refused. A run
     that resumes from a checkpoint inside the folder goes on in it. On ranks other than 0 nothing is touched.
@@ -43,6 +43,7 @@ class RunFolder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self._lock.close()
             raise ConfigError(
                 f"run_name: {config.run_name!r} is in use by a run that is still going; choose another name"
             ) from None
@@ -52,6 +53,13 @@ class RunFolder:
             self.path.rename(_free_name(self.path))
         self.path.mkdir(exist_ok=True)
         save_config(config, self.path / "config.yaml")
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._lock is not None:
+            self._lock.close()
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name

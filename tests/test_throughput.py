@@ -1,0 +1,261 @@
+"""Times by a clock the test controls: what counts as training, waiting, warm-up, evaluation and saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Event
+from composer.loggers import InMemoryLogger
+
+from composer_speedups import MemoryAnatomy, MixedPrecision, ThroughputMonitor, TorchCompile
+from composer_speedups.callbacks import throughput as module
+from composer_speedups.callbacks.clock import PhaseClock
+from composer_speedups.callbacks.peaks import device_peak, precision_in_force
+from composer_speedups.plot import plot_throughput
+from tests.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+
+
+class Clock:
+    """Time passes only where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_during(self, target: Any, name: str, seconds: float) -> None:
+        """Every call of a method takes so many seconds more."""
+        original = getattr(target, name)
+
+        def slower(*args: Any, **kwargs: Any) -> Any:
+            self.now += seconds
+            return original(*args, **kwargs)
+
+        setattr(target, name, slower)
+
+
+@pytest.mark.pins
+def test_each_moment_belongs_to_one_phase() -> None:
+    clock = Clock()
+    phases = PhaseClock(clock)
+    for event, then in [
+        (Event.FIT_START, 1),
+        (Event.EPOCH_START, 2),
+        (Event.BEFORE_DATALOADER, 4),
+        (Event.AFTER_DATALOADER, 8),
+        (Event.BATCH_END, 16),
+        (Event.EVAL_BEFORE_ALL, 32),
+        (Event.BEFORE_DATALOADER, 64),  # evaluation's own must not count as training
+        (Event.EVAL_AFTER_ALL, 128),
+        (Event.BATCH_CHECKPOINT, 256),
+        (Event.BEFORE_DATALOADER, 512),
+        (Event.FIT_END, 1024),
+    ]:
+        phases.event(event)
+        clock.now += then
+    expected = {"start": 1, "between": 2 + 16 + 128, "data": 4 + 512, "step": 8, "eval": 96, "checkpoint": 256}
+    assert phases.take() == expected
+    assert phases.take() == {}
+
+
+@pytest.mark.pins
+def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> None:
+    clock, monitor, logger = Clock(), ThroughputMonitor(window=4, warmup_batches=2), InMemoryLogger()
+    monitor.clock = PhaseClock(clock)
+    batches = [batch([10, 6, 4, 4], seed=i) for i in range(8)]
+    rows = Batches([{k: v[0] for k, v in batch([8]).items()} for _ in range(4)])
+    trainer = make_trainer(
+        batches=batches,
+        callbacks=[monitor],
+        loggers=[logger],
+        eval_dataloader=torch.utils.data.DataLoader(rows, batch_size=2),
+        eval_interval="4ba",
+        save_folder=str(tmp_path),
+        save_interval="4ba",
+    )
+    clock.pass_during(trainer.state.model, "forward", 0.25)
+    clock.pass_during(trainer, "_eval_loop", 100.0)
+    clock.pass_during(trainer._checkpoint_saver, "_save_checkpoint", 7.0)
+    original = trainer.engine.run_event
+
+    def waiting(event: Any) -> Any:
+        result = original(event)
+        if event == Event.BEFORE_DATALOADER:
+            clock.now += 0.75
+        if event == Event.BATCH_START and trainer.state.timestamp.batch.value == 0:
+            clock.now += 30  # the first step is slow
+        return result
+
+    trainer.engine.run_event = waiting  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    summary = monitor.summary()
+    assert summary["samples_per_sec"] == pytest.approx(4 / 1.0)
+    assert summary["samples_per_sec_step"] == pytest.approx(4 / 0.25)
+    assert summary["tokens_per_sec"] == pytest.approx(24 / 1.0)
+    assert summary["padding_fraction"] == pytest.approx(1 - 24 / 40)
+    assert summary["step_seconds"] == pytest.approx(0.25)
+    assert summary["data_seconds"] == pytest.approx(0.75)
+    assert summary["warmup_seconds"] == pytest.approx(30 + 2 * 1.0)
+    assert summary["eval_seconds"] == pytest.approx(2 * 100 + 2 * 2 * 0.25)
+    assert summary["checkpoint_seconds"] == pytest.approx(2 * 7)
+    assert (summary["steady_batches"], summary["other_batches"]) == (6, 2)
+    logged = [(t.batch.value, value) for t, value in logger.data["throughput/samples_per_sec"]]
+    assert [b for b, _ in logged] == list(range(3, 9))
+    assert [value for _, value in logged] == pytest.approx([4.0] * 6)
+    assert monitor.eval_marks == [4, 8]
+    plot_throughput(monitor, "a run", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, monitor = Clock(), ThroughputMonitor(warmup_batches=0)
+    monitor.clock = PhaseClock(clock)
+    monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
+    trainer = make_trainer(callbacks=[monitor])
+    clock.pass_during(trainer.state.model, "forward", 2.0)
+    trainer.fit()
+    trainer.close()
+    flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
+    assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
+
+
+@pytest.mark.pins
+def test_batches_that_compile_are_no_steady_state() -> None:
+    monitor = ThroughputMonitor(warmup_batches=1)
+    shapes = [batch([length] * 4) for length in (8, 8, 8, 16, 16, 16)]
+    trainer = make_trainer(
+        [TorchCompile(backend="aot_eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled()
+    )
+    trainer.fit()
+    trainer.close()
+    assert [b.steady for b in monitor.batches] == [False, True, True, False, True, True]
+    summary = monitor.summary()
+    compiling = sum(b.seconds for b in monitor.batches if not b.steady)
+    assert summary["warmup_seconds"] >= compiling > 0
+    assert summary["steady_batches"] == 4
+
+
+def labelled() -> Any:
+    model = tiny_bert()
+    model.config.problem_type = "single_label_classification"  # or the second batch compiles anew
+    return model
+
+
+@pytest.mark.pins
+def test_a_first_value_comes_before_batch_ten_even_if_every_batch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = iter(range(1000))
+    monkeypatch.setattr(module, "counters", {"stats": SimpleNamespace(__getitem__=None)})
+    monkeypatch.setitem(module.counters, "stats", _Counting(graphs))
+    logger = InMemoryLogger()
+    trainer = make_trainer(batches=plain_batches(12), callbacks=[ThroughputMonitor(warmup_batches=8)], loggers=[logger])
+    trainer.fit()
+    trainer.close()
+    first = min(t.batch.value for t, _ in logger.data["throughput/samples_per_sec"])
+    assert first == 9
+
+
+class _Counting:
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __getitem__(self, _: str) -> int:
+        return next(self.values)
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so() -> None:
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
+    trainer.fit()
+    trainer.close()
+    assert monitor.summary()["samples_per_sec"] > 0
+    assert monitor.summary()["steady_batches"] == 0
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        ThroughputMonitor(window=0)
+    with pytest.raises(ValueError, match="warmup_batches must be 0 to 8"):
+        ThroughputMonitor(warmup_batches=9)
+    with pytest.raises(ValueError, match="interval must be at least 1"):
+        MemoryAnatomy(interval=0)
+
+
+def test_the_precision_in_force_is_what_matmuls_compute_in() -> None:
+    assert precision_in_force(make_trainer().state) == "fp32"
+    assert precision_in_force(make_trainer([MixedPrecision("bf16")]).state) == "bf16"
+    peak = device_peak("fp32", torch.device("cpu"))
+    assert peak.source == "measured"
+    assert 1e9 < peak.flops_per_sec < 1e14
+
+
+@pytest.mark.gpu
+def test_peaks_of_a_gpu_differ_by_precision() -> None:
+    device = torch.device("cuda")
+    peaks = [device_peak(p, device).flops_per_sec for p in ("fp32", "tf32", "bf16")]
+    assert peaks[0] < peaks[1] < peaks[2]
+
+
+@pytest.mark.pins
+def test_memory_parts_are_the_bytes_of_the_tensors() -> None:
+    anatomy, logger = MemoryAnatomy(interval=1), InMemoryLogger()
+    model = tiny_bert()
+    trainer = make_trainer(callbacks=[anatomy], model=model, loggers=[logger])
+    trainer.fit()
+    trainer.close()
+    parameters = sum(p.numel() * 4 for p in model.parameters())
+    buffers = sum(b.numel() * b.element_size() for b in model.buffers())
+    summary = {k: v * 2**30 for k, v in anatomy.summary().items() if v is not None}
+    assert summary["weights_gib"] == parameters + buffers
+    assert summary["gradients_gib"] == parameters
+    steps = 4 * len(list(model.parameters()))
+    assert summary["optimizer_gib"] == 2 * parameters + steps
+    ids = 4 * 16
+    assert summary["activations_gib"] > 2 * ids * 64 * 4, "at least both feed-forward outputs"
+    assert summary["peak_gib"] > 2**26
+    assert set(logger.data) >= {f"memory/{part}" for part in anatomy.summary()}
+
+
+def test_tied_weights_count_once() -> None:
+    from composer_speedups.callbacks.memory import _bytes
+
+    weight = torch.zeros(10, 10)
+    assert _bytes([weight, weight, weight[:5], weight.T]) == 400
+
+
+def test_memory_hooks_do_not_change_the_run_and_end_with_a_failure() -> None:
+    weights = []
+    for callbacks in ([MemoryAnatomy(interval=1)], []):
+        trainer = make_trainer(callbacks=callbacks)
+        trainer.fit()
+        trainer.close()
+        weights.append({n: p.detach().clone() for n, p in trainer.state.model.named_parameters()})
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
+    bad = plain_batches(2)
+    bad[1]["input_ids"] += 10_000
+    anatomy = MemoryAnatomy()
+    trainer = make_trainer(callbacks=[anatomy], batches=bad)
+    with pytest.raises(IndexError):
+        trainer.fit()
+    trainer.close()
+    seen: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(1) or t, lambda t: t):  # type: ignore
+        (torch.ones(2, requires_grad=True) ** 2).sum()
+    assert anatomy._hooks is None
+    assert seen
+
+
+@pytest.mark.gpu
+def test_memory_on_a_gpu_is_the_allocators() -> None:
+    anatomy = MemoryAnatomy(interval=1)
+    trainer = make_trainer(callbacks=[anatomy], gpu=True)
+    trainer.fit()
+    trainer.close()
+    summary = anatomy.summary()
+    assert all(value is not None and value > 0 for value in summary.values())
+    assert summary["peak_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)
