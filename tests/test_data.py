@@ -189,6 +189,12 @@ def test_loaders_count_real_tokens_and_follow_the_keys() -> None:
         build_data(dataclasses.replace(config, batch_size=64), model_name="", task="classification", on_gpu=False)
 
 
+def test_ranks_that_cannot_share_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer.utils.dist.get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"data\.batch_size: 7 reviews cannot be shared by 2 ranks"):
+        build_data(files("a.csv", batch_size=7), model_name="", task="classification", on_gpu=False)
+
+
 def test_masked_lm_batches_mask_real_tokens_only() -> None:
     config = files(save(ROWS, "a.parquet"), batch_size=20, mlm_probability=0.5)
     data = build_data(config, model_name="unused", task="mlm", on_gpu=False)
