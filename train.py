@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     from composer_speedups.trainer import build_trainer, open_device
 
     techniques = build_techniques(config.algorithms, config.on_unavailable, file=file)
-    device = open_device(config.trainer.device)
+    device = open_device(config.trainer)
     screen(techniques, Context(torch_device(device), config.trainer.precision))  # before any memory is taken
     if dist.get_world_size() > 1 or config.trainer.parallelism_config:
         dist.initialize_dist(device)

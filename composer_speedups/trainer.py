@@ -26,7 +26,7 @@ from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.config import Config
-from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig
+from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, TrainerConfig
 from composer_speedups.data import Data
 from composer_speedups.errors import ConfigError
 from composer_speedups.runs import RunFolder
@@ -34,14 +34,23 @@ from composer_speedups.runs import RunFolder
 __all__ = ["build_trainer", "open_device"]
 
 
-def open_device(name: str) -> Device:
+def open_device(config: TrainerConfig) -> Device:
     """The device to train on, with TF32 off: Composer turns it on, and fp32 should mean float32.
 
     The ``tf32_matmul`` technique turns it on where it is asked for.
+
+    Raises:
+        ConfigError: No GPU, where one is asked for or where Composer's FSDP or automatic micro-batches need it.
     """
-    if name == "gpu" and not torch.cuda.is_available():
+    if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
-    return DeviceCPU() if name == "cpu" or not torch.cuda.is_available() else DeviceGPU(allow_tf32=False)
+    if config.device != "cpu" and torch.cuda.is_available():
+        return DeviceGPU(allow_tf32=False)
+    if config.parallelism_config:
+        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; leave it out for DDP on the CPU")
+    if config.microbatch_size == "auto":
+        raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
+    return DeviceCPU()
 
 
 def build_trainer(

@@ -137,6 +137,24 @@ def test_nothing_is_built_for_techniques_that_clash_or_data_that_is_bad(monkeypa
         run("data.source=files", "data.train_file=bad.csv")
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.parallelism_config={fsdp: {}}", r"trainer\.parallelism_config: Composer's FSDP needs GPUs"),
+        ("trainer.microbatch_size=auto", r"trainer\.microbatch_size: auto needs a GPU"),
+    ],
+)
+def test_what_needs_a_gpu_says_so_on_the_cpu(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run(override, "trainer.device=cpu")
+
+
+def test_a_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"trainer\.device: there is no GPU here"):
+        run("trainer.device=gpu")
+
+
 def test_warn_goes_on_and_the_report_says_what_did_not_engage() -> None:
     with pytest.warns(UserWarning, match="going on without tf32_matmul"):
         report = run(

@@ -1,0 +1,110 @@
+"""The benchmark runner: arms, overrides, rows with their spread, and runs that fail or are stopped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import run as runner
+from tests.conftest import ROOT
+
+REPORT: dict[str, Any] = {
+    "throughput": {"samples_per_sec": 100.0, "warmup_seconds": 2.0, "step_seconds_p10_p50_p90": [1, 2, 3]},
+    "memory": {"peak_gib": 3.0},
+    "metrics": {"accuracy": 0.9},
+    "algorithms": {"x": {"engaged": True}},
+    "environment": {"gpu": None, "torch": "2"},
+}
+
+
+def table(**changes: Any) -> Path:
+    path = Path("table.yaml")
+    content = {
+        "base": "yamls/quickstart.yaml",
+        "set": ["a=1"],
+        "repeats": 2,
+        "matrix": {"data.batch_size": [40, 128]},
+        "cumulative": True,
+        "arms": {"plain": [], "+ x": ["x=1"], "+ y": ["y=1"]},
+    }
+    path.write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
+    return path
+
+
+def test_arms_add_up_over_the_matrix() -> None:
+    arms = runner.arms_of(runner.read_table(table()))
+    assert [(a.name, a.point["data.batch_size"]) for a in arms][:4] == [
+        ("plain", 40),
+        ("+ x", 40),
+        ("+ y", 40),
+        ("plain", 128),
+    ]
+    assert arms[2].overrides == ["a=1", "data.batch_size=40", "x=1", "y=1"]
+    apart = runner.arms_of(runner.read_table(table(cumulative=False)))
+    assert apart[2].overrides == ["a=1", "data.batch_size=40", "y=1"]
+
+
+def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
+    read = runner.read_table(table(), ["repeats=5", "data.batch_size=64", "trainer.max_duration=3ba"])
+    arms = runner.arms_of(read)
+    assert read["repeats"] == 5
+    assert {a.point["data.batch_size"] for a in arms} == {64}
+    assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in arms)
+
+
+def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def fake(base: str, overrides: list[str]) -> dict[str, Any]:
+        order.append(overrides[-1])
+        if overrides[-1] == "y=1":
+            return {"error": "exit status 1: CUDA out of memory"}
+        rate = 100.0 + len(order)
+        return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    rows = runner.run_table(runner.read_table(table(matrix={})), "table", Path("results"))
+    assert order == ["a=1", "x=1", "y=1"] * 2
+    written = [json.loads(line) for line in Path("results/cpu/table.jsonl").read_text().splitlines()]
+    assert written == rows
+    assert written[0]["samples_per_sec"] == {"median": 102.5, "min": 101.0, "max": 104.0, "runs": [101.0, 104.0]}
+    assert written[1]["accuracy"]["median"] == 0.9
+    assert written[2]["samples_per_sec"] is None
+    assert written[2]["errors"] == ["exit status 1: CUDA out of memory"] * 2
+    assert "| + y |  | failed" in "\n".join(runner.markdown(rows))
+
+
+def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(base: str, overrides: list[str]) -> dict[str, Any]:
+        if overrides[-1] == "x=1":
+            raise KeyboardInterrupt
+        return REPORT
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_table(runner.read_table(table(matrix={})), "table", Path("results"))
+    rows = Path("results/cpu/table.jsonl").read_text().splitlines()
+    assert [json.loads(row)["arm"] for row in rows] == ["plain"]
+
+
+def test_tables_of_the_repository_are_read_and_others_refused() -> None:
+    for path in (ROOT / "benchmarks" / "tables").glob("*.yaml"):
+        assert runner.arms_of(runner.read_table(path))
+    with pytest.raises(SystemExit, match="needs base and arms"):
+        runner.read_table(table(more=1))
+    with pytest.raises(SystemExit, match="no such table; there are ladder, minilm"):
+        runner.main(["nothing"])
+
+
+@pytest.mark.slow
+def test_one_arm_runs_in_a_process_of_its_own() -> None:
+    brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
+    report = runner.run_once("yamls/quickstart.yaml", [*brief, f"data.cache_dir={Path.cwd()}/cache"])
+    assert report["training"]["batches"] == 1
+    error = runner.run_once("yamls/quickstart.yaml", ["data.bach_size=1"])["error"]
+    assert error.startswith("exit status 2: ")
+    assert "data.bach_size" in error
