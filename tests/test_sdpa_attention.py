@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers.models.bert import modeling_bert
 
 from composer_speedups import SDPAAttention, apply_sdpa_attention
 from composer_speedups.errors import NotEngagedError, TechniqueError
@@ -54,6 +56,7 @@ def test_the_kernel_is_recorded() -> None:
         trainer.fit()
         trainer.close()
         assert kernel in technique.evidence["kernel"]
+        assert technique.evidence["kernel_seen_in"] == "forward pass"
         assert technique.evidence["implementation_before"] == "eager"
 
 
@@ -83,6 +86,31 @@ def test_attention_changed_back_after_init_is_noticed() -> None:
     with pytest.raises(NotEngagedError, match="the model's attention is eager"):
         trainer.fit()
     trainer.close()
+
+
+def test_a_model_whose_attention_ignores_the_setting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting says SDPA, the forward pass runs something else: what ran decides."""
+    eager = modeling_bert.eager_attention_forward
+
+    class AlwaysEager:
+        def get_interface(self, *_: Any) -> Any:
+            return eager
+
+    technique = SDPAAttention()
+    trainer = make_trainer([technique])
+    monkeypatch.setattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS", AlwaysEager())
+    with pytest.raises(NotEngagedError, match="ran none of its kernels"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_forward_pass_that_raises_leaves_no_recorder_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer([SDPAAttention()])
+    monkeypatch.setattr(modeling_bert.BertPooler, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    trainer.close()
+    assert not _get_current_dispatch_mode_stack()
 
 
 @pytest.mark.gpu

@@ -114,6 +114,8 @@ class SDPAAttention(Technique):
             raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
         self.backend: Backend = backend
         self._kernel: str | None = None
+        self._seen_in = "probe"
+        self._recorder: OperatorRecorder | None = None
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.backend in ("flash", "efficient", "cudnn"):
@@ -126,19 +128,33 @@ class SDPAAttention(Technique):
         return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(before.values())))}
 
     def observe(self, event: Event, state: State) -> None:
-        """Run the attention function once on this batch's shapes and mask, and see which kernel it takes."""
-        if event != Event.BEFORE_FORWARD or self._kernel is not None:
-            return
-        try:
-            self._kernel = self._kernel_for(state)
-        except RuntimeError as error:
-            raise TechniqueError(
-                self.name,
-                f"the {self.backend} kernel cannot run on the first batch ({str(error).splitlines()[0]})",
-                "use backend: auto",
-            ) from error
+        """See which kernel the first forward pass runs.
 
-    def _kernel_for(self, state: State) -> str:
+        A probe of the attention function on this batch's shapes and mask comes first: it tells a kernel that
+        cannot run here from any other failure. Compiled code cannot be recorded, and there the probe decides.
+        """
+        if event == Event.BEFORE_FORWARD and self._kernel is None:
+            try:
+                self._kernel = self._kernel_for(state)
+            except RuntimeError as error:
+                raise TechniqueError(
+                    self.name,
+                    f"the {self.backend} kernel cannot run on the first batch ({str(error).splitlines()[0]})",
+                    "use backend: auto",
+                ) from error
+            if not any(m._compiled_call_impl for m in state.model.modules()):
+                self._recorder = OperatorRecorder()
+                self._recorder.__enter__()
+        elif event == Event.AFTER_FORWARD and self._recorder is not None:
+            self._kernel, self._seen_in = _kernel_among(self._recorder), "forward pass"
+            self.close()
+
+    def close(self) -> None:
+        if self._recorder is not None:  # also after a forward pass that raised
+            self._recorder.__exit__(None, None, None)
+            self._recorder = None
+
+    def _kernel_for(self, state: State) -> str | None:
         model = next(iter(_outermost(state.model).values()))
         batch: Mapping[str, torch.Tensor] = state.batch
         device, config = device_of(state), model.config
@@ -162,8 +178,7 @@ class SDPAAttention(Technique):
             query = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
             with recorder:
                 function(attention, query, query, query, mask, dropout=config.attention_probs_dropout_prob)
-        fused = [op for op in recorder.counts if op.startswith("_scaled_dot_product")]
-        return fused[0].strip("_") if fused else "scaled_dot_product_attention_math"
+        return _kernel_among(recorder)
 
     def verify(self, state: State) -> dict[str, Any]:
         implementations = {m.config._attn_implementation for m in _outermost(state.model).values()}
@@ -171,6 +186,17 @@ class SDPAAttention(Technique):
             raise self.not_engaged(
                 f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
             )
-        if self.backend != "auto" and self.backend not in str(self._kernel):
+        if self._kernel is None:
+            raise self.not_engaged("the forward pass ran none of its kernels", "take it out for this model")
+        if self.backend not in ("auto", *self._kernel.split("_")):
             raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
-        return {"kernel": self._kernel}
+        return {"kernel": self._kernel, "kernel_seen_in": self._seen_in}
+
+
+def _kernel_among(recorder: OperatorRecorder) -> str | None:
+    """The SDPA kernel among the operators that ran; None when attention was none of SDPA's."""
+    fused = [op.strip("_") for op in recorder.counts if op.startswith("_scaled_dot_product")]
+    if fused:
+        return fused[0]
+    # The math kernel comes apart before it is dispatched; no other attention takes this softmax.
+    return "scaled_dot_product_attention_math" if "_safe_softmax" in recorder.counts else None
