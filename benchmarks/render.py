@@ -56,15 +56,39 @@ def _ladder(rows: Sequence[Row]) -> list[str]:
         "| techniques | batch | samples/s (least–most) | over fp32 | peak GiB | warm-up s | runs |",
         "|---|---|---|---|---|---|---|",
     ]
-    base: dict[int, float] = {}
-    for row in rows:
-        batch, rate = row["data.batch_size"], row["samples_per_sec"]
-        ratio = rate["median"] / base.setdefault(batch, rate["median"])
+    for batch, arm in sorted({(row["data.batch_size"], row["arm"]): None for row in rows}, key=lambda key: key[0]):
+        found = _find(rows, arm, batch)
+        rates = _runs(found, "samples_per_sec")
         lines.append(
-            f"| {row['arm']} | {batch} | {rate['median']:,.0f} ({rate['min']:,.0f}–{rate['max']:,.0f}) | {ratio:.2f} "
-            f"| {row['peak_memory_gib']['median']:.1f} | {row['warmup_seconds']['median']:.0f} | {len(rate['runs'])} |"
+            f"| {arm} | {batch} | {_spell(rates)} | {_ratio(rows, arm, 'fp32', batch):.2f} "
+            f"| {_median(found, 'peak_memory_gib'):.1f} | {_median(found, 'warmup_seconds'):.0f} | {len(rates)} |"
         )
     return [*lines, "", _where(rows)]
+
+
+def _find(rows: Sequence[Row], arm: str, batch: int) -> list[Row]:
+    return [row for row in rows if row["arm"] == arm and row["data.batch_size"] == batch]
+
+
+def _runs(rows: Sequence[Row], name: str) -> list[float]:
+    return [value for row in rows for value in row[name]["runs"]]
+
+
+def _median(rows: Sequence[Row], name: str) -> float:
+    return statistics.median(_runs(rows, name))
+
+
+def _spell(rates: Sequence[float]) -> str:
+    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
+
+
+def _ratio(rows: Sequence[Row], arm: str, base: str, batch: int) -> float:
+    """Samples/s of one arm over another's, in the calls that ran both."""
+    rates = {
+        name: {row["call"]: row["samples_per_sec"]["median"] for row in _find(rows, name, batch)}
+        for name in (arm, base)
+    }
+    return statistics.median(rates[arm][call] / rates[base][call] for call in rates[arm] if call in rates[base])
 
 
 def _accuracy(rows: Sequence[Row]) -> list[str]:
@@ -85,27 +109,32 @@ def _accuracy(rows: Sequence[Row]) -> list[str]:
 
 
 def _effect(rows: Sequence[Row], arm: str, before: str) -> list[str]:
-    lines = [f"| batch | {before} | {arm} | ratio | peak GiB | warm-up s |", "|---|---|---|---|---|---|"]
-    found = {(row["arm"], row["data.batch_size"]): row for row in rows}
+    lines = [f"| batch | {before}, samples/s | {arm} | ratio | peak GiB | warm-up s |", "|---|---|---|---|---|---|"]
     for batch in sorted({row["data.batch_size"] for row in rows}):
-        old, new = found[before, batch], found[arm, batch]
-        rates = [row["samples_per_sec"] for row in (old, new)]
-        shown = [f"{r['median']:,.0f}/s ({r['min']:,.0f}–{r['max']:,.0f})" for r in rates]
-        memory = [row["peak_memory_gib"]["median"] for row in (old, new)]
-        warmup = [row["warmup_seconds"]["median"] for row in (old, new)]
+        calls = [{row["call"] for row in _find(rows, name, batch)} for name in (arm, before)]
+        old, new = (
+            [row for row in _find(rows, name, batch) if row["call"] in calls[0] & calls[1]] for name in (before, arm)
+        )
         lines.append(
-            f"| {batch} | {shown[0]} | {shown[1]} | {rates[1]['median'] / rates[0]['median']:.2f} "
-            f"| {memory[0]:.1f} → {memory[1]:.1f} | {warmup[0]:.0f} → {warmup[1]:.0f} |"
+            f"| {batch} | {_spell(_runs(old, 'samples_per_sec'))} | {_spell(_runs(new, 'samples_per_sec'))} "
+            f"| {_ratio(rows, arm, before, batch):.2f} "
+            f"| {_median(old, 'peak_memory_gib'):.1f} → {_median(new, 'peak_memory_gib'):.1f} "
+            f"| {_median(old, 'warmup_seconds'):.0f} → {_median(new, 'warmup_seconds'):.0f} |"
         )
     return [*lines, "", _where(rows)]
 
 
 def _where(rows: Sequence[Row]) -> str:
-    e = rows[0]["environment"]
+    """Hardware, versions, days and commits of the rows; more than one where they differ."""
+
+    def each(name: str) -> str:
+        return ", ".join(sorted({row["environment"][name] for row in rows}))
+
+    days = ", ".join(sorted({row["call"][:10] for row in rows}))
     commits = ", ".join(sorted({row["environment"]["commit"][:7] for row in rows}))
     return (
-        f"{e['gpu']}, driver {e['driver']}, torch {e['torch']}, Composer {e['composer']}, "
-        f"transformers {e['transformers']}, {rows[0]['date']}, commit {commits}."
+        f"{each('gpu')}, driver {each('driver')}, torch {each('torch')}, Composer {each('composer')}, "
+        f"transformers {each('transformers')}; {days}; commit {commits}."
     )
 
 

@@ -9,9 +9,10 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     cumulative: true                  # an arm keeps the overrides of those above it
     arms: {fp32: [], + TF32: ["algorithms.tf32_matmul={}"]}
 
-On the command line, repeats=2 and data.batch_size=40 replace the table's own; other overrides come last. Rows
-are appended to benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median,
-least and greatest of its runs. A failed run leaves its error.
+On the command line, repeats=2 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]" runs those
+only (the first is what the others are compared with), and other overrides come last. Rows are appended to
+benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median, least and greatest
+of its runs; rows of one call have one time in ``call``, and only those compare. A failed run leaves its error.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def arms_of(table: Row) -> list[Arm]:
         for name, own in table["arms"].items():
             kept = kept + list(own) if table.get("cumulative") else list(own)
             placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
-            arms.append(Arm(name, point, [*table.get("set", []), *placed, *kept, *table.get("last", [])]))
+            if name in (table.get("only") or table["arms"]):
+                arms.append(Arm(name, point, [*table.get("set", []), *placed, *kept, *table.get("last", [])]))
     return arms
 
 
@@ -79,7 +81,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     """Run all arms in turn, ``repeats`` times over, and append a row for each that ran, also when stopped."""
     arms, repeats = arms_of(table), table.get("repeats", 1)
     runs: list[list[Row]] = [[] for _ in arms]
-    started = time.monotonic()
+    started, call = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         for repeat in range(repeats):
@@ -88,7 +90,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
                 done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
                 print(f"{done}  {arm.name} {_spell(arm.point)} {_said(own[-1])}", flush=True)
     finally:
-        rows = [row_of(name, arm, own) for arm, own in zip(arms, runs, strict=True) if own]
+        rows = [row_of(name, call, arm, own) for arm, own in zip(arms, runs, strict=True) if own]
         gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
         folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -105,7 +107,7 @@ def _said(report: Row) -> str:
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
-    """The table; overrides replace ``repeats`` and axes of the matrix, and others go to every arm."""
+    """The table; overrides replace ``repeats`` and axes of the matrix, pick arms, and others go to every arm."""
     table = yaml.safe_load(path.read_text())
     unknown = set(table) - _KNOWN
     if unknown or not {"base", "arms"} <= set(table):
@@ -115,6 +117,10 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
         key, _, value = override.partition("=")
         if key == "repeats":
             table["repeats"] = int(value)
+        elif key == "arms":
+            table["only"] = yaml.safe_load(value)
+            if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["arms"]):
+                raise SystemExit(f"arms={value}: must be a list of {', '.join(table['arms'])}")
         elif key in table.get("matrix", {}):
             table["matrix"][key] = [yaml.safe_load(value)]
         else:
@@ -134,12 +140,13 @@ def run_once(base: str, overrides: Sequence[str]) -> Row:
         return json.loads((Path(runs) / "arm" / "report.json").read_text())
 
 
-def row_of(table: str, arm: Arm, reports: Sequence[Row]) -> Row:
+def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row]) -> Row:
     """What is kept of an arm: medians with their spread, evidence, and where it ran."""
     good = [r for r in reports if "error" not in r]
     last = good[-1] if good else {}
     return {
         "table": table,
+        "call": call,
         "arm": arm.name,
         **arm.point,
         **{name: _spread([_find(r, path) for r in good]) for name, path in _MEASURED.items()},
@@ -149,7 +156,6 @@ def row_of(table: str, arm: Arm, reports: Sequence[Row]) -> Row:
         "algorithms": last.get("algorithms", {}),
         "numerics": last.get("numerics", {}),
         "overrides": arm.overrides,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "environment": last.get("environment", {}),
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,13 @@ def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
     assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in arms)
 
 
+def test_arms_can_be_picked_and_keep_what_those_above_them_add() -> None:
+    arms = runner.arms_of(runner.read_table(table(matrix={}), ["arms=[plain, + y]"]))
+    assert [(a.name, a.overrides) for a in arms] == [("plain", ["a=1"]), ("+ y", ["a=1", "x=1", "y=1"])]
+    with pytest.raises(SystemExit, match=re.escape("must be a list of plain, + x, + y")):
+        runner.read_table(table(), ["arms=[+ z]"])
+
+
 def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
@@ -71,6 +79,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     assert order == ["a=1", "x=1", "y=1"] * 2
     written = [json.loads(line) for line in Path("results/cpu/table.jsonl").read_text().splitlines()]
     assert written == rows
+    assert len({row["call"] for row in written}) == 1
     assert written[0]["samples_per_sec"] == {"median": 102.5, "min": 101.0, "max": 104.0, "runs": [101.0, 104.0]}
     assert written[1]["accuracy"]["median"] == 0.9
     assert written[2]["samples_per_sec"] is None
