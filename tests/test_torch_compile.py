@@ -58,6 +58,18 @@ def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
     assert technique.evidence["recompiles"] == 1
 
 
+def test_a_process_that_compiled_much_before_is_counted_right() -> None:
+    """torch keeps metrics of its last 64 compilations only."""
+    for _ in range(70):
+        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
+    trainer = make_trainer([technique], batches=awkward_batches()[:2])
+    trainer.fit()
+    trainer.close()
+    assert (technique.evidence["graphs"], technique.evidence["recompiles"]) == (2, 1)
+    assert technique.evidence["compile_seconds"] > 0
+
+
 def test_graph_breaks_are_counted() -> None:
     model: Any = tiny_bert()
     inner = model.bert.pooler

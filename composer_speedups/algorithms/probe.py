@@ -6,10 +6,14 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import torch
-from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["CompileCounts", "OperatorRecorder", "compile_counts", "matmul_error"]
+
+
+_COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")  # the second compiles at the first backward
 
 
 class OperatorRecorder(TorchDispatchMode):
@@ -45,15 +49,14 @@ class CompileCounts(NamedTuple):
 
 
 def compile_counts() -> CompileCounts:
+    """Counts that only grow; ``get_compilation_metrics`` keeps no more than the last 64 compilations."""
     frames = counters["frames"]
-    metrics = get_compilation_metrics()
-    again = [m for m in metrics if m.is_forward and m.compile_id and not m.compile_id.endswith("/0")]
     return CompileCounts(
         graphs=counters["stats"]["unique_graphs"],
         breaks=sum(counters["graph_break"].values()),
-        recompiles=len(again),
+        recompiles=sum(n - 1 for n in FRAME_COMPILE_COUNTER.values()),
         failed=frames["total"] - frames["ok"],
-        seconds=sum(m.duration_us or 0 for m in metrics) / 1e6,
+        seconds=sum(sum(compilation_time_metrics.get(phase, ())) for phase in _COMPILE_PHASES),
     )
 
 
