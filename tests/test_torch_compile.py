@@ -60,8 +60,11 @@ def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
 
 def test_a_process_that_compiled_much_before_is_counted_right() -> None:
     """torch keeps metrics of its last 64 compilations only."""
-    for _ in range(70):
-        torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    for _ in range(40):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        for size in (2, 3):
+            compiled(torch.ones(size))
     technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
     trainer = make_trainer([technique], batches=awkward_batches()[:2])
     trainer.fit()
