@@ -4,7 +4,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 
 - ``ladder``: the whole first table;
 - ``accuracy``: MiniLM's accuracy by arm and seed;
-- ``effect ARM | BEFORE``: one arm of the ladder beside the one above it.
+- ``effect TABLE ARM | BEFORE``: one arm of a table beside another.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ def _figure(request: str) -> str:
     if kind == "accuracy":
         return "\n".join(_accuracy(_rows("minilm")))
     if kind == "effect":
-        arm, before = (part.strip() for part in rest.split("|"))
-        return "\n".join(_effect(_rows("ladder"), arm, before))
+        table, _, names = rest.partition(" ")
+        arm, before = (part.strip() for part in names.split("|"))
+        return "\n".join(_effect(_rows(table), arm, before))
     raise ValueError(f"no figure of kind {kind!r}")
 
 
