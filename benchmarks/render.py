@@ -111,18 +111,18 @@ def _accuracy(rows: Sequence[Row]) -> list[str]:
 
 def _effect(rows: Sequence[Row], arm: str, before: str) -> list[str]:
     lines = [f"| batch | {before}, samples/s | {arm} | ratio | peak GiB | warm-up s |", "|---|---|---|---|---|---|"]
+    compared: list[Row] = []
     for batch in sorted({row["data.batch_size"] for row in rows}):
-        calls = [{row["call"] for row in _find(rows, name, batch)} for name in (arm, before)]
-        old, new = (
-            [row for row in _find(rows, name, batch) if row["call"] in calls[0] & calls[1]] for name in (before, arm)
-        )
+        calls = {row["call"] for row in _find(rows, arm, batch)} & {row["call"] for row in _find(rows, before, batch)}
+        old, new = ([row for row in _find(rows, name, batch) if row["call"] in calls] for name in (before, arm))
+        compared += old + new
         lines.append(
             f"| {batch} | {_spell(_runs(old, 'samples_per_sec'))} | {_spell(_runs(new, 'samples_per_sec'))} "
             f"| {_ratio(rows, arm, before, batch):.2f} "
             f"| {_median(old, 'peak_memory_gib'):.1f} → {_median(new, 'peak_memory_gib'):.1f} "
             f"| {_median(old, 'warmup_seconds'):.0f} → {_median(new, 'warmup_seconds'):.0f} |"
         )
-    return [*lines, "", _where(rows)]
+    return [*lines, "", _where(compared)]
 
 
 def _where(rows: Sequence[Row]) -> str:

@@ -27,7 +27,8 @@ _CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # new rows beside 
 def environment() -> dict[str, Any]:
     """GPU, driver, CPU, versions, and the commit of the code in use (None outside a git checkout)."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    commit = os.environ.get("COMPOSER_SPEEDUPS_COMMIT") or _git("rev-parse", "HEAD")
+    named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for a copy of the code without its git history
+    commit = named or _git("rev-parse", "HEAD")
     return {
         "gpu": gpu,
         "gpu_count": torch.cuda.device_count(),
@@ -40,7 +41,7 @@ def environment() -> dict[str, Any]:
         **{name: _version(package) for name, package in _PACKAGES.items()},
         "composer_speedups": _version("composer_speedups"),
         "commit": commit,
-        "uncommitted_changes": bool(_git("status", "--porcelain", "-uno", *_CODE)) if commit else None,
+        "uncommitted_changes": None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE)),
     }
 
 
