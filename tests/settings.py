@@ -36,14 +36,14 @@ class Entry:
     evidence: tuple[str, ...] = ()
 
 
-BF16 = {"mixed_precision": {"dtype": "bf16"}}
+BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
 ENTRIES: dict[str, Entry] = {
     "fast_layernorm": Entry([{}], needs=BF16, dtype=torch.bfloat16, evidence=("modules", "output_dtype")),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "mixed_precision": Entry(
-        [{"dtype": "bf16"}],
+        [{"dtype": "bf16", "allow_cpu": True}],
         gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
         dtype=torch.bfloat16,
         evidence=("dtypes_seen",),

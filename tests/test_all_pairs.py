@@ -126,7 +126,7 @@ def test_a_clash_stops_an_ordinary_trainer_too() -> None:
 def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
     with pytest.raises(TechniqueError, match=r"fast_layernorm: .*needs mixed precision.*add mixed_precision"):
         screen([FastLayerNorm()], CPU)
-    screen([FastLayerNorm(), MixedPrecision("bf16")], CPU)
+    screen([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)], CPU)
     unavailable = MixedPrecision("fp16", on_unavailable="warn")
     with (
         pytest.warns(UserWarning, match="going on without mixed_precision"),

@@ -47,7 +47,9 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_status_2(arguments: list[str],
 def test_a_technique_that_cannot_engage_is_one_line_and_exit_status_2() -> None:
     done = start([*TRAIN, *QUICKSTART, *SHORT, "trainer.device=cpu", "algorithms.tf32_matmul={}"])
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("train.py: tf32_matmul: TF32 needs a CUDA GPU")
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("train.py: tf32_matmul: TF32 needs a CUDA GPU")
+    assert "on_unavailable=warn" in line
     assert "Traceback" not in done.stderr
     assert not Path("runs").exists()
 

@@ -92,12 +92,12 @@ def test_nothing_to_change_warns_in_the_function_and_stops_the_technique() -> No
         if type(module) is nn.LayerNorm:
             module.__class__ = type("MyNorm", (nn.LayerNorm,), {})
     with pytest.raises(TechniqueError, match=r"fast_layernorm: the model has no torch\.nn\.LayerNorm"):
-        make_trainer([MixedPrecision(), FastLayerNorm()], model=bare)
+        make_trainer([MixedPrecision(allow_cpu=True), FastLayerNorm()], model=bare)
 
 
 def test_the_residual_stream_of_a_run_is_bf16() -> None:
     dtypes: list[torch.dtype] = []
-    trainer = make_trainer([FastLayerNorm(), MixedPrecision("bf16")])
+    trainer = make_trainer([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)])
     layer = trainer.state.model.model.bert.encoder.layer[1]  # type: ignore[union-attr]
     layer.register_forward_pre_hook(lambda _m, inputs: dtypes.append(inputs[0].dtype))
     trainer.fit()

@@ -38,9 +38,21 @@ def test_applying_twice_wraps_once() -> None:
     assert model.forward.without_autocast == original
 
 
+def test_the_cpu_is_refused_unless_allowed() -> None:
+    with pytest.raises(TechniqueError, match=r"bf16 needs a CUDA GPU .* this run is on the cpu"):
+        make_trainer([MixedPrecision("bf16")])
+    technique = MixedPrecision("bf16", on_unavailable="warn")
+    with pytest.warns(UserWarning, match="going on without mixed_precision"):
+        trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert trainer.state.outputs.logits.dtype == torch.float32
+
+
 @pytest.mark.pins
 def test_on_the_cpu_bf16_really_runs() -> None:
-    technique = MixedPrecision("bf16")
+    technique = MixedPrecision("bf16", allow_cpu=True)
     trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()
@@ -57,7 +69,7 @@ def test_fp16_needs_a_gpu() -> None:
 
 
 def test_precision_lost_after_init_is_noticed() -> None:
-    trainer = make_trainer([MixedPrecision("bf16")])
+    trainer = make_trainer([MixedPrecision("bf16", allow_cpu=True)])
     model: Any = trainer.state.model
     model.forward = model.forward.without_autocast
     with pytest.raises(NotEngagedError, match="gave float32 and no bfloat16"):
@@ -75,7 +87,7 @@ def test_a_model_that_gives_float32_is_judged_by_its_linear_layers() -> None:
             return self.inner(x).float()
 
     data: Any = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
-    technique = MixedPrecision("bf16")
+    technique = MixedPrecision("bf16", allow_cpu=True)
     model = ComposerClassifier(Casting(), num_classes=2)
     trainer = Trainer(
         model=model,

@@ -9,6 +9,7 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from datasets import Dataset
 
 from composer_speedups.config import load_config
@@ -74,6 +75,9 @@ def test_it_runs(name: str) -> None:
     assert set(report["algorithms"]) == set(techniques)
     for technique, entry in report["algorithms"].items():
         assert entry["engaged"] or "unavailable" in entry["evidence"], technique
+    if not torch.cuda.is_available():  # a GPU's YAML goes on in fp32, and says so
+        assert report["numerics"]["matmul"] == "fp32"
+        assert not any(report["algorithms"].get(t, {}).get("engaged") for t in ("mixed_precision", "tf32_matmul"))
 
 
 def test_the_posts_job_is_the_default_of_both_bert_yamls() -> None:

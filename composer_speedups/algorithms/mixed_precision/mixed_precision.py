@@ -59,33 +59,41 @@ def _under_autocast(forward: Callable[..., Any], device: str, dtype: torch.dtype
 class MixedPrecision(Technique):
     """Autocast: matmuls in bf16 or fp16, weights and optimizer in float32; fp16 with loss scaling.
 
-    On a GPU it sets Composer's precision. On the CPU, where Composer itself knows only fp32, it puts bf16
-    autocast around the model's ``forward``.
+    On a GPU it sets Composer's precision. On the CPU, where Composer itself knows only fp32, ``allow_cpu`` puts
+    bf16 autocast around the model's ``forward``.
 
     Args:
         dtype: ``"bf16"`` (default) or ``"fp16"``.
+        allow_cpu: Engage bf16 on the CPU too, where it is slower on most chips. Default False refuses it there.
         on_unavailable: See :class:`Technique`.
 
     Raises:
         ValueError: Another dtype.
-        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, or fp16 on the CPU.
+        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, and on the CPU.
     """
 
     name = "mixed_precision"
     stage = Stage.FLAGS
 
-    def __init__(self, dtype: Literal["bf16", "fp16"] = "bf16", *, on_unavailable: OnUnavailable = "stop") -> None:
+    def __init__(
+        self,
+        dtype: Literal["bf16", "fp16"] = "bf16",
+        allow_cpu: bool = False,
+        *,
+        on_unavailable: OnUnavailable = "stop",
+    ) -> None:
         super().__init__(on_unavailable=on_unavailable)
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
         self.dtype: Literal["bf16", "fp16"] = dtype
+        self.allow_cpu = allow_cpu
         self._seen: set[str] = set()
         self._hook: Any = None
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.dtype == "fp16":
             yield needs_cuda(context, "fp16")
-        elif context.device.type == "cuda":
+        elif context.device.type == "cuda" or not self.allow_cpu:
             yield needs_cuda(context, "bf16", (8, 0))
 
     def engage(self, state: State) -> dict[str, Any]:
