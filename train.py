@@ -8,7 +8,7 @@ from composer_speedups.cli import exit_codes, read_command_line
 
 
 def main(arguments: list[str]) -> None:
-    config, file = read_command_line(arguments)  # a mistyped key is answered before torch is imported
+    config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
 
     from composer.utils import dist, reproducibility
 
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> None:
     from composer_speedups.state import torch_device
     from composer_speedups.trainer import build_trainer, open_device
 
-    techniques = build_techniques(config.algorithms, config.on_unavailable, file=file)
+    techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     device = open_device(config.trainer)
     screen(techniques, Context(torch_device(device), config.trainer.precision))  # before any memory is taken
     if dist.get_world_size() > 1 or config.trainer.parallelism_config:

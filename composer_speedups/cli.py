@@ -7,14 +7,14 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 
-from composer_speedups.config import Config, help_text, load_config, parse_command_line
+from composer_speedups.config import Config, Origins, help_text, load_with_origins, parse_command_line
 from composer_speedups.errors import ConfigError, NotEngagedError, UserError
 
 __all__ = ["exit_codes", "read_command_line"]
 
 
-def read_command_line(arguments: Sequence[str]) -> tuple[Config, str]:
-    """The config that the arguments ask for and its file; ``--help`` prints every key and exits with 0.
+def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
+    """The config that the arguments ask for and where each key came from; ``--help`` prints every key and exits with 0.
 
     Raises:
         ConfigError: One line about the argument, the key or the file.
@@ -25,7 +25,7 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, str]:
         raise SystemExit(0)
     if command.file is None:
         raise ConfigError("command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys")
-    return load_config(command.file, command.overrides), command.file
+    return load_with_origins(command.file, command.overrides)
 
 
 @contextlib.contextmanager

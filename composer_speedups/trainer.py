@@ -40,12 +40,15 @@ def open_device(config: TrainerConfig) -> Device:
     The ``tf32_matmul`` technique turns it on where it is asked for.
 
     Raises:
-        ConfigError: No GPU, where one is asked for or where Composer's FSDP or automatic micro-batches need it.
+        ConfigError: No GPU, where one is asked for or where Composer's mixed precision, FSDP or automatic
+            micro-batches need it.
     """
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     if config.device != "cpu" and torch.cuda.is_available():
         return DeviceGPU(allow_tf32=False)
+    if config.precision != "fp32":
+        raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
     if config.parallelism_config:
         raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; leave it out for DDP on the CPU")
     if config.microbatch_size == "auto":

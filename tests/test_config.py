@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from composer_speedups.algorithms.registry import build_techniques, technique_class
-from composer_speedups.config import Config, help_text, load_config, parse_command_line, save_config
+from composer_speedups.config import (
+    Config,
+    Origins,
+    help_text,
+    load_config,
+    load_with_origins,
+    parse_command_line,
+    save_config,
+)
 from composer_speedups.config.keys import field_docs
 from composer_speedups.config.load import schema_keys, section_of
 from composer_speedups.errors import ConfigError
@@ -87,6 +95,8 @@ MISTAKES = {
     "data: {persistent_workers: true}": "data.persistent_workers needs data.workers",
     "data: {prefetch_factor: 2}": "data.prefetch_factor needs data.workers",
     "data: {train_file: '${oc.env:NO_SUCH_VARIABLE}/x'}": "data.train_file",
+    "checkpoint: {load: nope.pt}": "checkpoint.load is no file: nope.pt",
+    "checkpoint: {load: my.yaml}": "checkpoint.load is no complete checkpoint: my.yaml",
     "checkpoint: {weights_only: true}": "checkpoint.weights_only needs checkpoint.load",
     "trainer: {precision: amp_bf16}\nalgorithms: [mixed_precision]": "both set the precision",
     "algorithms: {tf32_matmull: {}}": "unknown technique 'algorithms.tf32_matmull'; did you mean 'tf32_matmul'?",
@@ -178,10 +188,22 @@ def test_missing_unreadable_and_deep_files_are_refused() -> None:
 )
 def test_settings_of_a_technique_are_checked(settings: dict, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        build_techniques(settings, file="my.yaml")
+        build_techniques(settings, origins=Origins("my.yaml"))
     assert message in str(error.value)
     if "fuse" not in settings:
         assert str(error.value).startswith("my.yaml: ")
+
+
+def test_a_mistaken_setting_is_put_down_to_the_file_or_the_command_line_that_made_it() -> None:
+    file = write("algorithms: {torch_compile: {scope: block}}", "my.yaml")
+    for override, message in [
+        ("seed=1", "my.yaml: algorithms.torch_compile.scope must be"),
+        ("algorithms.torch_compile.scope=layer", "command line: algorithms.torch_compile.scope must be"),
+    ]:
+        config, origins = load_with_origins(file, [override])
+        with pytest.raises(ConfigError) as error:
+            build_techniques(config.algorithms, origins=origins)
+        assert str(error.value).startswith(message)
 
 
 def test_on_unavailable_of_the_file_is_the_default_of_each() -> None:

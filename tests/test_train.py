@@ -141,6 +141,7 @@ def test_nothing_is_built_for_techniques_that_clash_or_data_that_is_bad(monkeypa
     ("override", "message"),
     [
         ("trainer.parallelism_config={fsdp: {}}", r"trainer\.parallelism_config: Composer's FSDP needs GPUs"),
+        ("trainer.precision=amp_bf16", r"trainer\.precision: amp_bf16 needs a GPU"),
         ("trainer.microbatch_size=auto", r"trainer\.microbatch_size: auto needs a GPU"),
     ],
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -39,37 +39,42 @@ def technique_class(name: str) -> type[Technique]:
     return found[0]
 
 
-def build_techniques(settings: Mapping[str, Any], on_unavailable: str = "stop", *, file: str = "") -> list[Technique]:
+def build_techniques(
+    settings: Mapping[str, Any], on_unavailable: str = "stop", origins: Mapping[str, str] | None = None
+) -> list[Technique]:
     """The ``algorithms`` section of a config as instances.
 
     Args:
         settings: YAML name → settings, None for none.
         on_unavailable: Default for those that do not set it themselves.
-        file: Named in errors.
+        origins: Dotted key → what set it, named in errors.
 
     Raises:
         ConfigError: A name, a setting or a value that the technique does not take.
     """
-    where = f"{file}: " if file else ""
+
+    def where(key: str) -> str:
+        return "" if origins is None else f"{origins[key]}: "
+
     return [_build(name, dict(given or {}), on_unavailable, where) for name, given in settings.items()]
 
 
-def _build(name: str, given: dict[str, Any], on_unavailable: str, where: str) -> Technique:
+def _build(name: str, given: dict[str, Any], on_unavailable: str, where: Callable[[str], str]) -> Technique:
     cls = technique_class(name)
     parameters = inspect.signature(cls).parameters
     hints = typing.get_type_hints(cls.__init__)
     for setting, value in given.items():
         dotted = f"algorithms.{name}.{setting}"
         if setting not in parameters:
-            raise ConfigError(f"{where}unknown key {dotted!r}{did_you_mean(setting, parameters)}")
+            raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, parameters)}")
         if not _accepts(hints[setting], value):
-            raise ConfigError(f"{where}{dotted} must be {_spell(hints[setting])}, not {value!r}")
+            raise ConfigError(f"{where(dotted)}{dotted} must be {_spell(hints[setting])}, not {value!r}")
     try:
         return cls(**{"on_unavailable": on_unavailable, **given})
     except UserError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{where}algorithms.{name}: {error}") from error
+        raise ConfigError(f"{where(f'algorithms.{name}')}algorithms.{name}: {error}") from error
 
 
 def _accepts(hint: Any, value: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+import zipfile
+from pathlib import Path
 from typing import Any
 
 from composer_speedups.algorithms.catalogue import technique_names
@@ -62,8 +64,21 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("data.tokenizer", "is missing; a random model has none: name one, or wordpiece to train it")
     if config.checkpoint.weights_only and config.checkpoint.load is None:
         refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
+    if fault := _checkpoint_fault(config.checkpoint.load):
+        refuse("checkpoint.load", fault)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
         refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
+
+
+def _checkpoint_fault(name: str | None) -> str | None:
+    """What is wrong with a local checkpoint file; addresses and per-rank patterns are Composer's to resolve."""
+    if name is None or "://" in name or "{" in name or Path(name).is_dir():
+        return None
+    if not Path(name).is_file():
+        return f"is no file: {name}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
+    if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, with its directory last
+        return f"is no complete checkpoint: {name}; it is damaged or of another kind"
+    return None

@@ -20,7 +20,15 @@ from composer_speedups.config.schema import Config
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import write_atomically
 
-__all__ = ["CommandLine", "load_config", "parse_command_line", "save_config", "schema_keys", "section_of"]
+__all__ = [
+    "CommandLine",
+    "load_config",
+    "load_with_origins",
+    "parse_command_line",
+    "save_config",
+    "schema_keys",
+    "section_of",
+]
 
 COMMAND_LINE = "command line"
 
@@ -52,12 +60,22 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
+    """The config of :func:`load_with_origins`."""
+    return load_with_origins(file, overrides)[0]
+
+
+def load_with_origins(
+    file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()
+) -> tuple[Config, Origins]:
     """Read, merge and check a config.
 
     Args:
         file: YAML file; None starts from the defaults.
         overrides: ``key=value`` strings, the value in YAML; later ones win. ``algorithms.NAME=null``
             takes a technique out.
+
+    Returns:
+        The config, and for each key the file or command line that set it.
 
     Raises:
         ConfigError: One line that names the key, the nearest known key, and the file.
@@ -80,7 +98,7 @@ def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[
     }
     check_bounds(config, origin_of)
     check_together(config, origin_of)
-    return config
+    return config, origin_of
 
 
 def save_config(config: Config, path: Path) -> None:
