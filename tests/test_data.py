@@ -162,6 +162,15 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
         ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; give a local folder"
     ):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is no folder"):
+        load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", Dataset.from_dict(ROWS))
+
+
+def test_a_cache_that_cannot_be_written_is_one_line() -> None:
+    Path("file").write_text("")
+    config = files("a.csv", cache_dir="file/cache", tokenizer="wordpiece")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers cannot be made"):
+        load_tokenizer(config, "x", Dataset.from_dict(ROWS))
 
 
 def test_padding_to_max_length_and_to_the_longest() -> None:

@@ -83,6 +83,8 @@ def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
         build_model(ModelConfig(name=name), tokenizer, 16)
     with pytest.raises(ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*; give a local folder"):
         build_model(ModelConfig(name="nowhere"), tokenizer, 16)
+    with pytest.raises(ConfigError, match=r"model\.name: \./nowhere is no folder"):
+        build_model(ModelConfig(name="./nowhere"), tokenizer, 16)
     Path("model/model.safetensors").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded"):
         build_model(ModelConfig(name="model"), tokenizer, 16)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from composer_speedups.config.schema import DataConfig
 from composer_speedups.errors import ConfigError
+from composer_speedups.files import check_folder, make_folder
 
 __all__ = ["load_tokenizer", "tokenize"]
 
@@ -37,6 +38,7 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset) -> Any:
     if config.tokenizer == "wordpiece":
         return _trained(config, train["text"])
     name = config.tokenizer or model_name
+    check_folder(name, "data.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
@@ -52,8 +54,7 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset) -> Any:
 def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
     folder = Path(config.cache_dir) / "tokenizers" / _digest(texts, config.vocab_size)
     if not folder.is_dir():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        partial = tempfile.mkdtemp(dir=folder.parent)
+        partial = tempfile.mkdtemp(dir=make_folder(folder.parent, "data.cache_dir"))
         _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
         try:
             os.rename(partial, folder)
@@ -87,8 +88,7 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     identity = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
     name = _digest(dataset["text"], dataset["label"], identity, config.max_length)
-    cache = Path(config.cache_dir) / "tokens" / f"{name}.arrow"
-    cache.parent.mkdir(parents=True, exist_ok=True)
+    cache = make_folder(Path(config.cache_dir) / "tokens", "data.cache_dir") / f"{name}.arrow"
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
         encoded = tokenizer(rows["text"], truncation=True, max_length=config.max_length)
