@@ -57,7 +57,8 @@ def _ladder(rows: Sequence[Row]) -> list[str]:
         "| techniques | batch | samples/s (least–most) | over fp32 | peak GiB | warm-up s | runs |",
         "|---|---|---|---|---|---|---|",
     ]
-    for batch, arm in sorted({(row["data.batch_size"], row["arm"]): None for row in rows}, key=lambda key: key[0]):
+    keys = dict.fromkeys((row["data.batch_size"], row["arm"]) for row in rows)
+    for batch, arm in sorted(keys, key=lambda key: key[0]):  # arms stay in the order of the table
         found = _find(rows, arm, batch)
         rates = _runs(found, "samples_per_sec")
         lines.append(
