@@ -103,7 +103,7 @@ def _accuracy(rows: Sequence[Row]) -> list[str]:
         "|---" * (len(seeds) + 3) + "|",
     ]
     for arm, by_seed in arms.items():
-        rates = [rate for row in rows if row["arm"] == arm for rate in row["samples_per_sec"]["runs"]]
+        rates = _runs([row for row in rows if row["arm"] == arm], "samples_per_sec")
         means = [statistics.fmean(by_seed[seed]) for seed in seeds]
         cells = " | ".join(f"{mean:.4f}" for mean in means)
         lines.append(f"| {arm} | {cells} | {statistics.fmean(means):.4f} | {min(rates):,.0f}–{max(rates):,.0f} |")
@@ -144,10 +144,11 @@ def main(arguments: Sequence[str]) -> None:
     stale = []
     for path in documents():
         text = path.read_text()
-        if render(text) != text:
+        rendered = render(text)
+        if rendered != text:
             stale.append(str(path.relative_to(ROOT)))
             if "--check" not in arguments:
-                path.write_text(render(text))
+                path.write_text(rendered)
     if stale:
         print("stale:" if "--check" in arguments else "written:", *stale)
     raise SystemExit(1 if stale and "--check" in arguments else 0)

@@ -8,7 +8,7 @@ import torch
 from composer.core import State
 from composer.devices import Device
 
-__all__ = ["device_of", "model_of", "torch_device"]
+__all__ = ["device_of", "is_compiled", "model_of", "torch_device"]
 
 
 def torch_device(device: Device) -> torch.device:
@@ -26,3 +26,8 @@ def device_of(state: State) -> torch.device:
 def model_of(state: State) -> Any:
     """The ComposerModel, out of its DistributedDataParallel wrapper where it has one."""
     return state.model.module if state.is_model_ddp else state.model
+
+
+def is_compiled(model: torch.nn.Module) -> bool:
+    """Whether torch.compile was applied in place to the model or to a module in it: hooks would change its graph."""
+    return any(module._compiled_call_impl is not None for module in model.modules())

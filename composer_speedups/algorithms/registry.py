@@ -14,6 +14,7 @@ from typing import Any
 
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.technique import Technique
+from composer_speedups.config.checks import Origins
 from composer_speedups.errors import ConfigError, UserError, did_you_mean
 
 __all__ = ["build_techniques", "technique_class"]
@@ -40,7 +41,7 @@ def technique_class(name: str) -> type[Technique]:
 
 
 def build_techniques(
-    settings: Mapping[str, Any], on_unavailable: str = "stop", origins: Mapping[str, str] | None = None
+    settings: Mapping[str, Any], on_unavailable: str = "stop", origins: Origins | None = None
 ) -> list[Technique]:
     """The ``algorithms`` section of a config as instances.
 

@@ -11,7 +11,7 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.state import device_of
+from composer_speedups.state import device_of, is_compiled
 
 __all__ = ["MemoryAnatomy"]
 
@@ -77,7 +77,7 @@ class MemoryAnatomy(Callback):
                 self._saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        if not any(m._compiled_call_impl for m in state.model.modules()):  # hooks would make it compile anew
+        if not is_compiled(state.model):  # hooks would make it compile anew
             self._hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
             self._hooks.__enter__()
 

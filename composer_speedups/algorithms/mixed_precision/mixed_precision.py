@@ -12,7 +12,7 @@ from torch import nn
 
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.state import device_of
+from composer_speedups.state import device_of, is_compiled
 
 __all__ = ["MixedPrecision", "apply_mixed_precision"]
 
@@ -69,7 +69,8 @@ class MixedPrecision(Technique):
 
     Raises:
         ValueError: Another dtype.
-        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, and on the CPU.
+        TechniqueError: At INIT, on a GPU below compute capability 8.0 for bf16, and on the CPU but for
+            bf16 with ``allow_cpu``.
     """
 
     name = "mixed_precision"
@@ -107,9 +108,8 @@ class MixedPrecision(Technique):
     def observe(self, event: Event, state: State) -> None:
         """Collect the dtypes of the model's outputs, and in eager mode those of its first Linear."""
         if event == Event.BEFORE_FORWARD:
-            eager = not any(m._compiled_call_impl for m in state.model.modules())
             linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
-            if eager and linear is not None:  # a hook would stay in a compiled graph
+            if linear is not None and not is_compiled(state.model):  # a hook would stay in a compiled graph
                 self._hook = linear.register_forward_hook(lambda _m, _i, out: self._note(out))
         else:
             self._note(state.outputs)

@@ -18,7 +18,7 @@ from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
-from composer_speedups.state import device_of
+from composer_speedups.state import device_of, is_compiled
 
 __all__ = ["SDPAAttention", "apply_sdpa_attention"]
 
@@ -142,7 +142,7 @@ class SDPAAttention(Technique):
                     f"the {self.backend} kernel cannot run on the first batch ({str(error).splitlines()[0]})",
                     "use backend: auto",
                 ) from error
-            if not any(m._compiled_call_impl for m in state.model.modules()):
+            if not is_compiled(state.model):
                 self._recorder = OperatorRecorder()
                 self._recorder.__enter__()
         elif event == Event.AFTER_FORWARD and self._recorder is not None:
@@ -162,8 +162,7 @@ class SDPAAttention(Technique):
         heads = config.num_attention_heads
         shape = (batch_size, heads, length, config.hidden_size // heads)
         mask = batch.get("attention_mask")
-        compiled = any(m._compiled_call_impl for m in state.model.modules())
-        if mask is not None and not compiled and bool(mask.all()):
+        if mask is not None and not is_compiled(state.model) and bool(mask.all()):
             mask = None  # as transformers does, except while tracing
         if mask is not None:
             mask = mask.bool()[:, None, None, :].expand(batch_size, 1, length, length).to(device)
