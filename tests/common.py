@@ -61,6 +61,15 @@ def plain_batches(count: int = 4) -> list[Batch]:
     return [batch([12, 7, 16, 10], seed=100 + i) for i in range(count)]
 
 
+def learnable_batches(count: int = 200, rows: int = 16) -> list[Batch]:
+    """Batches whose label can be learned: whether the first token lies in the upper half of the vocabulary."""
+    lengths = torch.randint(4, 17, (count, rows), generator=torch.Generator().manual_seed(5)).tolist()
+    batches = [batch(each, 16, seed=1000 + i) for i, each in enumerate(lengths)]
+    for each in batches:
+        each["labels"] = (each["input_ids"][:, 0] >= VOCABULARY // 2).long()
+    return batches
+
+
 class Batches(Dataset[Batch]):
     """A dataset whose items are batches already."""
 

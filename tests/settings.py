@@ -14,6 +14,8 @@ from composer_speedups.algorithms.technique import Technique
 
 __all__ = ["ENTRIES", "Entry", "cases"]
 
+Same = Literal["logits", "losses", "gradients", "weights"]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -23,29 +25,45 @@ class Entry:
         variants: Constructor arguments, one dict a test case. Those that need a GPU go to ``gpu_variants``.
         exactness: ``"exact"`` (bit for bit), ``"rounding"`` (within ``dtype``'s tolerance of the untouched
             model), or ``"recipe"`` (another training recipe).
+        same: What still equals the untouched model within ``dtype``'s tolerance; a recipe keeps less than the
+            default, all of it.
+        loss_bound: Greatest distance of the smoothed loss over 200 steps from the untouched model's; stated by
+            every technique that computes in less than float32 or changes the recipe.
         dtype: What the technique computes in.
         needs: Techniques it requires beside it.
         evidence: Keys that its evidence must hold.
+        stock_checkpoint: Parameter names, shapes and exports are the stock model's.
     """
 
     variants: list[dict[str, Any]] = field(default_factory=list)
     gpu_variants: list[dict[str, Any]] = field(default_factory=list)
     exactness: Literal["exact", "rounding", "recipe"] = "rounding"
+    same: tuple[Same, ...] = ("logits", "losses", "gradients", "weights")
+    loss_bound: float | None = None
     dtype: torch.dtype = torch.float32
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
+    stock_checkpoint: bool = True
+
+    def __post_init__(self) -> None:
+        assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
+        approximate = self.exactness == "recipe" or self.dtype != torch.float32
+        assert approximate == (self.loss_bound is not None), "loss_bound is for those that are not exact in float32"
 
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
 ENTRIES: dict[str, Entry] = {
-    "fast_layernorm": Entry([{}], needs=BF16, dtype=torch.bfloat16, evidence=("modules", "output_dtype")),
+    "fast_layernorm": Entry(
+        [{}], needs=BF16, dtype=torch.bfloat16, loss_bound=0.05, evidence=("modules", "output_dtype")
+    ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
         gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
         dtype=torch.bfloat16,
+        loss_bound=0.05,
         evidence=("dtypes_seen",),
     ),
     "sdpa_attention": Entry(
@@ -56,6 +74,7 @@ ENTRIES: dict[str, Entry] = {
     "tf32_matmul": Entry(
         gpu_variants=[{"precision": "high"}, {"precision": "medium"}],
         dtype=torch.float16,  # TF32 has fp16's mantissa
+        loss_bound=0.05,
         evidence=("matmul_relative_error",),
     ),
     "torch_compile": Entry(

@@ -58,16 +58,20 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
     on_device = [{k: v.to(device) for k, v in b.items()} for b in batches]
     with _precision(trainer):
         logits = [x.cpu() for x in eval_logits(trainer.state.model.model, on_device)]
-    assert_near(logits, expected.logits, dtype, "logits in eval mode")
+    if "logits" in case.entry.same:
+        assert_near(logits, expected.logits, dtype, "logits in eval mode")
     if trainer.state.precision.value == "amp_fp16":  # the default scale of 65536 skips the first steps
         trainer.state.scaler = torch.amp.GradScaler(init_scale=128)
     trainer.fit()
     trainer.close()
-    assert_near(recorder.losses, expected.losses, dtype, "losses")
-    first = {n: g.cpu() for n, g in recorder.first_gradients.items()}
-    assert_near(first, expected.first_gradients, dtype, "gradients of the first batch")
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(trained, expected.weights, dtype, "weights after training")
+    if "losses" in case.entry.same:
+        assert_near(recorder.losses, expected.losses, dtype, "losses")
+    if "gradients" in case.entry.same:
+        first = {n: g.cpu() for n, g in recorder.first_gradients.items()}
+        assert_near(first, expected.first_gradients, dtype, "gradients of the first batch")
+    if "weights" in case.entry.same:
+        trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+        assert_near(trained, expected.weights, dtype, "weights after training")
 
 
 def _precision(trainer: Any) -> Any:
@@ -78,6 +82,8 @@ def _precision(trainer: Any) -> Any:
 
 @every_technique
 def test_the_checkpoint_is_the_stock_one(case: Case, tmp_path: Any) -> None:
+    if not case.entry.stock_checkpoint:
+        pytest.skip("its checkpoint is its library's own; see its card")
     stock = tiny_bert()
     trainer = make_trainer(case.build_all())
     trainer.fit()
