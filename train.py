@@ -14,18 +14,17 @@ def main(arguments: list[str]) -> None:
 
     from composer_speedups.algorithms.ordering import screen
     from composer_speedups.algorithms.registry import build_techniques
-    from composer_speedups.algorithms.requirements import Context
     from composer_speedups.data import build_data
     from composer_speedups.export import export_model
     from composer_speedups.models import build_model, resolve_name
     from composer_speedups.report import write_report
     from composer_speedups.runs import RunFolder
     from composer_speedups.state import torch_device
-    from composer_speedups.trainer import build_trainer, open_device
+    from composer_speedups.trainer import build_trainer, context_of, open_device
 
     techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     device = open_device(config.trainer)
-    screen(techniques, Context(torch_device(device), config.trainer.precision))  # before any memory is taken
+    screen(techniques, context_of(config.trainer, device))  # before any memory is taken
     if dist.get_world_size() > 1 or config.trainer.parallelism_config:
         dist.initialize_dist(device)
 

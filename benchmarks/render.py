@@ -2,6 +2,7 @@
 
 A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``:
 
+- ``order``: the order of techniques and their clashes, from the code;
 - ``ladder``: the whole first table;
 - ``accuracy``: MiniLM's accuracy by arm and seed;
 - ``effect TABLE ARM | BEFORE``: one arm of a table beside another.
@@ -16,6 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from benchmarks.order_table import order_table
 
 __all__ = ["documents", "render"]
 
@@ -37,6 +40,8 @@ def render(text: str) -> str:
 
 def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
+    if kind == "order":
+        return "\n".join(order_table())
     if kind == "ladder":
         return "\n".join(_ladder(_rows("ladder")))
     if kind == "accuracy":

@@ -1,4 +1,4 @@
-"""python -m benchmarks.run TABLE [key=value ...]: run a table's arms, each in a fresh process; keep the rows.
+"""python -m benchmarks.run TABLE [key=value ...]: run a table's arms, each in a process of its own; keep the rows.
 
 A table is a YAML file under benchmarks/tables (its name without .yaml will do)::
 
@@ -7,10 +7,11 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     repeats: 3                        # runs of every arm; arms take turns
     matrix: {data.batch_size: [40, 128]}  # every arm at every value
     cumulative: true                  # an arm keeps the overrides of those above it
+    jobs: 4                           # runs at a time; for accuracy: speeds are then left out of the rows
     arms: {fp32: [], + TF32: ["algorithms.tf32_matmul={}"]}
 
-On the command line, repeats=2 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]" runs those
-only (the first is what the others are compared with), and other overrides come last. Rows are appended to
+On the command line, repeats=2, jobs=1 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]" runs
+those only (the first is what the others are compared with), and other overrides come last. Rows are appended to
 benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median, least and greatest
 of its runs; rows of one call have one time in ``call``, and only those compare. A failed run leaves its error.
 """
@@ -19,27 +20,29 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import re
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
+from benchmarks.worker import close_workers, worker_of_this_thread
+
 __all__ = ["Arm", "arms_of", "read_table", "row_of", "run_table"]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
-_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "arms"}
+_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "arms"}
 _QUIET = ["trainer.progress_bar=false", "export=false", "plot=false"]
 _MEASURED = {  # name in a row → where the report has it
     "samples_per_sec": ("throughput", "samples_per_sec"),
@@ -54,6 +57,9 @@ _MEASURED = {  # name in a row → where the report has it
     "train_loss": ("metrics", "train_loss"),
     "wall_seconds": ("wall_seconds",),
 }
+
+
+_TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n == "wall_seconds"]
 
 
 class Arm(NamedTuple):
@@ -79,18 +85,35 @@ def arms_of(table: Row) -> list[Arm]:
 
 def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     """Run all arms in turn, ``repeats`` times over, and append a row for each that ran, also when stopped."""
-    arms, repeats = arms_of(table), table.get("repeats", 1)
+    arms, repeats, jobs = arms_of(table), table.get("repeats", 1), table.get("jobs", 1)
     runs: list[list[Row]] = [[] for _ in arms]
     started, call = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+    stopped = threading.Event()
+
+    def run(repeat: int, index: int) -> None:
+        if stopped.is_set():
+            return
+        try:
+            report = run_once(table["base"], arms[index].overrides)
+        except BaseException:
+            stopped.set()
+            raise
+        runs[index].append(report)
+        done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
+        print(f"{done}  {arms[index].name} {_spell(arms[index].point)} {_said(report)}", flush=True)
+
+    pool = ThreadPoolExecutor(jobs)
     try:
-        for repeat in range(repeats):
-            for arm, own in zip(arms, runs, strict=True):
-                own.append(run_once(table["base"], arm.overrides))
-                done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-                print(f"{done}  {arm.name} {_spell(arm.point)} {_said(own[-1])}", flush=True)
+        waiting = [pool.submit(run, repeat, i) for repeat in range(repeats) for i in range(len(arms))]
+        for future in waiting:
+            future.result()
     finally:
-        rows = [row_of(name, call, arm, own) for arm, own in zip(arms, runs, strict=True) if own]
+        stopped.set()
+        close_workers()
+        pool.shutdown(cancel_futures=True)
+        rows = [row_of(name, call, arm, own, jobs) for arm, own in zip(arms, runs, strict=True) if own]
         gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
         folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,7 +125,9 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
 def _said(report: Row) -> str:
     if "error" in report:
         return str(report["error"]).splitlines()[-1]
-    throughput = report["throughput"]
+    throughput, accuracy = report["throughput"], report["metrics"].get("accuracy")
+    if accuracy is not None:
+        return f"accuracy {accuracy:.4f}"
     return f"{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
 
 
@@ -115,8 +140,8 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
     table["last"] = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key == "repeats":
-            table["repeats"] = int(value)
+        if key in ("repeats", "jobs"):
+            table[key] = int(value)
         elif key == "arms":
             table["only"] = yaml.safe_load(value)
             if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["arms"]):
@@ -131,27 +156,32 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
 def run_once(base: str, overrides: Sequence[str]) -> Row:
     """One training process; its report, or ``{"error": …}``."""
     with tempfile.TemporaryDirectory() as runs:
-        command = [sys.executable, str(ROOT / "train.py"), "-f", str(ROOT / base), *overrides]
-        command += [f"runs_folder={runs}", "run_name=arm", *_QUIET]
-        cold = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{runs}/inductor"}  # every run compiles anew
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=cold)
-        if done.returncode != 0:
-            return {"error": f"exit status {done.returncode}: {done.stderr.strip()[-2000:]}"}
+        arguments = ["-f", str(ROOT / base), *overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
+        cold = {"TORCHINDUCTOR_CACHE_DIR": f"{runs}/inductor"}  # every run compiles anew
+        status, output = worker_of_this_thread().run(arguments, cold)
+        if status != 0:
+            return {"error": f"exit status {status}: {output.strip()[-2000:]}"}
         return json.loads((Path(runs) / "arm" / "report.json").read_text())
 
 
-def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row]) -> Row:
-    """What is kept of an arm: medians with their spread, evidence, and where it ran."""
+def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 1) -> Row:
+    """What is kept of an arm: medians with their spread, evidence, and where it ran.
+
+    Runs that shared the machine (``jobs`` above 1) say nothing about speed, and their times are left out.
+    """
     good = [r for r in reports if "error" not in r]
+    measured = {name: path for name, path in _MEASURED.items() if jobs == 1 or name not in _TIMES}
     last = good[-1] if good else {}
     return {
         "table": table,
         "call": call,
         "arm": arm.name,
         **arm.point,
-        **{name: _spread([_find(r, path) for r in good]) for name, path in _MEASURED.items()},
+        **dict.fromkeys(_MEASURED),
+        **{name: _spread([_find(r, path) for r in good]) for name, path in measured.items()},
         "step_seconds_p10_p50_p90": [_find(r, ("throughput", "step_seconds_p10_p50_p90")) for r in good],
         "repeats": len(reports),
+        "jobs": jobs,
         "errors": [r["error"] for r in reports if "error" in r],
         "algorithms": last.get("algorithms", {}),
         "numerics": last.get("numerics", {}),
@@ -187,7 +217,9 @@ def markdown(rows: Sequence[Row]) -> Iterator[str]:
         point = _spell({k: v for k, v in row.items() if "." in k})
         rate, memory, warmup = (row[k] for k in ("samples_per_sec", "peak_memory_gib", "warmup_seconds"))
         if rate is None:
-            yield f"| {row['arm']} | {point} | failed | | | |"
+            accuracy = row["accuracy"]
+            said = f"accuracy {accuracy['median']:.4f}" if accuracy else "failed"
+            yield f"| {row['arm']} | {point} | {said} | | | |"
             continue
         base = first.setdefault(point, rate["median"])
         yield (

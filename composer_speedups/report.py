@@ -72,6 +72,7 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
             # FSDP leaves each rank a flattened shard with padding: no count of it would be the model's.
             "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),
             "microbatch_size": state.device_train_microbatch_size,
+            "microbatch_chosen": "automatically" if state.auto_microbatching else "by the config",
             "ranks": dist.get_world_size(),
         },
         "environment": environment(),
@@ -115,6 +116,11 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        (
+            "microbatch",
+            report["training"]["microbatch_size"],
+            f"reviews a forward pass and device, chosen {report['training']['microbatch_chosen']}",
+        ),
         ("wall time", report["wall_seconds"], "s, start of the process to now"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]

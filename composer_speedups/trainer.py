@@ -19,8 +19,10 @@ from composer.optim import (
     CosineAnnealingWithWarmupScheduler,
     LinearWithWarmupScheduler,
 )
+from composer.utils import dist
 
 from composer_speedups.algorithms.ordering import refuse_clashes, sort_techniques
+from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
@@ -30,8 +32,9 @@ from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, Tr
 from composer_speedups.data import Data
 from composer_speedups.errors import ConfigError
 from composer_speedups.runs import RunFolder
+from composer_speedups.state import torch_device
 
-__all__ = ["build_trainer", "open_device"]
+__all__ = ["build_trainer", "context_of", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -54,6 +57,16 @@ def open_device(config: TrainerConfig) -> Device:
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
+
+
+def context_of(config: TrainerConfig, device: Device) -> Context:
+    """What techniques may ask about the run before its model is built."""
+    return Context(
+        torch_device(device),
+        config.precision,
+        ranks=dist.get_world_size(),
+        microbatch_size=config.microbatch_size,
+    )
 
 
 def build_trainer(

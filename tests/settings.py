@@ -54,6 +54,8 @@ class Entry:
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
 ENTRIES: dict[str, Entry] = {
+    "cuda_graphs": Entry(gpu_variants=[{}], evidence=("graphs", "replays")),
+    "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
     "fast_layernorm": Entry(
         [{}], needs=BF16, dtype=torch.bfloat16, loss_bound=0.05, evidence=("modules", "output_dtype")
     ),

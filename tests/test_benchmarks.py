@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
+from benchmarks.worker import close_workers, worker_of_this_thread
 from tests.conftest import ROOT
 
 REPORT: dict[str, Any] = {
@@ -109,6 +110,15 @@ def test_tables_of_the_repository_are_read_and_others_refused() -> None:
         runner.main(["nothing"])
 
 
+def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    rows = runner.run_table(runner.read_table(table(matrix={}), ["jobs=3"]), "table", Path("results"))
+    assert [row["jobs"] for row in rows] == [3, 3, 3]
+    assert [row["samples_per_sec"] for row in rows] == [None] * 3
+    assert [row["accuracy"]["runs"] for row in rows] == [[0.9, 0.9]] * 3
+    assert "| plain |  | accuracy 0.9000" in "\n".join(runner.markdown(rows))
+
+
 @pytest.mark.slow
 def test_one_arm_runs_in_a_process_of_its_own() -> None:
     brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
@@ -117,3 +127,7 @@ def test_one_arm_runs_in_a_process_of_its_own() -> None:
     error = runner.run_once("yamls/quickstart.yaml", ["data.bach_size=1"])["error"]
     assert error.startswith("exit status 2: ")
     assert "data.bach_size" in error
+    ended = worker_of_this_thread()
+    close_workers()
+    with pytest.raises(RuntimeError, match="the worker ended with status -9"):
+        ended.run([], {})

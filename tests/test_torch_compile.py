@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composer_speedups import TorchCompile, apply_torch_compile
+from composer_speedups.algorithms.requirements import Context
 from composer_speedups.errors import NotEngagedError, TechniqueError
 from tests.common import awkward_batches, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import eval_logits, gradients
@@ -27,6 +28,35 @@ def test_the_function_keeps_names_outputs_and_gradients(scope: Any) -> None:
     for each in (reference, model):
         each(**batches[0]).loss.backward()
     assert_near(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("backend", sorted({*torch._dynamo.list_backends(), "eager", "aot_eager"} - {"inductor"}))
+@pytest.mark.pins
+def test_every_public_backend_trains_or_is_refused_with_what_it_lacks(backend: str) -> None:
+    technique, model = TorchCompile(backend=backend), tiny_bert()
+    model.config.problem_type = "single_label_classification"  # or transformers sets it in the first forward pass
+    lacks = [r for r in technique.requirements(Context(torch.device("cpu"))) if not r.met]
+    if lacks:
+        assert "pip install" in lacks[0].fix or "CUDA GPU" in lacks[0].reason
+        with pytest.raises(TechniqueError, match="torch_compile: "):
+            make_trainer([technique], model=model)
+        return
+    trainer = make_trainer([technique], model=model, batches=plain_batches(2))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graphs"] >= 1
+    assert technique.evidence["graph_breaks"] == technique.evidence["recompiles"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arguments", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
+def test_compile_with_graphs_of_its_own_trains_on_a_gpu(arguments: Any) -> None:
+    technique = TorchCompile(**arguments)
+    assert technique.makes_graphs
+    trainer = make_trainer([technique], batches=plain_batches(4), gpu=True)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graphs"] >= 1
 
 
 @pytest.mark.slow

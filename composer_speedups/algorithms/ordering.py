@@ -62,7 +62,7 @@ def refuse_clashes(algorithms: Sequence[Algorithm], event: Event | None = None) 
         if one.name == other.name:
             raise TechniqueError(one.name, "is asked for twice", "name it once")
         shared = one.slot is not None and one.slot == other.slot
-        reason = one.clashes.get(other.name) or other.clashes.get(one.name)
+        reason = one.clash(other) or other.clash(one)
         if shared:
             reason = f"both set the {one.slot}"
         if reason:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from composer.utils import dist
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -30,15 +31,20 @@ class Context:
         device: The rank's device.
         precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``.
         techniques: YAML names of the techniques that engage in this run.
+        ranks: Processes that train together.
+        microbatch_size: Rows a forward pass and device, ``"auto"``, or None for whole batches.
     """
 
     device: torch.device
     precision: str = "fp32"
     techniques: frozenset[str] = frozenset()
+    ranks: int = 1
+    microbatch_size: int | str | None = None
 
     @classmethod
     def of(cls, state: State) -> Context:
-        return cls(device_of(state), state.precision.value)
+        microbatch = "auto" if state.auto_microbatching else state.device_train_microbatch_size
+        return cls(device_of(state), state.precision.value, ranks=dist.get_world_size(), microbatch_size=microbatch)
 
     @property
     def autocast(self) -> bool:

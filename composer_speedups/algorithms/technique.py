@@ -40,6 +40,7 @@ class Technique(Algorithm):
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None  # two techniques with one slot set the same thing, and clash
     clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why
+    clashes_with_settings: ClassVar[dict[str, str]] = {}  # likewise, where clash() looks at settings
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         if on_unavailable not in ("stop", "warn"):
@@ -56,6 +57,10 @@ class Technique(Algorithm):
     def requirements(self, context: Context) -> Iterable[Requirement]:
         """What the technique needs, checkable before the model is built."""
         return ()
+
+    def clash(self, other: Technique) -> str | None:
+        """Why it cannot go with ``other``; None when it can. ``clashes`` serves where the settings do not matter."""
+        return self.clashes.get(other.name)
 
     @abstractmethod
     def engage(self, state: State) -> dict[str, Any]:

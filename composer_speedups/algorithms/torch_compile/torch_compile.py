@@ -9,13 +9,14 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
+import torch._inductor
 from composer.core import State
 from composer.models import ComposerModel
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from composer_speedups.algorithms.probe import CompileCounts, compile_counts
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_package
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
 from composer_speedups.state import model_of
@@ -23,6 +24,7 @@ from composer_speedups.state import model_of
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
 Scope = Literal["model", "blocks"]
+_PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package it imports
 
 
 def apply_torch_compile(
@@ -118,6 +120,16 @@ class TorchCompile(Technique):
         yield Requirement(
             self.backend in known, f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}"
         )
+        if self.mode is not None:
+            modes = torch._inductor.list_mode_options()
+            yield Requirement(
+                self.mode in modes, f"inductor has no mode {self.mode!r}", f"use one of {', '.join(modes)}"
+            )
+        if self.backend in _PACKAGES:
+            package = _PACKAGES[self.backend]
+            yield needs_package(package, {"tvm": "apache-tvm"}.get(package, package))
+        if self.makes_graphs:
+            yield needs_cuda(context, f"backend {self.backend!r} with mode {self.mode!r}")
         if self.backend == "inductor" and context.device.type == "cuda":
             yield needs_package("triton", "triton")
         if self.backend == "inductor":
@@ -125,6 +137,11 @@ class TorchCompile(Technique):
             yield Requirement(
                 any(map(shutil.which, compilers)), "inductor needs a C++ compiler", "install g++, or set CXX"
             )
+
+    @property
+    def makes_graphs(self) -> bool:
+        """Whether the compiled code replays CUDA graphs of its own."""
+        return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
     def engage(self, state: State) -> dict[str, Any]:
         self._before = compile_counts()

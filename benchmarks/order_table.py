@@ -1,0 +1,45 @@
+"""README's table of the order in which techniques engage and of those that cannot go together, from the code."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+from composer_speedups.algorithms.catalogue import technique_names
+from composer_speedups.algorithms.ordering import Stage
+from composer_speedups.algorithms.registry import technique_class
+from composer_speedups.algorithms.technique import Technique
+
+__all__ = ["order_table"]
+
+_STAGES = {
+    Stage.FLAGS: "process-wide flags and precision",
+    Stage.SURGERY: "modules and weights changed",
+    Stage.ADAPTERS: "parameters frozen or added",
+    Stage.OPTIMIZER: "over the final parameters",
+    Stage.COMPILE: "of the final modules",
+    Stage.GRAPHS: "of the final step",
+}
+
+
+def order_table() -> list[str]:
+    """Two Markdown tables: the stages in order, and the clashes with their reasons."""
+    techniques = [technique_class(name) for name in technique_names()]
+    lines = ["| | stage | techniques, in the order they engage |", "|---|---|---|"]
+    for stage in Stage:
+        names = [f"`{t.name}`" for t in techniques if t.stage == stage]
+        lines.append(f"| {stage + 1} | {stage.name.lower()}: {_STAGES[stage]} | {', '.join(names)} |")
+    lines += ["", "| cannot go together | because |", "|---|---|"]
+    for slot in sorted({t.slot for t in techniques if t.slot}):
+        names = [f"`{t.name}`" for t in techniques if t.slot == slot]
+        if len(names) > 1:
+            lines.append(f"| any two of {', '.join(names)} | both set the {slot} |")
+    for one, other in combinations(techniques, 2):
+        reason = _reason(one, other)
+        if reason:
+            lines.append(f"| `{one.name}`, `{other.name}` | {reason} |")
+    return lines
+
+
+def _reason(one: type[Technique], other: type[Technique]) -> str | None:
+    always = one.clashes.get(other.name) or other.clashes.get(one.name)
+    return always or one.clashes_with_settings.get(other.name) or other.clashes_with_settings.get(one.name)

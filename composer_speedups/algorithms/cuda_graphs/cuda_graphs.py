@@ -1,0 +1,121 @@
+"""CUDA graphs of the forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from composer.core import State
+from torch import nn
+
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
+from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.errors import TechniqueError
+
+__all__ = ["CUDAGraphs", "apply_cuda_graphs"]
+
+
+def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
+    """Make a model's training calls replay CUDA graphs, captured at the first call of each input shape.
+
+    Args:
+        model: On a CUDA GPU and in its final form: compiled already, if at all, and with all its parameters.
+            Its ``forward`` (or its compiled call) is replaced in place. Arguments are tensors that need no
+            gradient, in dicts, lists or by themselves, and plain values.
+        max_graphs: Shapes captured; calls of further ones run as before. Each holds its activations' memory.
+
+    Returns:
+        What now stands for the forward pass; its ``graphs``, ``replays`` and ``eager_calls`` count.
+        :class:`CaptureError` comes from the first call of a shape that cannot be captured: one that waits for
+        the GPU, say.
+
+    Raises:
+        ValueError: ``max_graphs`` below 1, or a model that is not on a CUDA GPU.
+
+    Source: torch.cuda.make_graphed_callables.
+    """
+    if max_graphs < 1:
+        raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    if device != "cuda":
+        raise ValueError(f"CUDA graphs need a model on a CUDA GPU, and this one is on the {device}")
+    attribute = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
+    current = getattr(model, attribute)
+    if not isinstance(current, GraphedCalls):
+        current = GraphedCalls(model, current, max_graphs)
+        setattr(model, attribute, current)
+    return current
+
+
+class CUDAGraphs(Technique):
+    """Replays the forward and backward pass as CUDA graphs, without the time it takes to launch their kernels.
+
+    Args:
+        max_graphs: Input shapes captured, 4 by default; batches of further shapes run as before and are counted.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: ``max_graphs`` below 1.
+        TechniqueError: At INIT, without a GPU, on more than one rank, with automatic micro-batches, or beside a
+            torch_compile mode that makes graphs itself; in the first batch, when the step cannot be captured.
+    """
+
+    name = "cuda_graphs"
+    stage = Stage.GRAPHS
+    clashes: ClassVar[dict[str, str]] = {
+        "gradient_checkpointing": "recomputing reads the random state, which a capture forbids",
+        "sparse_upcycling": "routing waits for the GPU to count each expert's tokens, which a capture forbids",
+        "unpadding": "the number of real tokens, and so every shape, changes from batch to batch",
+    }
+
+    clashes_with_settings: ClassVar[dict[str, str]] = {
+        "torch_compile": "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves"
+    }
+
+    def __init__(self, max_graphs: int = 4, *, on_unavailable: OnUnavailable = "stop") -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        if max_graphs < 1:
+            raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")
+        self.max_graphs = max_graphs
+        self._calls: GraphedCalls | None = None
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        yield needs_cuda(context, "capturing graphs")
+        yield Requirement(
+            context.ranks == 1,
+            f"graphs are captured on one rank, and this run has {context.ranks}",
+            "train on one GPU, or take it out",
+        )
+        yield Requirement(
+            context.microbatch_size != "auto",
+            "automatic micro-batches change the shapes that were captured",
+            "give trainer.microbatch_size a number, or take it out",
+        )
+
+    def clash(self, other: Technique) -> str | None:
+        if getattr(other, "makes_graphs", False):
+            return self.clashes_with_settings[other.name]
+        return super().clash(other)
+
+    def engage(self, state: State) -> dict[str, Any]:
+        self._calls = apply_cuda_graphs(state.model, self.max_graphs)
+        self._calls.on_failure = self._cannot_capture
+        return {"max_graphs": self.max_graphs}
+
+    def _cannot_capture(self, error: CaptureError) -> None:
+        self.unavailable(
+            TechniqueError(
+                self.name, f"the step cannot be captured ({error})", "take it out, or what waits for the GPU"
+            )
+        )
+
+    def verify(self, state: State) -> dict[str, Any]:
+        assert self._calls is not None
+        if self._calls.replays == 0:
+            raise self.not_engaged("no training batch replayed a graph", "call the model through its forward()")
+        return {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
+
+    def close(self) -> None:
+        if self._calls is not None:
+            self._calls.release()

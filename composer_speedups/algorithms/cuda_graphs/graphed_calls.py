@@ -1,0 +1,160 @@
+"""A callable whose training calls are captured into CUDA graphs, one a combination of input shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+__all__ = ["CaptureError", "GraphedCalls"]
+
+
+class CaptureError(RuntimeError):
+    """A forward or backward pass that cannot be captured."""
+
+
+class GraphedCalls:
+    """Stands for a model's forward: captures its forward and backward pass at the first call of each shape.
+
+    Calls in eval mode or without gradients, and those of further shapes once ``max_graphs`` are captured, go to
+    the original function.
+
+    Args:
+        model: The module whose parameters get gradients.
+        original: What a call of the model ran before.
+        max_graphs: Shapes captured; each holds the memory of its activations for good.
+        capture: ``torch.cuda.make_graphed_callables``; tests give their own.
+
+    Attributes:
+        replays: Calls that replayed a graph.
+        eager_calls: Training calls that did not.
+        on_failure: Gets the :class:`CaptureError` of a call that cannot be captured, and by default raises it. When
+            it returns, the original function takes over for good.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Callable[..., Any],
+        max_graphs: int,
+        capture: Callable[..., Any] = torch.cuda.make_graphed_callables,
+    ) -> None:
+        self.model, self.original, self.max_graphs, self._capture = model, original, max_graphs, capture
+        self._graphs: dict[Hashable, _Graph] = {}
+        self.replays = self.eager_calls = 0
+        self.on_failure: Callable[[CaptureError], None] = _raise
+
+    @property
+    def graphs(self) -> int:
+        """Graphs captured; each is one of the forward and one of the backward pass."""
+        return len(self._graphs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training or not torch.is_grad_enabled():
+            return self.original(*args, **kwargs)
+        args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree knows no UserDict
+        leaves, spec = tree_flatten((args, kwargs))
+        key = _key(leaves, spec)
+        if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
+            self.eager_calls += 1
+            return self.original(*args, **kwargs)
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = _Graph(self.model, self.original, leaves, spec, self._capture)
+            except CaptureError as error:
+                self.on_failure(error)
+                self.release()
+                self.eager_calls += 1
+                return self.original(*args, **kwargs)
+        self.replays += 1
+        return self._graphs[key](leaves)
+
+    def release(self) -> None:
+        """Drop the graphs and their memory, and capture no more."""
+        self._graphs.clear()
+        self.max_graphs = 0
+
+
+def _raise(error: CaptureError) -> None:
+    raise error
+
+
+def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
+    """What one graph serves: shapes, dtypes, other arguments by value and autocast; None for what none can."""
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    parts: list[Hashable] = [repr(spec), autocast]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.requires_grad:  # its gradient would need a static place of the caller's
+                return None
+            parts.append((leaf.shape, leaf.dtype, leaf.device))
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            parts.append(leaf)
+        else:
+            return None
+    return tuple(parts)
+
+
+class _Graph:
+    """One captured forward and backward pass."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Callable[..., Any],
+        leaves: list[Any],
+        spec: TreeSpec,
+        capture: Callable[..., Any],
+    ) -> None:
+        self._flat = _FlatCall(model, original, leaves, spec)
+        static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
+        buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
+        try:
+            # The cache of autocast would hand tensors of one replay to the next.
+            with torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
+                self._replay = capture(self._flat, static, allow_unused_input=True)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, AssertionError) as error:
+            raise CaptureError(str(error).strip().splitlines()[0]) from error
+        finally:
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+    def __call__(self, leaves: list[Any]) -> Any:
+        outputs = self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
+        return self._flat.rebuild(outputs)
+
+
+class _FlatCall(nn.Module):
+    """The call with tensors only on both sides, as capturing wants it.
+
+    A module, so that the model's parameters count as inputs of the graph and get their gradients.
+    """
+
+    def __init__(self, model: nn.Module, original: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._original, self._leaves, self._spec = original, leaves, spec
+        self._outputs: list[Any] = []  # what is no tensor among them
+        self._is_tensor: list[bool] = []
+        self._output_spec: TreeSpec | None = None
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
+        self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
+        return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
+
+    def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
+        """The model's own output object around a replay's tensors."""
+        assert self._output_spec is not None
+        given = iter(tensors)
+        leaves = [next(given) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
+        return tree_unflatten(leaves, self._output_spec)

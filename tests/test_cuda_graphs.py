@@ -1,0 +1,224 @@
+"""CUDA graphs: what is captured, what is left to the original, and what is refused. Replays need a GPU."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, apply_cuda_graphs
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+from composer_speedups.algorithms.ordering import refuse_clashes, screen
+from composer_speedups.algorithms.requirements import Context
+from composer_speedups.errors import NotEngagedError, TechniqueError
+from tests.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import gradients, train_plainly
+from tests.reference.tolerance import assert_near
+
+
+def pretend(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool) -> nn.Module:
+    """In place of a capture: the call itself, on the caller's tensors."""
+    flat(*static)
+    return flat
+
+
+def graphed(model: Any, max_graphs: int = 2) -> GraphedCalls:
+    calls = GraphedCalls(model, model.forward, max_graphs, capture=pretend)
+    model.forward = calls
+    return calls
+
+
+def test_a_call_goes_through_flat_tensors_and_comes_back_as_the_models_own_output() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    calls = graphed(model)
+    one = plain_batches(1)[0]
+    output, expected = model(**one), reference(**one)
+    assert type(output) is type(expected)
+    assert_near([output.loss, output.logits], [expected.loss, expected.logits])
+    output.loss.backward()
+    expected.loss.backward()
+    assert_near(gradients(model), gradients(reference))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 0)
+
+
+def test_each_shape_is_captured_once_and_no_more_than_allowed() -> None:
+    model = tiny_bert()
+    calls = graphed(model)
+    for lengths in ([4, 4], [6, 6], [4, 4], [8, 8], [8, 8]):
+        model(**batch(lengths))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 3, 2)
+
+
+def test_evaluation_and_calls_without_gradients_run_as_before() -> None:
+    model = tiny_bert()
+    calls = graphed(model)
+    with torch.no_grad():
+        model(**plain_batches(1)[0])
+    model.eval()
+    model(**plain_batches(1)[0])
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (0, 0, 0)
+
+
+def test_other_arguments_count_by_value_and_unknown_objects_are_left_alone() -> None:
+    model = tiny_bert()
+    calls = graphed(model, max_graphs=5)
+    one = batch([4, 4])
+    model(**one, output_hidden_states=True)
+    assert model(**one, output_hidden_states=False).hidden_states is None
+    assert calls.graphs == 2
+    model(**one, output_hidden_states=torch.device("cpu"))
+    assert (calls.graphs, calls.eager_calls) == (2, 1)
+    embedded = torch.zeros(2, 4, 32, requires_grad=True)
+    model(inputs_embeds=embedded)
+    assert (calls.graphs, calls.eager_calls) == (2, 2)
+
+
+def test_a_composer_batch_is_one_argument() -> None:
+    trainer = make_trainer()
+    composer_model: Any = trainer.state.model
+    calls = graphed(composer_model)
+    one = plain_batches(1)[0]
+    for each in (one, UserDict(one)):
+        assert composer_model(each).loss.isfinite()
+    assert (calls.graphs, calls.replays) == (1, 2)
+    trainer.close()
+
+
+def test_buffers_stay_what_they_were_after_a_capture() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    reference = copy.deepcopy(model)
+    graphed(model)
+    x = torch.randn(5, 3)
+    model(x)
+    reference(x)
+    assert_near(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_a_failed_capture_raises_or_gives_up_for_good() -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model = tiny_bert()
+    calls = GraphedCalls(model, model.forward, 2, capture=fail)
+    with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
+        calls(**batch([4, 4]))
+    seen: list[CaptureError] = []
+    calls.on_failure = seen.append
+    for _ in range(2):
+        assert calls(**batch([4, 4])).loss.isfinite()
+    assert (len(seen), calls.graphs, calls.replays, calls.eager_calls) == (1, 0, 0, 2)
+
+
+@pytest.mark.pins
+def test_it_is_refused_without_a_gpu_on_several_ranks_and_with_automatic_microbatches() -> None:
+    with pytest.raises(TechniqueError, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
+        make_trainer([CUDAGraphs()])
+    with pytest.raises(ValueError, match="this one is on the cpu"):
+        apply_cuda_graphs(tiny_bert())
+    with pytest.raises(ValueError, match="max_graphs must be at least 1"):
+        CUDAGraphs(max_graphs=0)
+    cpu = torch.device("cpu")
+    unmet = [
+        [r.reason for r in CUDAGraphs().requirements(context) if not r.met]
+        for context in (Context(cpu), Context(cpu, ranks=2), Context(cpu, microbatch_size="auto"))
+    ]
+    assert [len(reasons) for reasons in unmet] == [1, 2, 2]
+    assert "this run has 2" in unmet[1][1]
+    assert "automatic micro-batches" in unmet[2][1]
+
+
+def test_a_compile_mode_with_graphs_of_its_own_clashes() -> None:
+    with pytest.raises(TechniqueError, match=r"clashes with cuda_graphs: modes reduce-overhead.*capture graphs"):
+        screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
+    refuse_clashes([CUDAGraphs(), TorchCompile()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
+    model, batches = tiny_bert(), plain_batches(6)
+    expected = train_plainly(model, batches)
+    technique = CUDAGraphs()
+    algorithms: list[Any] = [technique, SDPAAttention(), *([TorchCompile()] if compiled else [])]
+    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
+    trainer.fit()
+    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
+        "graphs": 1,
+        "replays": 6,
+        "eager_calls": 0,
+    }
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    assert_near(trained, expected.weights, what="weights")
+    trainer.close()
+    assert technique._calls is not None
+    assert technique._calls.graphs == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dropout_differs_from_replay_to_replay_in_mixed_precision(dtype: Any) -> None:
+    one = plain_batches(1)[0]
+    losses: list[float] = []
+    technique = CUDAGraphs()
+    trainer = make_trainer(
+        [technique, MixedPrecision(dtype)],
+        model=tiny_bert(dropout=0.3),
+        batches=[one] * 6,
+        gpu=True,
+        optimizer=None,
+    )
+    for group in trainer.state.optimizers[0].param_groups:
+        group["lr"] = 0.0
+    composer_model: Any = trainer.state.model
+    original = composer_model.loss
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        losses.append(float(original(outputs, batch)))
+        return original(outputs, batch)
+
+    composer_model.loss = loss
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["replays"] == 6
+    assert len(set(losses)) == 6
+
+
+@pytest.mark.gpu
+def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
+    trainer = make_trainer([CUDAGraphs()], gpu=True)
+    bert: Any = trainer.state.model.model
+    original = bert.bert.pooler.forward
+    bert.bert.pooler.forward = lambda hidden: original(hidden * float(hidden.abs().max().item() > -1))
+    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_a_model_called_past_its_forward_is_noticed() -> None:
+    technique = CUDAGraphs()
+    trainer = make_trainer([technique], gpu=True)
+    composer_model: Any = trainer.state.model
+    composer_model.forward = composer_model.forward.original  # what replaced it was taken out again
+    with pytest.raises(NotEngagedError, match="no training batch replayed a graph"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
+    reference, model = tiny_bert().cuda(), tiny_bert().cuda()
+    model.compile()
+    calls = apply_cuda_graphs(model)
+    assert apply_cuda_graphs(model) is calls
+    for seed in range(3):
+        one = {k: v.cuda() for k, v in batch([12, 7], seed=seed).items()}
+        for each in (reference, model):
+            each.zero_grad()
+            each(**one).loss.backward()
+        assert_near(gradients(model), gradients(reference))
+    assert (calls.graphs, calls.replays) == (1, 3)
