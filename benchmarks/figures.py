@@ -1,0 +1,133 @@
+"""The figures of README.md and the cards: Markdown tables from the committed rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["accuracy", "effect", "ladder", "summary"]
+
+RESULTS = Path(__file__).parent / "results" / "nvidia-h200"
+Row = dict[str, Any]
+
+
+def _rows(table: str) -> list[Row]:
+    return [json.loads(line) for line in (RESULTS / f"{table}.jsonl").read_text().splitlines()]
+
+
+def ladder() -> list[str]:
+    """The whole first table: an arm is compared with fp32."""
+    rows = _rows("ladder")
+    lines = [
+        "| techniques | batch | samples/s (least–most) | over fp32 | peak GiB | warm-up s | runs |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    keys = dict.fromkeys((row["data.batch_size"], row["arm"]) for row in rows)
+    for batch, arm in sorted(keys, key=lambda key: key[0]):  # arms stay in the order of the table
+        found = _find(rows, arm, batch)
+        rates = _runs(found, "samples_per_sec")
+        lines.append(
+            f"| {arm} | {batch} | {_spell(rates)} | {_ratio(rows, arm, 'fp32', batch):.2f} "
+            f"| {_median(found, 'peak_memory_gib'):.1f} | {_median(found, 'warmup_seconds'):.0f} | {len(rates)} |"
+        )
+    return [*lines, "", _where(rows)]
+
+
+def _find(rows: Sequence[Row], arm: str, batch: int) -> list[Row]:
+    return [row for row in rows if row["arm"] == arm and row["data.batch_size"] == batch]
+
+
+def _runs(rows: Sequence[Row], name: str) -> list[float]:
+    return [value for row in rows for value in row[name]["runs"]]
+
+
+def _median(rows: Sequence[Row], name: str) -> float:
+    return statistics.median(_runs(rows, name))
+
+
+def _spell(rates: Sequence[float]) -> str:
+    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
+
+
+def _ratio(rows: Sequence[Row], arm: str, base: str, batch: int) -> float:
+    """Samples/s of one arm over another's, in the calls that ran both."""
+    rates = {
+        name: {row["call"]: row["samples_per_sec"]["median"] for row in _find(rows, name, batch)}
+        for name in (arm, base)
+    }
+    return statistics.median(rates[arm][call] / rates[base][call] for call in rates[arm] if call in rates[base])
+
+
+def accuracy(table: str, only: Sequence[str] = ()) -> list[str]:
+    """Accuracy by arm and seed; samples/s where each run had the machine to itself."""
+    rows = [row for row in _rows(table) if (not only or row["arm"] in only) and row["accuracy"]]
+    arms: dict[str, dict[int, list[float]]] = {}
+    for row in rows:
+        arms.setdefault(row["arm"], {}).setdefault(row["seed"], []).extend(row["accuracy"]["runs"])
+    timed = all(row["samples_per_sec"] for row in rows)
+    seeds = sorted({seed for by_seed in arms.values() for seed in by_seed})
+    lines = [
+        f"| arm | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |{' samples/s |' if timed else ''}",
+        "|---" * (len(seeds) + 2 + timed) + "|",
+    ]
+    for arm, by_seed in arms.items():
+        means = [statistics.fmean(by_seed[seed]) for seed in seeds]
+        line = f"| {arm} | {' | '.join(f'{mean:.4f}' for mean in means)} | {statistics.fmean(means):.4f} |"
+        if timed:
+            rates = _runs([row for row in rows if row["arm"] == arm], "samples_per_sec")
+            line += f" {min(rates):,.0f}–{max(rates):,.0f} |"
+        lines.append(line)
+    return [*lines, "", _where(rows)]
+
+
+def effect(table: str, arm: str, before: str) -> list[str]:
+    """One arm of a table beside another, in the calls that ran both."""
+    rows = _rows(table)
+    lines = [f"| batch | {before}, samples/s | {arm} | ratio | peak GiB | warm-up s |", "|---|---|---|---|---|---|"]
+    compared: list[Row] = []
+    for batch in sorted({row["data.batch_size"] for row in rows}):
+        calls = {row["call"] for row in _find(rows, arm, batch)} & {row["call"] for row in _find(rows, before, batch)}
+        old, new = ([row for row in _find(rows, name, batch) if row["call"] in calls] for name in (before, arm))
+        compared += old + new
+        lines.append(
+            f"| {batch} | {_spell(_runs(old, 'samples_per_sec'))} | {_spell(_runs(new, 'samples_per_sec'))} "
+            f"| {_ratio(rows, arm, before, batch):.2f} "
+            f"| {_median(old, 'peak_memory_gib'):.1f} → {_median(new, 'peak_memory_gib'):.1f} "
+            f"| {_median(old, 'warmup_seconds'):.0f} → {_median(new, 'warmup_seconds'):.0f} |"
+        )
+    return [*lines, "", _where(compared)]
+
+
+def _where(rows: Sequence[Row]) -> str:
+    """Hardware, versions, days and commits of the rows; more than one where they differ."""
+
+    def each(name: str) -> str:
+        return ", ".join(sorted({row["environment"][name] for row in rows}))
+
+    days = ", ".join(sorted({row["call"][:10] for row in rows}))
+    commits = ", ".join(sorted({row["environment"]["commit"][:7] for row in rows}))
+    return (
+        f"{each('gpu')}, driver {each('driver')}, torch {each('torch')}, Composer {each('composer')}, "
+        f"transformers {each('transformers')}; {days}; commit {commits}."
+    )
+
+
+def summary(table: str) -> list[str]:
+    """Every arm of a table beside its first one: ratio of samples/s, peak memory and warm-up at each batch size."""
+    rows = _rows(table)
+    batches = sorted({row["data.batch_size"] for row in rows})
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    columns = [f"{batch}: samples/s | ratio | peak GiB" for batch in batches]
+    lines = [f"| {arms[0]}, or with | {' | '.join(columns)} | warm-up s |", "|---" * (3 * len(batches) + 2) + "|"]
+    for arm in arms:
+        cells, warmup = [], 0.0
+        for batch in batches:
+            found = [row for row in _find(rows, arm, batch) if row["samples_per_sec"]]
+            rate, peak = (_median(found, name) for name in ("samples_per_sec", "peak_memory_gib"))
+            cells.append(f"{rate:,.0f} | {_ratio(rows, arm, arms[0], batch):.2f} | {peak:.1f}")
+            warmup = max(warmup, _median(found, "warmup_seconds"))
+        lines.append(f"| {arm} | {' | '.join(cells)} | {warmup:.0f} |")
+    return [*lines, "", _where(rows)]
