@@ -1,0 +1,46 @@
+"""Micro-batches: the report says how large they were and who chose; the effective batch stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_speedups.report import summary_table
+from tests.jobs import run
+
+
+@pytest.mark.pins
+def test_the_report_states_a_size_given_by_the_config() -> None:
+    report = run("trainer.microbatch_size=2", "trainer.max_duration=2ba", "export=false")
+    training = report["training"]
+    assert (training["microbatch_size"], training["microbatch_chosen"]) == (2, "by the config")
+    assert training["samples"] == 16
+    assert "chosen by the config" in summary_table(report, "runs")
+
+
+@pytest.mark.gpu
+def test_auto_finds_a_size_that_fits_and_the_report_states_it() -> None:
+    """Batches of 1,024 need some 10 GiB at once; 3 GiB allow a part of them."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / total)
+    try:
+        report = run(
+            "trainer.microbatch_size=auto",
+            "trainer.max_duration=3ba",
+            "model.size=mini",
+            "data.train_samples=2048",
+            "data.batch_size=1024",
+            "data.max_length=256",
+            "data.padding=max_length",
+            "algorithms={fused_optimizer: {}}",
+            "export=false",
+        )
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    training = report["training"]
+    assert training["microbatch_size"] in (16, 32, 64, 128, 256, 512)
+    assert training["microbatch_chosen"] == "automatically"
+    assert training["samples"] == 3 * 1024
+    assert report["memory"]["peak_gib"] < 3
+    assert "chosen automatically" in summary_table(report, "runs")
