@@ -55,7 +55,12 @@ BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
 ENTRIES: dict[str, Entry] = {
     "fast_layernorm": Entry(
-        [{}], needs=BF16, dtype=torch.bfloat16, loss_bound=0.05, evidence=("modules", "output_dtype")
+        [{}],
+        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fused_layernorm.py
+        needs=BF16,
+        dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=("modules", "output_dtype", "function"),
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
