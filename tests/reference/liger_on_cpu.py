@@ -65,8 +65,8 @@ def check_parity() -> int:
             expected.backward(upstream)
             actual.backward(upstream.to(dtype))
             assert_near([actual.float(), y.grad], [expected, x.grad], dtype, f"{shape}")
-            gradients = [[p.grad for p in module.parameters()] for module in (changed, reference)]
-            assert_near(*gradients, dtype, f"{shape}, gradients of the parameters")
+            one, other = ([p.grad for p in module.parameters()] for module in (changed, reference))
+            assert_near(one, other, dtype, f"{shape}, gradients of the parameters")
             checked += 1
     return checked
 
