@@ -57,7 +57,12 @@ ENTRIES: dict[str, Entry] = {
     "cuda_graphs": Entry(gpu_variants=[{}], evidence=("graphs", "replays")),
     "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
     "fast_layernorm": Entry(
-        [{}], needs=BF16, dtype=torch.bfloat16, loss_bound=0.05, evidence=("modules", "output_dtype")
+        [{}],
+        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fused_layernorm.py
+        needs=BF16,
+        dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=("modules", "output_dtype", "function"),
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),

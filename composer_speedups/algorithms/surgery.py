@@ -6,12 +6,19 @@ Assigning ``__class__`` keeps the module object: its parameters (and so tied wei
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import nn
 
 __all__ = ["swap_class"]
 
 
-def swap_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> list[str]:
+def swap_class(
+    model: nn.Module,
+    old: type[nn.Module],
+    new: type[nn.Module],
+    only: Callable[[nn.Module], bool] = lambda _: True,
+) -> list[str]:
     """Turn every module of exactly class ``old`` into ``new``.
 
     Subclasses of ``old`` are left alone: they have a ``forward`` of their own.
@@ -20,6 +27,7 @@ def swap_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> 
         model: Changed in place.
         old: The class looked for.
         new: A subclass of ``old`` that adds no parameters, buffers or constructor state.
+        only: Leaves alone the modules for which it is false; by default, none.
 
     Returns:
         The names of the modules changed, in ``named_modules`` order; empty when there were none.
@@ -28,7 +36,7 @@ def swap_class(model: nn.Module, old: type[nn.Module], new: type[nn.Module]) -> 
         raise ValueError(f"{new.__name__} must be a subclass of {old.__name__} to take over its state")
     names = []
     for name, module in model.named_modules():
-        if type(module) is old:
+        if type(module) is old and only(module):
             module.__class__ = new
             names.append(name)
     return names

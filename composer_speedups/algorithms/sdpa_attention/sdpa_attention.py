@@ -155,11 +155,13 @@ class SDPAAttention(Technique):
             self._recorder = None
 
     def _kernel_for(self, state: State) -> str | None:
+        """The kernel that this batch's shapes and mask get; None for batches and models it cannot read."""
         model = next(iter(_outermost(state.model).values()))
-        batch: Mapping[str, torch.Tensor] = state.batch
-        device, config = device_of(state), model.config
+        device, config, batch = device_of(state), model.config, state.batch
+        heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config maps its own names to BERT's
+        if heads is None or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), torch.Tensor):
+            return None
         batch_size, length = batch["input_ids"].shape
-        heads = config.num_attention_heads
         shape = (batch_size, heads, length, config.hidden_size // heads)
         mask = batch.get("attention_mask")
         if mask is not None and not is_compiled(state.model) and bool(mask.all()):
@@ -169,14 +171,14 @@ class SDPAAttention(Technique):
         function = AttentionInterface().get(config._attn_implementation)
         if function is None:  # eager attention is no entry there
             return str(config._attn_implementation)
-        attention = next(m for n, m in model.named_modules() if n.endswith(("attention.self", "attention")))
+        attention = next((m for m in model.modules() if hasattr(m, "is_causal")), _Bidirectional())
         recorder = OperatorRecorder()
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), get_precision_context(state.precision, state.precision_config):
             dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
             query = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
             with recorder:
-                function(attention, query, query, query, mask, dropout=config.attention_probs_dropout_prob)
+                function(attention, query, query, query, mask, dropout=_attention_dropout(config))
         return _kernel_among(recorder)
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -190,6 +192,16 @@ class SDPAAttention(Technique):
         if self.backend not in ("auto", *self._kernel.split("_")):
             raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
         return {"kernel": self._kernel, "kernel_seen_in": self._seen_in}
+
+
+class _Bidirectional(nn.Module):
+    """Stands for an attention module that does not say; every encoder attends both ways."""
+
+    is_causal = False
+
+
+def _attention_dropout(config: Any) -> float:
+    return getattr(config, "attention_probs_dropout_prob", getattr(config, "attention_dropout", 0.0))  # DistilBERT's
 
 
 def _kernel_among(recorder: OperatorRecorder) -> str | None:
