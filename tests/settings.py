@@ -66,6 +66,9 @@ ENTRIES: dict[str, Entry] = {
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "gradient_checkpointing": Entry(
+        [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
+    ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
         gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],

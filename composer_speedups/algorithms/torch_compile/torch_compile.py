@@ -15,6 +15,7 @@ from composer.models import ComposerModel
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
+from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.algorithms.probe import CompileCounts, compile_counts
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
@@ -68,15 +69,10 @@ def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
         return {"": model}
     if scope != "blocks":
         raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
-    lists = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1
-    }
-    if not lists:
-        raise ValueError("the model has no ModuleList of one class of blocks; use scope='model'")
-    name, blocks = max(lists.items(), key=lambda item: len(item[1]))
-    return {f"{name}.{i}": block for i, block in enumerate(blocks)}
+    try:
+        return repeated_blocks(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; use scope='model'") from error
 
 
 class TorchCompile(Technique):
@@ -172,8 +168,8 @@ class TorchCompile(Technique):
 
 
 def _has_compiled_code(module: nn.Module) -> bool:
-    """Whether dynamo holds compiled code for ``module.forward`` or for a function that it wraps."""
-    function: Any = inspect.unwrap(type(module).forward, stop=_is_compiled)
+    """Whether dynamo holds compiled code for ``module.forward``, the instance's own if it has one, or what it wraps."""
+    function: Any = inspect.unwrap(getattr(module.forward, "__func__", module.forward), stop=_is_compiled)
     return _is_compiled(function)
 
 
