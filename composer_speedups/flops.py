@@ -30,7 +30,8 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
 
     A multiply-add is two operations; the backward pass counts twice the forward. Attention counts
     ``4·hidden·len²`` a layer for each row (scores and weighted sum). Embedding look-ups, normalisation,
-    activations and the optimizer are not counted, as usual for model FLOPs utilization.
+    activations and the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config
+    with ``sparse_upcycling``) count the experts that a token goes to, and the router.
 
     Args:
         config: A transformers config with hidden_size, num_hidden_layers and an intermediate size.
@@ -45,8 +46,12 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
     tokens, rows = int(lengths.sum()), lengths.numel()
     linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
     attention = 4 * hidden * int((lengths**2).sum())
+    extra = 0
+    if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
+        one_layer = (sparse["top_k"] - 1) * 2 * hidden * inner + hidden * sparse["experts"]
+        extra = layers // sparse["every"] * 2 * tokens * one_layer
     if head == "mlm":
         top = 2 * tokens * hidden * (hidden + config.vocab_size)
     else:
         top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
-    return 3 * (layers * (linear + attention) + top)
+    return 3 * (layers * (linear + attention) + extra + top)

@@ -81,6 +81,14 @@ ENTRIES: dict[str, Entry] = {
         gpu_variants=[{}, {"backend": "efficient"}],  # the others take no fp32; see test_sdpa_attention.py
         evidence=("kernel",),
     ),
+    "sparse_upcycling": Entry(
+        [{"every": 1}, {"experts": 3, "top_k": 3}],
+        exactness="recipe",
+        same=("logits",),
+        loss_bound=0.1,
+        evidence=("layers", "parameters_added", "rows_per_expert", "load_balancing_loss", "share_in_first_batch"),
+        stock_checkpoint=False,
+    ),
     "tf32_matmul": Entry(
         gpu_variants=[{"precision": "high"}, {"precision": "medium"}],
         dtype=torch.float16,  # TF32 has fp16's mantissa

@@ -1,0 +1,77 @@
+"""Dense feed-forward blocks of BERT, RoBERTa, ELECTRA and DistilBERT, found and turned into experts in place."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from composer_speedups.algorithms.sparse_upcycling.experts import Routing, SparseFeedForward
+
+__all__ = ["Block", "encoder_of", "find_blocks", "upcycle"]
+
+
+class Block(NamedTuple):
+    """A feed-forward block by the places of its first Linear, its activation and its second Linear."""
+
+    name: str  # the layer's
+    owners: tuple[nn.Module, nn.Module, nn.Module]
+    attributes: tuple[str, str, str]
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        first, middle, last = (getattr(o, a) for o, a in zip(self.owners, self.attributes, strict=True))
+        return first, middle, last
+
+    @property
+    def is_sparse(self) -> bool:
+        return isinstance(self.parts[0], SparseFeedForward)
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """The feed-forward blocks of a model from its first layer to its last, dense or sparse already."""
+    found = []
+    for name, module in model.named_modules():
+        intermediate, output = getattr(module, "intermediate", None), getattr(module, "output", None)
+        if hasattr(intermediate, "dense") and hasattr(output, "dense"):  # BERT, RoBERTa, ELECTRA
+            attributes = ("dense", "intermediate_act_fn", "dense")
+            found.append(Block(name, (intermediate, intermediate, output), attributes))
+        elif hasattr(module, "lin1") and hasattr(module, "lin2"):  # DistilBERT
+            found.append(Block(name, (module,) * 3, ("lin1", "activation", "lin2")))
+    return found
+
+
+def encoder_of(model: nn.Module) -> PreTrainedModel:
+    """The Hugging Face encoder in a model: what gets the attention mask and holds the config.
+
+    Raises:
+        ValueError: There is none, or it computes its feed-forward layers in chunks.
+    """
+    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    if outermost is None:
+        raise ValueError("the model holds no Hugging Face model, whose feed-forward layers could become experts")
+    if getattr(outermost.config, "chunk_size_feed_forward", 0):
+        raise ValueError("experts need all tokens of a layer at once; set the model's chunk_size_feed_forward to 0")
+    encoder = outermost.base_model
+    assert isinstance(encoder, PreTrainedModel)
+    return encoder
+
+
+def upcycle(block: Block, routing: Routing, *, experts: int, top_k: int) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Turn one dense block into experts; returns each parameter that went → those that came for it.
+
+    The experts take the place of the first Linear, and the rest of the block becomes identities, so that the
+    layer's own forward stays, with its dropout, residual and LayerNorm.
+    """
+    up, activation, down = block.parts
+    sparse = SparseFeedForward(up, activation, down, experts=experts, top_k=top_k, name=block.name, routing=routing)
+    sparse.train(up.training)
+    for owner, attribute, new in zip(block.owners, block.attributes, (sparse, nn.Identity(), nn.Identity()), strict=True):
+        setattr(owner, attribute, new)
+    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for part, dense in (("up", up), ("down", down)):
+        for name, old in dense.named_parameters():
+            replaced[old] = [expert.get_submodule(part).get_parameter(name) for expert in sparse.experts]
+    replaced[up.weight].append(sparse.router.weight)
+    return replaced
