@@ -54,7 +54,7 @@ class Entry:
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
 ENTRIES: dict[str, Entry] = {
-    "cuda_graphs": Entry(gpu_variants=[{}], evidence=("graphs", "replays")),
+    "cuda_graphs": Entry(gpu_variants=[{}], needs={"sdpa_attention": {}}, evidence=("graphs", "replays")),
     "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
     "fast_layernorm": Entry(
         [{}],

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from composer.core import State
+from composer.core import Event, State
+from composer.loggers import Logger
 from torch import nn
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
@@ -58,7 +59,8 @@ class CUDAGraphs(Technique):
     Raises:
         ValueError: ``max_graphs`` below 1.
         TechniqueError: At INIT, without a GPU, on more than one rank, with automatic micro-batches, or beside a
-            torch_compile mode that makes graphs itself; in the first batch, when the step cannot be captured.
+            torch_compile mode that makes graphs itself; in the second batch, the first that is captured, when it
+            cannot be.
     """
 
     name = "cuda_graphs"
@@ -79,6 +81,7 @@ class CUDAGraphs(Technique):
             raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")
         self.max_graphs = max_graphs
         self._calls: GraphedCalls | None = None
+        self._ended = False
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "capturing graphs")
@@ -101,7 +104,18 @@ class CUDAGraphs(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         self._calls = apply_cuda_graphs(state.model, self.max_graphs)
         self._calls.on_failure = self._cannot_capture
+        self._calls.eager_first = 1  # other techniques watch the first forward pass, in ways a capture forbids
         return {"max_graphs": self.max_graphs}
+
+    def match(self, event: Event, state: State) -> bool:
+        return super().match(event, state) or (bool(self.engaged) and event == Event.BEFORE_FORWARD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BEFORE_FORWARD and self.engaged:
+            # What is left of the last backward pass belongs to the main stream, where nothing can be captured.
+            state.outputs, state.loss = None, None
+        self._ended = event == Event.FIT_END
+        super().apply(event, state, logger)
 
     def _cannot_capture(self, error: CaptureError) -> None:
         self.unavailable(
@@ -113,7 +127,11 @@ class CUDAGraphs(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         assert self._calls is not None
         if self._calls.replays == 0:
-            raise self.not_engaged("no training batch replayed a graph", "call the model through its forward()")
+            if self._calls.eager_calls == 1 and not self._ended:
+                return {}  # the next forward pass is the first to be captured
+            raise self.not_engaged(
+                "no training batch replayed a graph", "train longer, and through the model's forward()"
+            )
         return {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
 
     def close(self) -> None:

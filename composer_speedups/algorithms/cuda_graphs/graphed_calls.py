@@ -31,6 +31,7 @@ class GraphedCalls:
     Attributes:
         replays: Calls that replayed a graph.
         eager_calls: Training calls that did not.
+        eager_first: Training calls still to be left to the original, for those who want to watch it; 0 at first.
         on_failure: Gets the :class:`CaptureError` of a call that cannot be captured, and by default raises it. When
             it returns, the original function takes over for good.
     """
@@ -44,7 +45,7 @@ class GraphedCalls:
     ) -> None:
         self.model, self.original, self.max_graphs, self._capture = model, original, max_graphs, capture
         self._graphs: dict[Hashable, _Graph] = {}
-        self.replays = self.eager_calls = 0
+        self.replays = self.eager_calls = self.eager_first = 0
         self.on_failure: Callable[[CaptureError], None] = _raise
 
     @property
@@ -58,6 +59,9 @@ class GraphedCalls:
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree knows no UserDict
         leaves, spec = tree_flatten((args, kwargs))
         key = _key(leaves, spec)
+        if self.eager_first:
+            self.eager_first -= 1
+            key = None
         if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
             self.eager_calls += 1
             return self.original(*args, **kwargs)
