@@ -113,20 +113,31 @@ def test_flash_is_refused_on_every_family_with_padding(family: Family) -> None:
 
 
 def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[int]]) -> None:
-    """Logits and first gradients in bf16 against eager attention in float32, and the kernel that ran."""
-    model, technique, recorder = tiny_model(family, head), SDPAAttention(backend), Recorder()
-    batches = fit_batches(model, [batch(each, 32, seed=i) for i, each in enumerate(lengths)])
-    expected_logits, expected = real_logits(model, batches), train_plainly(model, batches)
-    trainer = make_trainer(
-        [technique], model=model, batches=batches, callbacks=[recorder], gpu=True, precision="amp_bf16"
-    )
-    on_gpu = [{name: value.cuda() for name, value in each.items()} for each in batches]
-    with torch.autocast("cuda", torch.bfloat16):
-        logits = [x.cpu() for x in real_logits(trainer.state.model.model, on_gpu)]
-    assert_near(logits, expected_logits, torch.bfloat16, "logits")
-    trainer.fit()
-    trainer.close()
-    first = {name: gradient.cpu() for name, gradient in recorder.first_gradients.items()}
-    assert_near(first, expected.first_gradients, torch.bfloat16, "gradients of the first batch")
+    """Logits and first gradients in bf16 as near to float32's as eager attention's in bf16, and the kernel that ran."""
+    batches = fit_batches(tiny_model(family, head), [batch(each, 32, seed=i) for i, each in enumerate(lengths)])
+    exact = tiny_model(family, head)
+    expected = [*real_logits(exact, batches), *train_plainly(exact, batches).first_gradients.values()]
+    technique = SDPAAttention(backend)
+    by_kernel, by_eager = (_in_bf16(tiny_model(family, head), batches, t) for t in ([technique], []))
+    assert _distance(by_kernel, expected) < 1.5 * _distance(by_eager, expected) + 1e-3
+    assert _distance(by_eager, expected) < 0.05
     assert backend in technique.evidence["kernel"].split("_")
     assert technique.evidence["kernel_seen_in"] == "forward pass"
+
+
+def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torch.Tensor]:
+    """Logits of every batch, then the gradients of the first."""
+    recorder, bf16 = Recorder(), {"gpu": True, "precision": "amp_bf16"}
+    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder], **bf16)
+    on_gpu = [{name: value.cuda() for name, value in each.items()} for each in batches]
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = real_logits(trainer.state.model.model, on_gpu)
+    trainer.fit()
+    trainer.close()
+    return [x.cpu() for x in (*logits, *recorder.first_gradients.values())]
+
+
+def _distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of all together."""
+    one, other = (torch.cat([x.flatten() for x in each]) for each in (actual, expected))
+    return float((one - other).norm() / other.norm())
