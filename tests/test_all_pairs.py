@@ -33,27 +33,53 @@ def build(name: str) -> Technique:
     return technique_class(name)(**(entry.variants or entry.gpu_variants)[0])
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(sorted(ENTRIES), 2), ids="+".join)
+def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
+    """The two, and what either needs beside it."""
+    found: dict[str, Technique] = {}
+    for name in pair:
+        entry = ENTRIES[name]
+        variants = entry.gpu_variants if gpu else entry.variants
+        found[name] = technique_class(name)(**(variants or entry.variants or entry.gpu_variants)[0])
+        for needed, arguments in entry.needs.items():
+            found.setdefault(needed, technique_class(needed)(**arguments))
+    return list(found.values())
+
+
+PAIRS = list(itertools.combinations(sorted(ENTRIES), 2))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_trains_or_is_refused_by_name(pair: tuple[str, str]) -> None:
-    techniques = [build(name) for name in pair]
-    refusal = _refusal(techniques)
+    _check_pair(pair, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair_trains_or_is_refused_by_name_on_a_gpu(pair: tuple[str, str]) -> None:
+    _check_pair(pair, gpu=True)
+
+
+def _check_pair(pair: tuple[str, str], *, gpu: bool) -> None:
+    techniques = build_pair(pair, gpu=gpu)
+    names = {t.name for t in techniques}
+    refusal = _refusal(techniques, Context(torch.device("cuda")) if gpu else CPU)
     if refusal is not None:
-        assert refusal.technique in pair
+        assert refusal.technique in names
         assert str(refusal).startswith(f"{refusal.technique}: ")
         assert refusal.fix
         with pytest.raises(TechniqueError, match=refusal.technique):
-            make_trainer([build(name) for name in pair])
+            make_trainer(build_pair(pair, gpu=gpu), gpu=gpu)
         return
-    trainer = make_trainer(techniques)
+    trainer = make_trainer(techniques, gpu=gpu)
     trainer.fit()
     trainer.close()
-    assert [t.engaged for t in techniques] == [True, True]
+    assert all(t.engaged for t in techniques)
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
 
 
-def _refusal(techniques: list[Technique]) -> TechniqueError | None:
+def _refusal(techniques: list[Technique], context: Context) -> TechniqueError | None:
     try:
-        screen(techniques, CPU)
+        screen(techniques, context)
     except TechniqueError as refusal:
         return refusal
     return None
