@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ class Entry:
         needs: Techniques it requires beside it.
         evidence: Keys that its evidence must hold.
         stock_checkpoint: Parameter names, shapes and exports are the stock model's.
+        weight_dtype: Dtype of the trained and exported weights.
+        package: What the GPU variants are skipped without, where that is no extra of ours.
     """
 
     variants: list[dict[str, Any]] = field(default_factory=list)
@@ -44,6 +47,8 @@ class Entry:
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
     stock_checkpoint: bool = True
+    weight_dtype: torch.dtype = torch.float32
+    package: str | None = None
 
     def __post_init__(self) -> None:
         assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
@@ -53,12 +58,29 @@ class Entry:
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
+SWAPPED = ("optimizer_steps", "parameters_moved", "state_dtypes", "state_bytes")
+
 ENTRIES: dict[str, Entry] = {
+    "adafactor": Entry(
+        [{}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.25,
+        evidence=(*SWAPPED, "factored"),
+    ),
+    "apex_optimizer": Entry(gpu_variants=[{}], evidence=(*SWAPPED, "apex_steps"), package="apex"),
     "fast_layernorm": Entry(
         [{}], needs=BF16, dtype=torch.bfloat16, loss_bound=0.05, evidence=("modules", "output_dtype")
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "kahan_optimizer": Entry(
+        [{}],
+        dtype=torch.bfloat16,
+        weight_dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=(*SWAPPED, "compensated"),
+    ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
         gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
@@ -66,6 +88,7 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.05,
         evidence=("dtypes_seen",),
     ),
+    "offloaded_optimizer": Entry([{"allow_cpu": True}], gpu_variants=[{}], evidence=(*SWAPPED, "copied_bytes")),
     "sdpa_attention": Entry(
         [{}, {"backend": "math"}],
         gpu_variants=[{}, {"backend": "efficient"}],  # the others take no fp32; see test_sdpa_attention.py
@@ -116,4 +139,10 @@ def cases(*, gpu: bool = False) -> list[Any]:
         for name, entry in sorted(ENTRIES.items())
         for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
     ]
-    return [pytest.param(case, id=case.id) for case in found]
+    return [pytest.param(case, id=case.id, marks=_skip(case.entry.package)) for case in found]
+
+
+def _skip(package: str | None) -> list[pytest.MarkDecorator]:
+    if package is None or importlib.util.find_spec(package) is not None:
+        return []
+    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed")]
