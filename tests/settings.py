@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +34,9 @@ class Entry:
         needs: Techniques it requires beside it.
         evidence: Keys that its evidence must hold.
         stock_checkpoint: Parameter names, shapes and exports are the stock model's.
+        weight_dtype: Dtype of the trained and exported weights.
+        package: What the GPU variants are skipped without, where that is no extra of ours.
+        also: Further variants to which something else applies than to these.
     """
 
     variants: list[dict[str, Any]] = field(default_factory=list)
@@ -44,6 +48,9 @@ class Entry:
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
     stock_checkpoint: bool = True
+    weight_dtype: torch.dtype = torch.float32
+    package: str | None = None
+    also: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
@@ -53,7 +60,36 @@ class Entry:
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
+SWAPPED = ("optimizer_steps", "parameters_moved", "state_dtypes", "state_bytes")
+LOW_BITS = {"min_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+
 ENTRIES: dict[str, Entry] = {
+    "adafactor": Entry(
+        [{}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.25,
+        evidence=(*SWAPPED, "factored"),
+    ),
+    "apex_optimizer": Entry(gpu_variants=[{}], evidence=(*SWAPPED, "apex_steps"), package="apex"),
+    "bnb_optimizer": Entry(
+        [{"bits": 8, "min_8bit_size": 1024}, {"bits": 8, "min_8bit_size": 1024, "embeddings_32bit": False}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.05,
+        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+        also=(
+            Entry([{"bits": 32}], evidence=("tensors_by_state_bits", "parameters_moved")),
+            Entry(
+                [{"bits": 8, "min_8bit_size": 1024, "stable_embedding": True}],
+                exactness="recipe",
+                same=(),
+                loss_bound=0.05,
+                evidence=("stable_embedding",),
+                stock_checkpoint=False,
+            ),
+        ),
+    ),
     "cuda_graphs": Entry(gpu_variants=[{}], needs={"sdpa_attention": {}}, evidence=("graphs", "replays")),
     "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
     "fast_layernorm": Entry(
@@ -64,10 +100,40 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.05,
         evidence=("modules", "output_dtype", "function"),
     ),
+    "float8_linear": Entry(
+        [{"recipe": "tensorwise", "emulate": True}, {"recipe": "rowwise_with_gw_hp", "emulate": True}],
+        gpu_variants=[{"recipe": "tensorwise"}, {"recipe": "rowwise"}, {"recipe": "rowwise_with_gw_hp"}],
+        needs=BF16,
+        dtype=torch.float8_e4m3fn,
+        loss_bound=0.1,
+        evidence=("modules", "float8_matmuls", "seen_in"),
+    ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "gradient_checkpointing": Entry(
         [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
+    ),
+    "kahan_optimizer": Entry(
+        [{}],
+        dtype=torch.bfloat16,
+        weight_dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=(*SWAPPED, "compensated"),
+    ),
+    "lora": Entry(
+        [{}, {"targets": "all-linear", "rank": 4}],
+        exactness="recipe",
+        same=("logits",),  # adapters start at zero
+        loss_bound=0.9,
+        evidence=("modules", "trainable_parameters", "total_parameters", "adapters_with_gradient", "parameters_moved"),
+        stock_checkpoint=False,
+    ),
+    "lowbit_optimizer": Entry(
+        [{"bits": 8, **LOW_BITS}, {"bits": 4, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.05,
+        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
     ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
@@ -76,6 +142,7 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.05,
         evidence=("dtypes_seen",),
     ),
+    "offloaded_optimizer": Entry([{"allow_cpu": True}], gpu_variants=[{}], evidence=(*SWAPPED, "copied_bytes")),
     "sdpa_attention": Entry(
         [{}, {"backend": "math"}],
         gpu_variants=[{}, {"backend": "efficient"}],  # the others take no fp32; see test_sdpa_attention.py
@@ -99,6 +166,10 @@ ENTRIES: dict[str, Entry] = {
         [{"scope": "model", "backend": "aot_eager"}, {"scope": "blocks", "backend": "aot_eager"}],
         gpu_variants=[{"scope": "model"}, {"scope": "blocks"}],
         evidence=("graphs", "graph_breaks", "recompiles"),
+    ),
+    "unpadding": Entry(
+        [{}, {"pad_to_multiple_of": 8}],
+        evidence=("encoders", "layers", "attention", "first_batch_packed", "padding_of_the_run"),
     ),
 }
 
@@ -131,7 +202,14 @@ def cases(*, gpu: bool = False) -> list[Any]:
     """pytest parameters: every variant of every technique, on the CPU or on a GPU."""
     found = [
         Case(name, tuple(arguments.items()), entry)
-        for name, entry in sorted(ENTRIES.items())
+        for name, first in sorted(ENTRIES.items())
+        for entry in (first, *first.also)
         for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
     ]
-    return [pytest.param(case, id=case.id) for case in found]
+    return [pytest.param(case, id=case.id, marks=_skip(case.entry.package)) for case in found]
+
+
+def _skip(package: str | None) -> list[pytest.MarkDecorator]:
+    if package is None or importlib.util.find_spec(package) is not None:
+        return []
+    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed")]

@@ -34,7 +34,7 @@ def apply_adafactor(optimizer: Optimizer, scale_parameter: bool = False) -> Opti
         ValueError: The optimizer is not AdamW, has stepped, or holds no matrix to factor.
 
     Source: Shazeer and Stern, "Adafactor" (arXiv 1804.04235), as implemented in transformers. torch.optim's own
-    always scales by the parameters' RMS, which shrinks AdamW's learning rate about 25 times for BERT's weights.
+    always scales by the parameters' RMS, far below 1 for BERT's matrices.
     """
     from transformers.optimization import Adafactor
 

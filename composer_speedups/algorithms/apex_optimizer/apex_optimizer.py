@@ -46,8 +46,17 @@ def apply_apex_optimizer(optimizer: Optimizer) -> Optimizer:
 def _build(groups: list[dict[str, Any]]) -> Optimizer:
     from apex.optimizers import FusedAdam
 
+    class ApexFusedAdam(FusedAdam):  # type: ignore[misc]
+        __qualname__ = "ApexFusedAdam"
+
+        def zero_grad(self, set_to_none: bool = True) -> None:
+            """Takes torch's argument, which torch itself gives while a checkpoint is loaded and Apex does not know."""
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
     try:
-        return FusedAdam(groups, adam_w_mode=True, bias_correction=True, set_grad_none=True)
+        return ApexFusedAdam(groups, adam_w_mode=True, bias_correction=True, set_grad_none=True)
     except RuntimeError as error:  # Apex was built without its kernels
         raise UnfitOptimizerError(f"FusedAdam cannot be built ({str(error).splitlines()[0]})", _INSTALL) from error
 
@@ -81,6 +90,6 @@ class ApexOptimizer(OptimizerSwapTechnique):
 
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         counted = [group["step"] for group in optimizer.param_groups if group.get("step")]
-        if not counted or not type(optimizer).__module__.startswith("apex."):
+        if not counted:
             raise self.not_engaged("FusedAdam counted no step", "leave state.optimizers as it is after INIT")
         return {"apex_steps": int(max(torch.as_tensor(c).item() for c in counted))}
