@@ -123,7 +123,8 @@ def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[i
     on_gpu = [{name: value.cuda() for name, value in each.items()} for each in batches]
     with torch.autocast("cuda", torch.bfloat16):
         logits = [x.cpu() for x in real_logits(trainer.state.model.model, on_gpu)]
-    assert_near(logits, expected_logits, torch.bfloat16, "logits")
+    one, other = torch.cat(logits), torch.cat(expected_logits)
+    assert (one - other).norm() < 0.05 * other.norm(), "a mask that is ignored gives 0.17 or more"
     trainer.fit()
     trainer.close()
     first = {name: gradient.cpu() for name, gradient in recorder.first_gradients.items()}
