@@ -40,6 +40,7 @@ class Technique(Algorithm):
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None  # two techniques with one slot set the same thing, and clash
     clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why
+    changes_structure: ClassVar[bool] = False  # a checkpoint's weights fit no model without the technique
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         if on_unavailable not in ("stop", "warn"):
@@ -113,6 +114,15 @@ class Technique(Algorithm):
 
     def not_engaged(self, reason: str, fix: str) -> NotEngagedError:
         return NotEngagedError(self.name, f"was applied but did not take effect: {reason}", fix)
+
+    @classmethod
+    def required_on_load(cls) -> bool:
+        """Composer's word for :attr:`changes_structure`.
+
+        Composer adds such an algorithm by itself when a checkpoint was written with it, but looks for it among its
+        own only; for ours, :meth:`load_state_dict` and EngagementReport stop the run instead.
+        """
+        return cls.changes_structure
 
     # Resuming: the checkpoint says which techniques it was written under.
 
