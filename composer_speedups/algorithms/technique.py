@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
@@ -51,6 +52,7 @@ class Technique(Algorithm):
         self.peers: list[str] = []
         self._verified = False
         self._resumed = False
+        self._state: weakref.ref[State] | None = None  # of the Trainer it works in
 
     # What a technique defines.
 
@@ -78,6 +80,17 @@ class Technique(Algorithm):
 
     def close(self) -> None:
         """Give back what outlives the Trainer; called when it closes, also after a run that raised."""
+
+    def begin(self, state: State) -> None:
+        """Belong to this Trainer; in another one than before, forget everything but the arguments."""
+        if self._state is not None and not self.belongs_to(state):
+            self.close()
+            arguments = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+            vars(self).update(vars(type(self)(**arguments)))
+        self._state = weakref.ref(state)
+
+    def belongs_to(self, state: State) -> bool:
+        return self._state is not None and self._state() is state
 
     # What Composer calls.
 
