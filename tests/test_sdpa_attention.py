@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.algorithms.warnings import NoEffectWarning
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers.models.bert import modeling_bert
@@ -47,7 +48,8 @@ def test_a_module_around_the_model_is_changed_inside() -> None:
     outer = nn.ModuleDict({"encoder": tiny_bert(), "head": nn.Linear(2, 2)})
     assert apply_sdpa_attention(outer) == {"encoder": "eager"}
     assert apply_sdpa_attention(outer) == {"encoder": "sdpa"}
-    assert apply_sdpa_attention(nn.Linear(2, 2)) == {}
+    with pytest.warns(NoEffectWarning, match="no Hugging Face model"):
+        assert apply_sdpa_attention(nn.Linear(2, 2)) == {}
 
 
 def test_the_kernel_is_recorded() -> None:

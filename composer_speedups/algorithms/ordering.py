@@ -93,6 +93,8 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
 def engage_all(state: State) -> None:
     """Engage every technique of ``state.algorithms`` in the one order; a second call does nothing."""
     techniques = techniques_of(state.algorithms)
+    for technique in techniques:
+        technique.begin(state)
     if all(t.engaged is not None for t in techniques):
         return
     screen(techniques, Context.of(state))
@@ -115,4 +117,5 @@ class _Closer(Callback):
 
     def close(self, state: State, logger: Logger) -> None:
         for technique in self._techniques:
-            technique.close()
+            if technique.belongs_to(state):  # not to a later Trainer, which closes it itself
+                technique.close()

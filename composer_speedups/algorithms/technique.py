@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
@@ -41,6 +42,7 @@ class Technique(Algorithm):
     slot: ClassVar[str | None] = None  # two techniques with one slot set the same thing, and clash
     clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why
     clashes_with_settings: ClassVar[dict[str, str]] = {}  # likewise, where clash() looks at settings
+    changes_structure: ClassVar[bool] = False  # a checkpoint's weights fit no model without the technique
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         if on_unavailable not in ("stop", "warn"):
@@ -51,6 +53,7 @@ class Technique(Algorithm):
         self.peers: list[str] = []
         self._verified = False
         self._resumed = False
+        self._state: weakref.ref[State] | None = None  # of the Trainer it works in
 
     # What a technique defines.
 
@@ -82,6 +85,17 @@ class Technique(Algorithm):
 
     def close(self) -> None:
         """Give back what outlives the Trainer; called when it closes, also after a run that raised."""
+
+    def begin(self, state: State) -> None:
+        """Belong to this Trainer; in another one than before, forget everything but the arguments."""
+        if self._state is not None and not self.belongs_to(state):
+            self.close()
+            arguments = {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
+            vars(self).update(vars(type(self)(**arguments)))
+        self._state = weakref.ref(state)
+
+    def belongs_to(self, state: State) -> bool:
+        return self._state is not None and self._state() is state
 
     # What Composer calls.
 
@@ -118,6 +132,15 @@ class Technique(Algorithm):
 
     def not_engaged(self, reason: str, fix: str) -> NotEngagedError:
         return NotEngagedError(self.name, f"was applied but did not take effect: {reason}", fix)
+
+    @classmethod
+    def required_on_load(cls) -> bool:
+        """Composer's word for :attr:`changes_structure`.
+
+        Composer adds such an algorithm by itself when a checkpoint was written with it, but looks for it among its
+        own only; for ours, :meth:`load_state_dict` and EngagementReport stop the run instead.
+        """
+        return cls.changes_structure
 
     # Resuming: the checkpoint says which techniques it was written under.
 

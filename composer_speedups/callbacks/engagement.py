@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.ordering import techniques_of
@@ -31,12 +32,12 @@ class EngagementReport(Callback):
 
     def __init__(self) -> None:
         self.numerics: dict[str, str] = {}
-        self._current: list[str] = []
+        self._algorithms: Sequence[Algorithm] = ()
         self._reported = False
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:
-            self._current = sorted(map(repr, techniques_of(state.algorithms)))
+            self._algorithms = state.algorithms  # the list itself: loading a checkpoint may add to it
         elif (event == Event.BATCH_END and not self._reported) or event == Event.FIT_END:
             if not self._reported:  # flags are given back before the end of the run
                 self.numerics = {
@@ -63,8 +64,11 @@ class EngagementReport(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"techniques": self._current}
+        return {"techniques": self._current()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state["techniques"] != self._current:
-            raise resume_error(state["techniques"], self._current)
+        if state["techniques"] != self._current():
+            raise resume_error(state["techniques"], self._current())
+
+    def _current(self) -> list[str]:
+        return sorted(map(repr, techniques_of(self._algorithms)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -59,14 +60,25 @@ class Pad:
 
 
 class MaskTokens:
-    """A :class:`Pad` batch with ``labels`` for masked language modelling, (rows, length), -100 elsewhere."""
+    """A :class:`Pad` batch with ``labels`` for masked language modelling, (rows, length), -100 elsewhere.
 
-    def __init__(self, pad: Pad, tokenizer: Any, probability: float) -> None:
-        self.pad = pad
+    Args:
+        pad: Makes the batch.
+        tokenizer: Has the mask token, and says which tokens are special and never masked.
+        probability: Share of the tokens masked.
+        fixed: The same batch gets the same mask each time, so that one evaluation compares with the next, and
+            evaluating draws no random numbers that training would otherwise get.
+    """
+
+    def __init__(self, pad: Pad, tokenizer: Any, probability: float, *, fixed: bool = False) -> None:
+        self.pad, self.fixed = pad, fixed
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=probability)
 
     def __call__(self, rows: Rows) -> Batch:
         batch = self.pad(rows)
+        if self.fixed:
+            seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
+            self.collator.generator = torch.Generator().manual_seed(seed)
         special = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
         for token_id in self.collator.tokenizer.all_special_ids:
             special |= batch["input_ids"] == token_id
@@ -94,15 +106,17 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool) 
         train_tokens = tokenize(train, tokenizer, config)
         eval_tokens = None if evaluation is None else tokenize(evaluation, tokenizer, config)
 
-    collate: Callable[[Rows], Batch] = Pad(
+    pad = Pad(
         tokenizer.pad_token_id,
         config.max_length,
         longest=config.padding == "longest",
         multiple=config.pad_to_multiple_of,
     )
-    if task == "mlm":
-        assert isinstance(collate, Pad)
-        collate = MaskTokens(collate, tokenizer, config.mlm_probability)
+
+    def collate(training: bool) -> Callable[[Rows], Batch]:
+        if task != "mlm":
+            return pad
+        return MaskTokens(pad, tokenizer, config.mlm_probability, fixed=not training)
 
     def loader(tokens: Dataset, batch_size: int, *, training: bool) -> DataSpec:
         drop_last = training and config.drop_last
@@ -114,7 +128,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool) 
             tokens,  # type: ignore[arg-type]
             batch_size=batch_size // world,
             sampler=dist.get_sampler(tokens, shuffle=training, drop_last=drop_last),
-            collate_fn=collate,
+            collate_fn=collate(training),
             drop_last=drop_last,
             num_workers=config.workers,
             pin_memory=config.pin_memory and on_gpu,

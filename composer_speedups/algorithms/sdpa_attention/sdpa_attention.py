@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
+from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State, get_precision_context
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -42,7 +44,8 @@ def apply_sdpa_attention(
             where it cannot run. flash takes no padding mask.
 
     Returns:
-        Name of each model (``""`` is ``model`` itself) → the attention implementation it had before.
+        Name of each model (``""`` is ``model`` itself) → the attention implementation it had before; empty, with
+        a NoEffectWarning, when there is none.
 
     Raises:
         ValueError: An unknown backend, or a model without SDPA support.
@@ -56,6 +59,8 @@ def apply_sdpa_attention(
     for name, module in _outermost(model).items():
         before[name] = module.config._attn_implementation or "eager"
         module.set_attn_implementation(implementation)
+    if not before:
+        warnings.warn(NoEffectWarning("no Hugging Face model was found in the model"), stacklevel=2)
     return before
 
 
@@ -122,7 +127,12 @@ class SDPAAttention(Technique):
             yield needs_cuda(context, f"the {self.backend} kernel", (8, 0))
 
     def engage(self, state: State) -> dict[str, Any]:
-        before = apply_sdpa_attention(state.model, self.backend)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NoEffectWarning)  # said as an error below
+            try:
+                before = apply_sdpa_attention(state.model, self.backend)
+            except ValueError as error:  # transformers', for a model without SDPA
+                raise TechniqueError(self.name, str(error), "take it out") from error
         if not before:
             raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
         return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(before.values())))}
