@@ -62,6 +62,14 @@ ENTRIES: dict[str, Entry] = {
     "gradient_checkpointing": Entry(
         [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
     ),
+    "lora": Entry(
+        [{}, {"targets": "all-linear", "rank": 4, "dropout": 0.1}],
+        exactness="recipe",
+        same=("logits",),  # adapters start at zero
+        loss_bound=0.9,
+        evidence=("modules", "trainable_parameters", "total_parameters", "adapters_with_gradient", "parameters_moved"),
+        stock_checkpoint=False,
+    ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
         gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
