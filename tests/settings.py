@@ -63,7 +63,7 @@ ENTRIES: dict[str, Entry] = {
         [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
     ),
     "lora": Entry(
-        [{}, {"targets": "all-linear", "rank": 4, "dropout": 0.1}],
+        [{}, {"targets": "all-linear", "rank": 4}],
         exactness="recipe",
         same=("logits",),  # adapters start at zero
         loss_bound=0.9,
