@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,8 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from composer_speedups.algorithms.ordering import techniques_of
+from composer_speedups.files import replace_folder
 from composer_speedups.state import model_of
 
 __all__ = ["export_model"]
@@ -23,7 +22,8 @@ def export_model(state: State, folder: Path) -> Path:
 
     ``transformers.AutoModelForSequenceClassification.from_pretrained(folder)`` loads it without this package:
     names and shapes are the stock model's. Call it on every rank: FSDP gathers its shards. An earlier export
-    in ``folder`` is replaced.
+    in ``folder`` is replaced. A technique may turn its weights back into the stock model's, and write more beside
+    ``folder``: LoRA merges its adapters, and leaves them in ``adapter/``.
 
     Raises:
         ValueError: The trained model is not a HuggingFaceModel.
@@ -36,12 +36,13 @@ def export_model(state: State, folder: Path) -> Path:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(wrapped.model, options=options)
     if dist.get_global_rank() == 0:
-        partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-        wrapped.model.save_pretrained(partial, state_dict=weights)
-        if wrapped.tokenizer is not None:
-            wrapped.tokenizer.save_pretrained(partial)
-        partial.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(partial, folder)
+        weights = wrapped.model.state_dict() if weights is None else weights
+        for technique in techniques_of(state.algorithms):
+            if technique.engaged:
+                weights = technique.export(state, weights, folder)
+        with replace_folder(folder) as partial:
+            wrapped.model.save_pretrained(partial, state_dict=weights)
+            if wrapped.tokenizer is not None:
+                wrapped.tokenizer.save_pretrained(partial)
     dist.barrier()
     return folder

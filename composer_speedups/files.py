@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from composer_speedups.errors import ConfigError
 
-__all__ = ["check_folder", "make_folder", "write_atomically"]
+__all__ = ["check_folder", "make_folder", "replace_folder", "write_atomically"]
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -18,6 +21,16 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         partial.write(data)
     os.chmod(partial.name, 0o644)
     os.replace(partial.name, path)
+
+
+@contextmanager
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to fill, which takes the place of ``folder`` when the block ends without an error."""
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    yield partial
+    partial.chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
+    os.rename(partial, folder)
 
 
 def make_folder(path: Path, key: str) -> Path:

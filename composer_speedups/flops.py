@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
-__all__ = ["batch_lengths", "training_flops"]
+from composer_speedups.algorithms.blocks import repeated_blocks
+
+__all__ = ["batch_lengths", "frozen_flops", "training_flops"]
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
@@ -55,3 +58,17 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
     else:
         top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
     return 3 * (layers * (linear + attention) + extra + top)
+
+
+def frozen_flops(model: nn.Module, lengths: torch.Tensor) -> int:
+    """What :func:`training_flops` counts for the gradients of weights that are frozen and get none.
+
+    The Linear weights of the blocks that every token goes through: one product of three. Those of the head are
+    left out, and so are the products of LoRA's own matrices, a few hundredths of the whole.
+    """
+    try:
+        blocks = repeated_blocks(model).values()
+    except ValueError:  # layers that are no list
+        return 0
+    linear = (m for block in blocks for m in block.modules() if isinstance(m, nn.Linear))
+    return 2 * int(lengths.sum()) * sum(m.weight.numel() for m in linear if not m.weight.requires_grad)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import check_folder
-from composer_speedups.flops import batch_lengths, training_flops
+from composer_speedups.flops import batch_lengths, frozen_flops, training_flops
 
 __all__ = ["SIZES", "FinetuneModel", "build_model", "resolve_name"]
 
@@ -34,7 +34,8 @@ class FinetuneModel(HuggingFaceModel):
         lengths = batch_lengths(batch)
         assert lengths is not None
         is_mlm = type(self.model).__name__.endswith("ForMaskedLM")
-        return training_flops(self.model.config, lengths, "mlm" if is_mlm else "classification")
+        flops = training_flops(self.model.config, lengths, "mlm" if is_mlm else "classification")
+        return flops - frozen_flops(self.model, lengths)
 
 
 def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
@@ -110,6 +111,7 @@ def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> 
     try:
         if random:
             config = AutoConfig.from_pretrained(name, **settings)
+            config.name_or_path = ""  # the weights are not those of that name
             return auto.from_config(config, attn_implementation="eager")
         model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
     except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes

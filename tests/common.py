@@ -117,6 +117,11 @@ def make_trainer(
             composer_model.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False
         )
     settings: dict[str, Any] = {
+        "train_dataloader": DataSpec(
+            DataLoader(Batches(batches), batch_size=None),
+            split_batch=lambda b, n: [b],
+            get_num_samples_in_batch=_rows,
+        ),
         "max_duration": f"{len(batches)}ba",
         "schedulers": ConstantScheduler(),
         "loggers": [InMemoryLogger()],
@@ -128,11 +133,6 @@ def make_trainer(
     }
     return Trainer(
         model=composer_model,
-        train_dataloader=DataSpec(
-            DataLoader(Batches(batches), batch_size=None),
-            split_batch=lambda b, n: [b],
-            get_num_samples_in_batch=_rows,
-        ),
         optimizers=optimizer,
         algorithms=list(algorithms),
         callbacks=list(callbacks),

@@ -82,6 +82,8 @@ def _accepts(hint: Any, value: Any) -> bool:
     if typing.get_origin(hint) is typing.Literal:
         return any(value == option and type(value) is type(option) for option in typing.get_args(hint))
     options = typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return type(value) is list and all(_accepts(options[0], item) for item in value)
     if options:  # a union
         return any(_accepts(option, value) for option in options)
     if hint is float:
@@ -93,6 +95,8 @@ def _spell(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(map(repr, typing.get_args(hint)))
     options = typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return f"a list of {_spell(options[0])}"
     if options:
         return " or ".join(map(_spell, options))
     return {type(None): "null"}.get(hint, getattr(hint, "__name__", str(hint)))

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from composer.core import Algorithm, Event, State
@@ -82,6 +83,14 @@ class Technique(Algorithm):
         Raises:
             NotEngagedError: (through :meth:`not_engaged`) when the technique had no effect.
         """
+
+    def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """The stock model's state dict from the trained model's; on rank 0, for a model that goes to ``folder``.
+
+        For techniques that change what the weights are called or how many there are. They may write what else
+        belongs to the model beside ``folder``.
+        """
+        return weights
 
     def close(self) -> None:
         """Give back what outlives the Trainer; called when it closes, also after a run that raised."""

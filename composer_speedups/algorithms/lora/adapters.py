@@ -1,0 +1,150 @@
+"""PEFT's LoRA layers put into a model in place: the model object, its class and its blocks stay."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["ADAPTER", "adapted_layers", "head_names", "host", "insert", "settings_of", "trained_copies"]
+
+ADAPTER = "default"  # PEFT's name for a single adapter
+
+# What PEFT has no default for: the same projections under the names of other models.
+_MORE_TARGETS = {"distilbert": ["q_lin", "v_lin"], "modernbert": ["Wqkv"]}
+_TASKS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
+
+
+def host(model: nn.Module) -> nn.Module:
+    """The module that adapters go into: the Hugging Face model inside ``model``, or ``model`` itself."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module
+    return next(iter(found.values())) if len(found) == 1 else model
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Name → PEFT layer, of every module with LoRA matrices."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def trained_copies(model: nn.Module) -> dict[str, Any]:
+    """Name → PEFT wrapper, of every module that is trained whole beside its frozen original."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+
+
+def settings_of(model: nn.Module) -> dict[str, Any] | None:
+    """Rank, alpha and dropout of the adapters in ``model``; None without any."""
+    if not adapted_layers(model):
+        return None
+    config: Any = host(model).peft_config[ADAPTER]  # type: ignore[union-attr, index]
+    return {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+
+
+def head_names(model: nn.Module) -> list[str]:
+    """The modules on top of a Hugging Face encoder, which are new and must be trained whole.
+
+    None for a language model, whose head is pretrained, and for a model that is no Hugging Face model.
+    """
+    if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is not None:
+        return []
+    if model.base_model is model:
+        return []
+    return [
+        name
+        for name, child in model.named_children()
+        if name != model.base_model_prefix and any(True for _ in child.parameters())
+    ]
+
+
+def insert(
+    model: nn.Module,
+    *,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: str | Sequence[str] | None,
+    modules_to_save: Sequence[str] | None,
+) -> list[str]:
+    """Freeze ``model`` and put adapters into it; returns the names of the modules adapted.
+
+    Raises:
+        ValueError: Targets that are missing, match no Linear, or match something else.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    saved = head_names(model) if modules_to_save is None else list(modules_to_save)
+    names = _target_names(model, targets)
+    task = next((t for end, t in _TASKS.items() if type(model).__name__.endswith(f"For{end}")), None)
+    config = LoraConfig(
+        task_type=task,  # PEFT's class for it, when the adapter is loaded again
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # a float is fine: it is only divided by the rank
+        lora_dropout=dropout,
+        target_modules=names,
+        modules_to_save=saved or None,
+        base_model_name_or_path=getattr(model, "name_or_path", None) or None,
+    )
+    if names != "all-linear":
+        _check_targets(model, config, names)
+    for name in saved:
+        if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
+            raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {_children(model)}")
+    inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    return list(adapted_layers(model))
+
+
+def _target_names(model: nn.Module, targets: str | Sequence[str] | None) -> str | list[str]:
+    if isinstance(targets, str):
+        if targets != "all-linear":
+            raise ValueError(f"targets must be 'all-linear' or a list of names, not {targets!r}")
+        return targets
+    if targets is not None:
+        return list(targets)
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind) or _MORE_TARGETS.get(str(kind))
+    if default is None:
+        raise ValueError(
+            f"there is no default for which modules of a {kind or type(model).__name__} to adapt; "
+            f"set targets to 'all-linear' or to some of {_linear_names(model)}"
+        )
+    return list(default) if not isinstance(default, str) else default
+
+
+def _check_targets(model: nn.Module, config: Any, names: str | Sequence[str]) -> None:
+    """Refuse a name that matches nothing, which PEFT passes over when another one matches."""
+    from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
+
+    for name in [names] if isinstance(names, str) else names:
+        one = copy.copy(config)
+        one.target_modules = name if isinstance(names, str) else {name}
+        matched = {
+            key: module
+            for key, module in model.named_modules()
+            if (hit := check_target_module_exists(one, key)) and not isinstance(hit, _ExcludedModule)
+        }
+        if not matched:
+            raise ValueError(f"targets: no module is called {name!r}; the model's Linear ones: {_linear_names(model)}")
+        for key, module in matched.items():
+            if not isinstance(module, nn.Linear):
+                raise ValueError(f"targets: {key} is a {type(module).__name__}; only Linear modules are adapted here")
+
+
+def _linear_names(model: nn.Module) -> str:
+    last = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return ", ".join(sorted(last)) or "none"
+
+
+def _children(model: nn.Module) -> str:
+    return ", ".join(name for name, _ in model.named_children())
