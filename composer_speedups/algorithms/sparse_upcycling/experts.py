@@ -30,7 +30,10 @@ class Expert(nn.Module):
 
 
 class Routing:
-    """What a forward pass of one model leaves for its loss: filled by the layers, begun and ended by hooks.
+    """What a forward pass of one model leaves for its loss: noted by the layers, begun and ended by hooks.
+
+    The loss is computed when the encoder is done, outside of any activation checkpoint: what is recomputed in the
+    backward pass notes nothing.
 
     Attributes:
         balance: Layer's name → its load-balancing loss, a scalar with a gradient.
@@ -38,33 +41,44 @@ class Routing:
     """
 
     def __init__(self) -> None:
-        self.mask: Tensor | None = None
         self.balance: dict[str, Tensor] = {}
         self.load: dict[str, Tensor] = {}
-        self.recording = False  # not while activations are recomputed in the backward pass
+        self._mask: Tensor | None = None
+        self._noted: dict[str, tuple[Tensor, Tensor, torch.Size]] | None = None  # None outside of a pass
 
+    @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the encoder: every family takes its attention mask second."""
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         if mask is not None and mask.dim() != 2:
             raise ValueError(f"load balancing needs an attention mask of shape (rows, tokens), not {tuple(mask.shape)}")
-        self.mask, self.balance, self.load, self.recording = mask, {}, {}, True
+        self.balance, self.load, self._mask, self._noted = {}, {}, mask, {}
 
+    def note(self, name: str, probabilities_TE: Tensor, chosen_TK: Tensor, positions: torch.Size) -> None:
+        """A layer's routing in training; ``positions`` is the shape of its input but for the last dimension."""
+        if self._noted is not None and probabilities_TE.requires_grad:
+            self._noted[name] = probabilities_TE, chosen_TK, positions
+
+    @torch.compiler.disable
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Forward hook of the encoder."""
-        self.recording = False
+        for name, (probabilities_TE, chosen_TK, positions) in (self._noted or {}).items():
+            real_T = self.real_tokens(positions, probabilities_TE.device)
+            self.balance[name], share_E = balance_loss(probabilities_TE, chosen_TK, real_T)
+            self.load[name] = share_E.detach()
+        self._mask = self._noted = None
 
-    def real_tokens(self, hidden: Tensor) -> Tensor | None:
-        """Which tokens of ``hidden``, shape (…, H), are no padding: bool (T,), or None for all of them.
+    def real_tokens(self, positions: torch.Size, device: torch.device) -> Tensor | None:
+        """Which tokens are no padding, bool (T,); None for all of them.
 
         An encoder that packs its real tokens (the unpadding technique) has them first.
         """
-        if self.mask is None:
+        if self._mask is None:
             return None
-        mask_T = self.mask.reshape(-1) != 0
-        if hidden.shape[:-1] == self.mask.shape:
+        mask_T = self._mask.reshape(-1) != 0
+        if positions == self._mask.shape:
             return mask_T
-        return torch.arange(hidden.shape[:-1].numel(), device=hidden.device) < mask_T.sum()
+        return torch.arange(positions.numel(), device=device) < mask_T.sum()
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # a model can be copied or pickled between passes; what one pass left cannot
@@ -131,9 +145,8 @@ class SparseFeedForward(nn.Module):
             probabilities_TE = F.linear(x_TH.float(), self.router.weight.float()).softmax(-1)
             top_TK, chosen_TK = probabilities_TE.topk(self.top_k)
             weights_TK = top_TK / top_TK.sum(-1, keepdim=True)
-        if self.training and self.routing.recording and probabilities_TE.requires_grad:
-            balance, share_E = balance_loss(probabilities_TE, chosen_TK, self.routing.real_tokens(hidden))
-            self.routing.balance[self.name], self.routing.load[self.name] = balance, share_E.detach()
+        if self.training:
+            self.routing.note(self.name, probabilities_TE, chosen_TK, hidden.shape[:-1])
         outputs_TKH = self._dispatch(x_TH, chosen_TK)
         combined_TH = (outputs_TKH * weights_TK[..., None]).sum(1).to(outputs_TKH.dtype)
         return combined_TH.view(*hidden.shape[:-1], -1)

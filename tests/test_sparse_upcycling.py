@@ -1,0 +1,486 @@
+"""Experts that give what the dense layer gave, grow apart, share the load, and train with the right settings."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import InMemoryLogger, Logger
+from composer.models import HuggingFaceModel
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    DistilBertConfig,
+    ElectraConfig,
+    RobertaConfig,
+)
+
+from composer_speedups import SparseUpcycling, apply_sparse_upcycling
+from composer_speedups.algorithms.sparse_upcycling import load_balancing_loss, load_sparse_upcycling
+from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss
+from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, sparse_layers
+from composer_speedups.errors import NotEngagedError, TechniqueError
+from composer_speedups.flops import batch_lengths, training_flops
+from tests.common import Recorder, awkward_batches, batch, learnable_batches, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import eval_logits
+from tests.reference.tolerance import assert_near
+
+SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64}
+FAMILIES: dict[str, Any] = {
+    "bert": lambda: tiny_bert().config,
+    "roberta": lambda: RobertaConfig(**SIZE, max_position_embeddings=64, pad_token_id=0),
+    "electra": lambda: ElectraConfig(**SIZE, embedding_size=16),
+    "distilbert": lambda: DistilBertConfig(vocab_size=64, dim=32, n_layers=4, n_heads=2, hidden_dim=64),
+}
+
+
+def family(name: str, auto: Any = AutoModelForSequenceClassification) -> Any:
+    torch.manual_seed(0)
+    return auto.from_config(FAMILIES[name](), attn_implementation="eager")
+
+
+def upcycled(**settings: Any) -> Any:
+    model = tiny_bert()
+    apply_sparse_upcycling(model, **{"every": 1, **settings})
+    return model
+
+
+def set_apart(model: nn.Module) -> None:
+    """Give every expert weights of its own."""
+    generator = torch.Generator().manual_seed(1)
+    for layer in sparse_layers(model):
+        for parameter in layer.parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.3
+            parameter.data.add_(noise.to(parameter.device))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForMaskedLM])
+@pytest.mark.pins
+def test_every_family_gives_what_its_dense_model_gives(name: str, auto: Any) -> None:
+    model = family(name, auto)
+    dense = eval_logits(model, awkward_batches()) if auto is AutoModelForSequenceClassification else mlm_logits(model)
+    layers = len(apply_sparse_upcycling(model, experts=3, every=2))
+    assert layers == (1 if name == "bert" else 2)
+    sparse = eval_logits(model, awkward_batches()) if auto is AutoModelForSequenceClassification else mlm_logits(model)
+    assert_near(sparse, dense, what="logits before training")
+    assert apply_sparse_upcycling(model, experts=3, every=2) == []
+
+
+def mlm_logits(model: Any) -> list[Tensor]:
+    model.eval()
+    with torch.no_grad():
+        return [
+            model(input_ids=b["input_ids"], attention_mask=b["attention_mask"]).logits[b["attention_mask"] > 0]
+            for b in awkward_batches()
+        ]
+
+
+@pytest.mark.parametrize("top_k", [2, 3])
+def test_a_layer_is_the_weighted_sum_of_its_experts(top_k: int) -> None:
+    model = upcycled(experts=4, top_k=top_k)
+    set_apart(model)
+    layer = sparse_layers(model)[0]
+    hidden = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    output = layer(hidden)
+    expected = plainly(layer, hidden)
+    assert_near([output], [expected], what="outputs")
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    inputs = [hidden, *layer.parameters()]
+    actual = torch.autograd.grad(output, inputs, upstream)
+    assert_near(actual, torch.autograd.grad(expected, inputs, upstream), what="gradients")
+    assert actual[1].abs().max() > 1e-3, "the router learns from the task through the combination weights"
+
+
+def plainly(layer: SparseFeedForward, hidden: Tensor) -> Tensor:
+    """Every token through every expert; those that were not chosen count nothing."""
+    probabilities = (hidden @ layer.router.weight.T).softmax(-1)
+    smallest = probabilities.sort(-1, descending=True).values[..., layer.top_k - 1 : layer.top_k]
+    weights = probabilities * (probabilities >= smallest)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return torch.stack([e(hidden) * weights[..., i : i + 1] for i, e in enumerate(layer.experts)]).sum(0)
+
+
+def test_an_expert_without_tokens_has_a_zero_gradient_and_not_none() -> None:
+    layer = sparse_layers(upcycled(experts=4))[0]
+    layer(torch.ones(1, 1, 32)).sum().backward()
+    gradients = [e.up.weight.grad for e in layer.experts]
+    assert [bool(g.any()) for g in gradients].count(True) == 2, "one token goes to two experts"
+
+
+@pytest.mark.pins
+def test_the_loss_is_the_papers_on_real_tokens() -> None:
+    generator = torch.Generator().manual_seed(0)
+    probabilities = torch.rand(12, 4, generator=generator).softmax(-1)
+    chosen = probabilities.topk(2).indices
+    real = torch.tensor([True] * 7 + [False] * 5)
+    loss, shares = balance_loss(probabilities, chosen, real)
+    f = [sum(int(e in chosen[t].tolist()) for t in range(7)) / 14 for e in range(4)]
+    p = [float(probabilities[:7, e].mean()) for e in range(4)]
+    assert float(loss) == pytest.approx(4 * sum(a * b for a, b in zip(f, p, strict=True)))
+    assert shares.tolist() == pytest.approx(f)
+    even, one_sided = torch.eye(4), torch.eye(4)[[0, 0, 0, 0]]
+    assert float(balance_loss(torch.full((4, 4), 0.25), even.argmax(-1, keepdim=True), None)[0]) == pytest.approx(1)
+    assert float(balance_loss(one_sided, one_sided.argmax(-1, keepdim=True), None)[0]) == pytest.approx(4)
+    assert float(balance_loss(probabilities, chosen, torch.zeros(12))[0]) == 0, "a batch that is all padding"
+
+
+def balance_of(model: Any, tokens: dict[str, Tensor]) -> float:
+    model.train()(**tokens)
+    return float(load_balancing_loss(model).detach())
+
+
+@pytest.mark.parametrize("positional", [False, True])
+def test_padding_does_not_count(positional: bool) -> None:
+    model = upcycled()
+    narrow = batch([9, 16, 3], 16)
+    wide = {k: (nn.functional.pad(v, (0, 6)) if v.dim() == 2 else v) for k, v in narrow.items()}
+    assert balance_of(model, wide) == pytest.approx(balance_of(model, narrow), rel=1e-5)
+    unmasked = {k: v for k, v in wide.items() if k != "attention_mask"}
+    everything = {**unmasked, "attention_mask": torch.ones_like(wide["attention_mask"])}
+    assert balance_of(model, unmasked) == pytest.approx(balance_of(model, everything), rel=1e-5)
+    assert balance_of(model, everything) != pytest.approx(balance_of(model, wide), rel=1e-3)
+    if positional:
+        model.bert(wide["input_ids"], wide["attention_mask"])
+        assert float(load_balancing_loss(model).detach()) == pytest.approx(balance_of(model, wide), rel=1e-5)
+
+
+def test_packed_tokens_count_as_real_ones_and_what_is_behind_them_does_not() -> None:
+    routing = sparse_layers(upcycled())[0].routing
+    mask = batch([3, 0, 5], 8)["attention_mask"]
+    routing.begin(nn.Identity(), (None, mask), {})
+    cpu = torch.device("cpu")
+    assert routing.real_tokens(torch.Size([1, 10]), cpu).tolist() == [True] * 8 + [False] * 2
+    assert routing.real_tokens(torch.Size([3, 8]), cpu).tolist() == mask.bool().flatten().tolist()
+
+
+def test_new_parameters_join_the_groups_of_those_they_replace() -> None:
+    model = tiny_bert()
+    named = list(model.named_parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [(n, p) for n, p in named if p.ndim > 1], "lr": 0.5},
+            {"params": [(n, p) for n, p in named if p.ndim <= 1], "weight_decay": 0.0},
+        ],
+        lr=0.1,
+    )
+    groups = list(optimizer.param_groups)
+    dense = model.bert.encoder.layer[1]
+    old = [*dense.intermediate.dense.parameters(), *dense.output.dense.parameters()]
+    optimizer.state[old[0]] = {"step": torch.tensor(1.0)}
+    apply_sparse_upcycling(model, optimizer, experts=3)
+    assert all(a is b for a, b in zip(optimizer.param_groups, groups, strict=True))
+    assert not {id(p) for g in groups for p in g["params"]} & set(map(id, old))
+    assert old[0] not in optimizer.state
+    assert sorted(n for g in groups for n in g["param_names"]) == sorted(n for n, _ in model.named_parameters())
+    for group in groups:
+        by_name = dict(model.named_parameters())
+        assert [id(by_name[n]) for n in group["param_names"]] == [id(p) for p in group["params"]]
+        decays = group["weight_decay"] > 0
+        assert all((p.ndim > 1) == decays for p in group["params"])
+    assert any("router" in n for n in groups[0]["param_names"])
+
+
+def test_experts_keep_mode_dtype_and_frozen_parameters() -> None:
+    model = tiny_bert().to(torch.bfloat16).eval()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layer.1.output" not in name)
+    apply_sparse_upcycling(model)
+    (layer,) = sparse_layers(model)
+    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16}
+    assert not any(m.training for m in layer.modules())
+    assert [p.requires_grad for e in layer.experts for p in e.parameters()] == [True, True, False, False] * 4
+    assert layer.router.weight.requires_grad
+    assert layer(torch.ones(1, 3, 32, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_a_model_can_be_copied_and_pickled_after_a_step() -> None:
+    model = upcycled()
+    model.train()(**batch([5, 7])).loss.backward()
+    again = copy.deepcopy(model)
+    pickle.loads(pickle.dumps(model))
+    model.train()(**batch([9, 2]))
+    with pytest.raises(ValueError, match="noted nothing"):
+        load_balancing_loss(again)
+    assert balance_of(again, batch([5, 7])) != pytest.approx(float(load_balancing_loss(model).detach()), rel=1e-6)
+
+
+def test_evaluation_adds_nothing() -> None:
+    model = upcycled()
+    model.train()(**batch([5]))
+    model.eval()(**batch([5]))
+    with pytest.raises(ValueError, match="training mode"):
+        load_balancing_loss(model)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_flops_are_torchs_own_count(every: int) -> None:
+    model = upcycled(every=every, experts=3, top_k=3)
+    full = batch([16, 16, 16, 16])
+    with FlopCounterMode(display=False) as counter:
+        model(**full).loss.backward()
+    lengths = batch_lengths(full)
+    assert lengths is not None
+    assert training_flops(model.config, lengths, "classification") == pytest.approx(
+        counter.get_total_flops(), rel=0.01
+    )
+
+
+def test_an_export_loads_again_and_stock_loading_is_refused(tmp_path: Path) -> None:
+    model = upcycled(experts=3).eval()
+    set_apart(model)
+    model.save_pretrained(tmp_path)
+    again = load_sparse_upcycling(tmp_path)
+    torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+    assert_near(eval_logits(again, awkward_batches()), eval_logits(model, awkward_batches()), what="logits")
+    tiny_bert().save_pretrained(tmp_path / "dense")
+    with pytest.raises(ValueError, match="no exported model with experts"):
+        load_sparse_upcycling(tmp_path / "dense")
+
+
+def test_a_masked_lm_with_tied_embeddings_loads_again(tmp_path: Path) -> None:
+    model = family("roberta", AutoModelForMaskedLM)
+    apply_sparse_upcycling(model)
+    model.save_pretrained(tmp_path)
+    again: Any = load_sparse_upcycling(tmp_path, AutoModelForMaskedLM)
+    assert again.lm_head.decoder.weight is again.get_input_embeddings().weight
+    assert_near(mlm_logits(again), mlm_logits(model), what="logits")
+
+
+def test_mistakes_are_answered() -> None:
+    for settings, message in [
+        ({"experts": 1}, "experts must be at least 2"),
+        ({"every": 0}, "every must be at least 1"),
+        ({"top_k": 1}, "top_k must be 2 to"),
+        ({"top_k": 5}, "top_k must be 2 to experts=4, not 5"),
+        ({"every": 3}, "has 2 feed-forward layers .* every=3 takes none"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            apply_sparse_upcycling(tiny_bert(), **settings)
+    with pytest.raises(ValueError, match="must not be negative"):
+        SparseUpcycling(load_balancing=-1)
+    with pytest.raises(ValueError, match="experts already, made with"):
+        apply_sparse_upcycling(upcycled(), experts=2)
+    with pytest.raises(ValueError, match="no Hugging Face model"):
+        apply_sparse_upcycling(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="no experts"):
+        load_balancing_loss(tiny_bert())
+    chunked = tiny_bert()
+    chunked.config.chunk_size_feed_forward = 4
+    with pytest.raises(ValueError, match="chunk_size_feed_forward to 0"):
+        apply_sparse_upcycling(chunked)
+    with pytest.raises(TechniqueError, match=r"sparse_upcycling: .*every=5 takes none of them; or take it out"):
+        make_trainer([SparseUpcycling(every=5)])
+
+
+# In a Trainer.
+
+
+def train(technique: SparseUpcycling, *others: Any, **kwargs: Any) -> Any:
+    trainer = make_trainer([technique, *others], **kwargs)
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+@pytest.mark.parametrize("rows", [100, 2], ids=["whole batch", "microbatches"])
+def test_the_loss_of_a_batch_holds_the_load_balancing_loss(rows: int) -> None:
+    recorder = Recorder()
+    logger = InMemoryLogger()
+    model, batches = tiny_bert(), plain_batches(1)
+    trainer = make_trainer(
+        [SparseUpcycling(every=1, load_balancing=0.5)],
+        model=copy.deepcopy(model),
+        batches=batches,
+        callbacks=[recorder],
+        loggers=[logger],
+    )
+    if rows < 100:
+        trainer._train_data_spec.split_batch = lambda b, n: [
+            {k: v[i : i + n] for k, v in b.items()} for i in range(0, len(b["labels"]), n)
+        ]
+        trainer.state.device_train_microbatch_size = rows
+    sparse = copy.deepcopy(trainer.state.model.model).train()
+    trainer.fit()
+    trainer.close()
+    expected, balances = 0.0, []
+    for start in range(0, 4, rows):
+        part = {k: v[start : start + rows] for k, v in batches[0].items()}
+        task = sparse(**part).loss
+        balances.append(load_balancing_loss(sparse))
+        loss = (task + 0.5 * balances[-1]) * len(part["labels"]) / 4
+        loss.backward()
+        expected += float(loss.detach())
+    assert recorder.losses == pytest.approx([expected], rel=1e-5)
+    gradients = {n: p.grad for n, p in sparse.named_parameters()}
+    assert_near(recorder.first_gradients, gradients, what="gradients")
+    router = next(g for n, g in gradients.items() if "router" in n)
+    assert router.abs().max() > 1e-4, "the routers' gradient comes from the load-balancing loss alone at first"
+    ((_, logged),) = logger.data["sparse_upcycling/load_balancing_loss"]
+    assert logged == pytest.approx(float(torch.stack(balances).mean().detach()) / 2, rel=1e-5)
+
+
+def test_a_loss_of_any_form_takes_it() -> None:
+    one, extra = torch.tensor(1.0), torch.tensor(0.25)
+    assert float(add_to_loss(one, extra)) == 1.25
+    assert [float(x) for x in add_to_loss((one, one), extra)] == [1, 1, 0.25]
+    assert add_to_loss({"a": one}, extra) == {"a": one, "load_balancing": extra}
+    assert float(add_to_loss({"a": one, "total": one}, extra)["total"]) == 1.25
+
+
+def test_experts_grow_apart_and_the_load_stays_shared() -> None:
+    technique = SparseUpcycling(every=1)
+    trainer = train(technique, batches=learnable_batches(12))
+    for layer in sparse_layers(trainer.state.model):
+        first, *others = [e.up.weight.detach() for e in layer.experts]
+        assert all((first - other).abs().max() > 1e-4 for other in others)
+    assert technique.evidence["rows_per_expert"] == [
+        n for n in technique.evidence["rows_per_expert"] if n > 0
+    ], "every expert got tokens"
+    assert sum(technique.evidence["rows_per_expert"]) == 2 * 2 * 16 * 16  # layers · top_k · rows · tokens
+    assert "share_in_last_batch" in technique.evidence
+    assert technique.evidence["parameters_added"] == sum(
+        3 * sum(p.numel() for p in layer.experts[0].parameters()) + layer.router.weight.numel()
+        for layer in sparse_layers(trainer.state.model)
+    )
+
+
+def test_a_coefficient_of_zero_leaves_the_task_loss_alone() -> None:
+    recorder = Recorder()
+    train(SparseUpcycling(load_balancing=0.0), batches=plain_batches(1), callbacks=[recorder])
+    (task,) = [tiny_bert()(**b).loss.item() for b in plain_batches(1)]
+    assert recorder.losses == pytest.approx([task], rel=1e-5)
+
+
+def test_experts_that_do_not_run_are_noticed() -> None:
+    technique = SparseUpcycling()
+    trainer = make_trainer([technique])
+    (layer,) = sparse_layers(trainer.state.model)
+    layer._dispatch = lambda x, chosen: layer.experts[0](x)[:, None].expand(*chosen.shape, -1)  # type: ignore
+    with pytest.raises(NotEngagedError, match=r"only 1 experts of .*layer\.1 ran in the first batch"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_routers_that_are_passed_by_are_noticed() -> None:
+    technique = SparseUpcycling()
+    trainer = make_trainer([technique])
+    (layer,) = sparse_layers(trainer.state.model)
+    layer.forward = lambda hidden: layer.experts[0](hidden)  # type: ignore[method-assign]
+    with pytest.raises(NotEngagedError, match="routers noted nothing"):
+        trainer.fit()
+    trainer.close()
+
+
+class DropsTheLoss(Algorithm):
+    """Puts the task's loss back in place of the sum."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.BEFORE_BACKWARD
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        state.loss = state.outputs["loss"]
+
+
+def test_a_load_balancing_loss_that_gets_lost_is_noticed() -> None:
+    trainer = make_trainer([SparseUpcycling(), DropsTheLoss()])
+    with pytest.raises(NotEngagedError, match="took no part in the backward pass"):
+        trainer.fit()
+    trainer.close()
+    train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())
+
+
+def test_experts_that_no_optimizer_trains_are_noticed() -> None:
+    technique = SparseUpcycling()
+    trainer = make_trainer([technique])
+    group = trainer.state.optimizers[0].param_groups[0]
+    router = sparse_layers(trainer.state.model)[0].router.weight
+    group["params"] = [p for p in group["params"] if p is not router]
+    with pytest.raises(NotEngagedError, match="optimizer does not train the experts"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+@pytest.mark.parametrize("backend", ["aot_eager"])
+def test_it_goes_with_torch_compile(scope: Any, backend: str) -> None:
+    _check_compiled(scope, backend, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_it_goes_with_inductor_on_a_gpu(scope: Any) -> None:
+    _check_compiled(scope, "inductor", gpu=True)
+
+
+def _check_compiled(scope: Any, backend: str, *, gpu: bool) -> None:
+    from composer_speedups import TorchCompile
+
+    losses = []
+    for others in ([], [TorchCompile(scope=scope, backend=backend)]):
+        recorder = Recorder()
+        technique = SparseUpcycling(every=1)
+        train(technique, *others, batches=[*awkward_batches()[:1], *plain_batches(2)], callbacks=[recorder], gpu=gpu)
+        losses.append(recorder.losses)
+        assert technique.engaged
+    assert_near(losses[1], losses[0], what="losses")
+
+
+def test_recomputed_activations_leave_loss_and_gradients_as_they_are() -> None:
+    results = []
+    for checkpointing in (False, True):
+        model = upcycled().train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        losses = []
+        for tokens in (batch([5, 9]), batch([3, 7, 2])):  # two passes before one backward pass
+            losses.append(model(**tokens).loss + load_balancing_loss(model))
+        sum(losses).backward()
+        results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        assert load_balancing_loss(model).requires_grad
+    assert_near(results[1], results[0], what="gradients")
+
+
+def test_reentrant_checkpointing_is_refused_in_the_first_batch() -> None:
+    model = tiny_bert()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    trainer = make_trainer([SparseUpcycling()], model=model)
+    with pytest.raises(NotEngagedError, match="without use_reentrant"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_under_autocast_the_router_computes_in_float32(dtype: torch.dtype) -> None:
+    model = upcycled().eval()
+    dense = tiny_bert().eval()
+    (layer, *_) = sparse_layers(model)
+    seen: list[Tensor] = []
+    layer.experts[0].register_forward_hook(lambda _m, _i, output: seen.append(output))
+    with torch.autocast("cpu", dtype), torch.no_grad():
+        sparse, plain = (m(**batch([5, 9])).logits for m in (model, dense))
+        assert layer(torch.randn(1, 3, 32)).dtype == dtype
+    assert seen[0].dtype == dtype
+    assert_near([sparse], [plain], dtype, "logits")
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_what_the_cpu_gives() -> None:
+    losses = []
+    for gpu in (False, True):
+        recorder = Recorder()
+        train(SparseUpcycling(every=1), batches=awkward_batches(), callbacks=[recorder], gpu=gpu)
+        losses.append(recorder.losses)
+    assert_near(losses[1], losses[0], what="losses")
+
+
+def test_a_composer_model_is_upcycled_as_a_whole() -> None:
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    assert apply_sparse_upcycling(model) == ["model.bert.encoder.layer.1"]
