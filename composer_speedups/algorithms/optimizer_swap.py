@@ -1,0 +1,176 @@
+"""One way to put another optimizer in AdamW's place: the same parameters, groups, rates and weight decay.
+
+A swapped optimizer carries a label in its groups, and so in its checkpoints: the state of another optimizer is
+refused in one line when it is loaded, where torch would take it and fail, or train on nonsense, later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from composer.optim import DecoupledAdamW
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR
+
+__all__ = [
+    "LABEL",
+    "UnfitOptimizerError",
+    "attach_schedulers",
+    "check_label",
+    "label_of",
+    "swap_optimizer",
+]
+
+LABEL = "swapped_to"  # the key in every group that says which optimizer it belongs to
+
+Groups = list[dict[str, Any]]
+Factory = Callable[[Groups], Optimizer]
+
+_CARRIED = ("params", "lr", "betas", "eps", "weight_decay")
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "decoupled_weight_decay")  # no part of the maths
+_OTHER_MATHS = ("amsgrad", "maximize", "differentiable")
+
+
+class UnfitOptimizerError(ValueError):
+    """An optimizer that cannot be swapped, or a state that cannot be loaded; the message is "reason; fix"."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        self.reason, self.fix = reason, fix
+        super().__init__(f"{reason}; {fix}")
+
+
+def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
+    """Build another optimizer over the parameters of ``old``, in the same groups.
+
+    Args:
+        old: ``torch.optim.AdamW`` (or ``Adam`` where that is the same, or Composer's ``DecoupledAdamW``) that has
+            not stepped yet. It is left as it is and must not step any more.
+        label: Names the new optimizer with every setting that its state depends on, ``"Adafactor"`` say.
+        factory: Gets a list of groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (torch's
+            meaning of each) and returns the new optimizer with as many groups in that order. Groups may be empty.
+
+    Returns:
+        The new optimizer; ``old`` itself if it has that label already. Each group keeps ``lr``, ``initial_lr``,
+        ``weight_decay`` and keys of the user's own. Closures run with gradients on, also where the new class
+        calls them without.
+
+    Raises:
+        UnfitOptimizerError: ``old`` is something else, has state, or has a setting that would be lost.
+    """
+    if label_of(old) == label:
+        return old
+    _check_source(old)
+    new = factory([_carried(group, old) for group in old.param_groups])
+    assert len(new.param_groups) == len(old.param_groups)
+    for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
+        assert all(a is b for a, b in zip(ours["params"], theirs["params"], strict=True))
+        known = {*_CARRIED, *_IMPLEMENTATION, *_OTHER_MATHS}
+        ours.update({key: value for key, value in theirs.items() if key not in known})
+        ours[LABEL] = label
+    new.register_step_pre_hook(_closure_with_gradients)
+    new.register_load_state_dict_pre_hook(lambda _, state: _check_groups(state["param_groups"], label))
+    return new
+
+
+def label_of(optimizer: Optimizer) -> str | None:
+    """The label of a swapped optimizer; None for any other."""
+    return next((group.get(LABEL) for group in optimizer.param_groups), None)
+
+
+def check_label(optimizer: Optimizer, label: str) -> None:
+    """Check after loading a state, for optimizers whose ``load_state_dict`` runs no hooks.
+
+    Raises:
+        UnfitOptimizerError: The state loaded was another optimizer's.
+    """
+    _check_groups(optimizer.param_groups, label)
+
+
+def attach_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[str]:
+    """Make torch schedulers built on ``old`` set the rates of ``new``; those inside others too.
+
+    Returns:
+        Class names of the schedulers changed.
+
+    Raises:
+        UnfitOptimizerError: One of them cycles momentum, which ``new`` keeps elsewhere or does not have.
+    """
+    attached = []
+    for scheduler in _with_inner(schedulers):
+        if getattr(scheduler, "optimizer", None) is not old:
+            continue
+        name = type(scheduler).__name__
+        if getattr(scheduler, "cycle_momentum", False) and "betas" not in new.param_groups[0]:
+            raise UnfitOptimizerError(
+                f"{name} cycles betas, which {type(new).__qualname__} has not", "set cycle_momentum=False"
+            )
+        scheduler.optimizer = new
+        attached.append(name)
+    if attached and not hasattr(new.step, "_wrapped_by_lr_sched"):
+        # Schedulers mark the optimizer they are built on and warn about one without the mark; this one, dropped
+        # at once, marks it and leaves the rates as they are.
+        ConstantLR(new, factor=1.0, total_iters=0)
+    return attached
+
+
+def _with_inner(schedulers: Iterable[Any]) -> Iterable[Any]:
+    for scheduler in schedulers:
+        yield scheduler
+        yield from _with_inner(getattr(scheduler, "_schedulers", ()))  # SequentialLR and ChainedScheduler
+
+
+def _check_source(old: Optimizer) -> None:
+    fix = "use torch.optim.AdamW"
+    name = f"{type(old).__module__}.{type(old).__qualname__}"
+    if label_of(old) is not None:
+        raise UnfitOptimizerError(f"the optimizer is {label_of(old)} already", "swap a fresh torch.optim.AdamW")
+    if type(old) not in (Adam, AdamW, DecoupledAdamW):
+        raise UnfitOptimizerError(f"{name} is not AdamW, whose settings it takes over", fix)
+    if any(len(state) for state in old.state.values()):
+        raise UnfitOptimizerError(f"{name} has stepped already and its state would be lost", "swap it before training")
+    for group in old.param_groups:
+        decoupled = type(old) is not Adam or group.get("decoupled_weight_decay", False)
+        if group["weight_decay"] and not decoupled:
+            raise UnfitOptimizerError(f"{name} mixes weight decay into the gradient, and AdamW does not", fix)
+        if isinstance(group["lr"], torch.Tensor):
+            raise UnfitOptimizerError(f"{name} keeps its learning rate in a tensor", "give it as a float")
+        lost = next((key for key in _OTHER_MATHS if group.get(key)), None)
+        if lost is not None:
+            raise UnfitOptimizerError(f"{name} has {lost}=True, which would be lost", f"set {lost}=False")
+        unfit = next((p.dtype for p in group["params"] if not torch.is_floating_point(p)), None)
+        if unfit is not None:
+            raise UnfitOptimizerError(f"{name} has {unfit} parameters", "train floating-point parameters only")
+
+
+def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
+    carried = {key: group[key] for key in _CARRIED}
+    carried["params"] = list(carried["params"])
+    if type(old) is DecoupledAdamW and carried["weight_decay"]:
+        # It decays by weight_decay · lr / initial_lr, AdamW by weight_decay · lr.
+        if not group["initial_lr"]:
+            raise UnfitOptimizerError(
+                "DecoupledAdamW with a learning rate of 0 decays weights by what no other optimizer can",
+                "use torch.optim.AdamW",
+            )
+        carried["weight_decay"] /= group["initial_lr"]
+    return carried
+
+
+def _closure_with_gradients(_optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Composer's closure holds forward and backward; some optimizers call it under ``no_grad``."""
+    if callable(kwargs.get("closure")):
+        kwargs = {**kwargs, "closure": torch.enable_grad()(kwargs["closure"])}
+    elif len(args) > 1 and callable(args[1]):
+        args = (args[0], torch.enable_grad()(args[1]), *args[2:])
+    return args, kwargs
+
+
+def _check_groups(groups: Groups, label: str) -> None:
+    found = {group.get(LABEL) or "another optimizer" for group in groups if group["params"]}
+    if found - {label}:
+        raise UnfitOptimizerError(
+            f"the state loaded is that of {', '.join(sorted(found))}, and this optimizer is {label}",
+            "load a state written by the same one, or the model's weights only",
+        )
