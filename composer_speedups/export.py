@@ -13,6 +13,7 @@ from composer.models import HuggingFaceModel
 from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.state import model_of
 
 __all__ = ["export_model"]
@@ -31,10 +32,14 @@ def export_model(state: State, folder: Path) -> Path:
     wrapped: Any = model_of(state)
     if not isinstance(wrapped, HuggingFaceModel):
         raise ValueError(f"only a HuggingFaceModel can be exported, not {type(wrapped).__name__}")
-    weights = None
     if state.fsdp_enabled:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(wrapped.model, options=options)
+    else:
+        weights = wrapped.model.state_dict()
+    for technique in techniques_of(state.algorithms):
+        if technique.engaged:
+            weights = technique.export_weights(wrapped.model, weights)
     if dist.get_global_rank() == 0:
         partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
         wrapped.model.save_pretrained(partial, state_dict=weights)

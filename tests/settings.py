@@ -33,6 +33,7 @@ class Entry:
         needs: Techniques it requires beside it.
         evidence: Keys that its evidence must hold.
         stock_checkpoint: Parameter names, shapes and exports are the stock model's.
+        also: Further variants to which something else applies than to these.
     """
 
     variants: list[dict[str, Any]] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Entry:
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
     stock_checkpoint: bool = True
+    also: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
         assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
@@ -53,12 +55,39 @@ class Entry:
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
+LOW_BITS = {"min_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+
 ENTRIES: dict[str, Entry] = {
+    "bnb_optimizer": Entry(
+        [{"bits": 8, "min_8bit_size": 1024}, {"bits": 8, "min_8bit_size": 1024, "embeddings_32bit": False}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.05,
+        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+        also=(
+            Entry([{"bits": 32}], evidence=("tensors_by_state_bits", "parameters_moved")),
+            Entry(
+                [{"bits": 8, "min_8bit_size": 1024, "stable_embedding": True}],
+                exactness="recipe",
+                same=(),
+                loss_bound=0.05,
+                evidence=("stable_embedding",),
+                stock_checkpoint=False,
+            ),
+        ),
+    ),
     "fast_layernorm": Entry(
         [{}], needs=BF16, dtype=torch.bfloat16, loss_bound=0.05, evidence=("modules", "output_dtype")
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "lowbit_optimizer": Entry(
+        [{"bits": 8, **LOW_BITS}, {"bits": 4, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.05,
+        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+    ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
         gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
@@ -113,7 +142,8 @@ def cases(*, gpu: bool = False) -> list[Any]:
     """pytest parameters: every variant of every technique, on the CPU or on a GPU."""
     found = [
         Case(name, tuple(arguments.items()), entry)
-        for name, entry in sorted(ENTRIES.items())
+        for name, first in sorted(ENTRIES.items())
+        for entry in (first, *first.also)
         for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
     ]
     return [pytest.param(case, id=case.id) for case in found]

@@ -1,16 +1,17 @@
-"""What an optimizer really keeps for each parameter: bits a value and bytes, read off the state's tensors."""
+"""How many bits an optimizer keeps a value of each parameter, read off its state."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.optim import Optimizer
 
-__all__ = ["embedding_weights", "plain_tensors", "state_bits", "state_bytes", "summarize_state"]
+from composer_speedups.algorithms.optimizer_evidence import plain_tensors
+
+__all__ = ["count_state_bits", "embedding_weights", "state_bits", "why_not_quantised"]
 
 _FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes'
 
@@ -21,17 +22,7 @@ def embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     return list({id(w): w for w in weights}.values())
 
 
-def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors that a tensor subclass wraps, such as codes and scales; a plain tensor itself."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from plain_tensors(getattr(tensor, name))
-    else:
-        yield tensor
-
-
-def state_bits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int | None:
+def state_bits(optimizer: Optimizer, parameter: Tensor) -> int | None:
     """Bits a value of the first moment, scales left out; None before the parameter's first step."""
     state = optimizer.state.get(parameter, {})
     moment = next((state[name] for name in _FIRST_MOMENTS if name in state), None)
@@ -41,27 +32,16 @@ def state_bits(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int | Non
     return round(8 * codes.nbytes / parameter.numel())
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of all state tensors on this rank: scales and look-up tables too, each storage once."""
-    values = (v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor))
-    return sum({_storage(t): t.nbytes for value in values for t in plain_tensors(value)}.values())
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def summarize_state(optimizer: torch.optim.Optimizer, embeddings: Iterable[Tensor] = ()) -> dict[str, Any]:
-    """State of every parameter that has stepped.
+def count_state_bits(optimizer: Optimizer, embeddings: Iterable[Tensor] = ()) -> dict[str, Any]:
+    """The state of every parameter that has stepped.
 
     Args:
         optimizer: After a step.
-        embeddings: Parameters whose bits are reported apart.
+        embeddings: Parameters whose bits are given apart.
 
     Returns:
-        ``{"tensors_by_state_bits", "values_by_state_bits"}``, both ``{"8": n, "32": m}``;
-        ``"embedding_state_bits"``, sorted; ``"state_bytes_per_value"``, where torch's AdamW in float32 has 8.
-        Empty when no parameter has stepped.
+        ``"tensors_by_state_bits"`` and ``"values_by_state_bits"``, ``{"8": n, "32": m}`` each, and
+        ``"embedding_state_bits"``, sorted.
     """
     tensors: Counter[str] = Counter()
     values: Counter[str] = Counter()
@@ -71,11 +51,24 @@ def summarize_state(optimizer: torch.optim.Optimizer, embeddings: Iterable[Tenso
             if bits is not None:
                 tensors[str(bits)] += 1
                 values[str(bits)] += parameter.numel()
-    if not tensors:
-        return {}
     return {
         "tensors_by_state_bits": dict(tensors),
         "values_by_state_bits": dict(values),
         "embedding_state_bits": sorted({b for e in embeddings if (b := state_bits(optimizer, e)) is not None}),
-        "state_bytes_per_value": round(state_bytes(optimizer) / values.total(), 3),
     }
+
+
+def why_not_quantised(counts: dict[str, Any], bits: int, embedding_bits: int | None) -> str | None:
+    """What in :func:`count_state_bits` contradicts a ``bits``-bit optimizer; None when nothing does.
+
+    Args:
+        counts: From :func:`count_state_bits`.
+        bits: Bits a value that some tensors must have.
+        embedding_bits: Bits that embeddings must have; None where it does not matter.
+    """
+    if str(bits) not in counts["tensors_by_state_bits"]:
+        return f"no parameter has {bits}-bit state"
+    others = [b for b in counts["embedding_state_bits"] if b != embedding_bits]
+    if embedding_bits is not None and others:
+        return f"embeddings have {others[0]}-bit state"
+    return None

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
+from torch import Tensor, nn
 
 from composer_speedups.algorithms.ordering import Stage, engage_all
 from composer_speedups.algorithms.requirements import Context, Requirement
@@ -74,6 +75,10 @@ class Technique(Algorithm):
         Raises:
             NotEngagedError: (through :meth:`not_engaged`) when the technique had no effect.
         """
+
+    def export_weights(self, model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The stock model's weights, for the export, from ``weights``, the state dict of the trained ``model``."""
+        return weights
 
     def close(self) -> None:
         """Give back what outlives the Trainer; called when it closes, also after a run that raised."""
