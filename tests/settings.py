@@ -108,14 +108,6 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.1,
         evidence=("modules", "float8_matmuls", "seen_in"),
     ),
-    "float8_linear": Entry(
-        [{"recipe": "tensorwise", "emulate": True}, {"recipe": "rowwise_with_gw_hp", "emulate": True}],
-        gpu_variants=[{"recipe": "tensorwise"}, {"recipe": "rowwise"}, {"recipe": "rowwise_with_gw_hp"}],
-        needs=BF16,
-        dtype=torch.float8_e4m3fn,
-        loss_bound=0.1,
-        evidence=("modules", "float8_matmuls", "seen_in"),
-    ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "gradient_checkpointing": Entry(

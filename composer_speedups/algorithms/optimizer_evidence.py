@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["StepWatch", "state_bytes", "state_dtypes", "state_tensors"]
+__all__ = ["StepWatch", "plain_tensors", "state_bytes", "state_dtypes", "state_tensors"]
 
 _SAMPLE = 64  # elements looked at in each parameter
 _RATE = 1e-6  # below it a step may be too small for float32 weights to show, as at the start of a warm-up
@@ -63,22 +63,23 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor):
-                yield from ((str(key), part) for part in _plain(value))
+                yield from ((str(key), part) for part in plain_tensors(value))
 
 
-def _plain(tensor: Any) -> Iterator[Tensor]:
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that a quantised or sharded one consists of; a plain one itself."""
     if hasattr(tensor, "to_local"):  # a shard
         tensor = tensor.to_local()
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from plain_tensors(getattr(tensor, name))
     else:
         yield tensor
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the state, on whatever device."""
-    return sum(tensor.nbytes for _, tensor in state_tensors(optimizer))
+    """Bytes of the state, on whatever device; what several parameters share, such as look-up tables, once."""
+    return sum({(t.device, t.data_ptr()): t.nbytes for _, t in state_tensors(optimizer)}.values())
 
 
 def state_dtypes(optimizer: Optimizer) -> dict[str, list[str]]:

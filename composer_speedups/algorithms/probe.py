@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +12,7 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CompileCounts", "OperatorRecorder", "compile_counts", "matmul_error"]
+__all__ = ["CompileCounts", "OperatorRecorder", "compile_counts", "counted_apart", "matmul_error"]
 
 
 _COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")  # the second compiles at the first backward
@@ -48,8 +50,26 @@ class CompileCounts(NamedTuple):
         )
 
 
+_apart = CompileCounts(0, 0, 0, 0, 0.0)  # what counted_apart() has set aside
+
+
+@contextmanager
+def counted_apart() -> Iterator[None]:
+    """Leave what is compiled in here out of :func:`compile_counts`: an optimizer's step is not the model."""
+    global _apart
+    before = compile_counts()
+    try:
+        yield
+    finally:
+        _apart = CompileCounts(*map(sum, zip(_apart, compile_counts().since(before), strict=True)))
+
+
 def compile_counts() -> CompileCounts:
     """Counts that only grow; ``get_compilation_metrics`` keeps no more than the last 64 compilations."""
+    return _all_counts().since(_apart)
+
+
+def _all_counts() -> CompileCounts:
     frames = counters["frames"]
     return CompileCounts(
         graphs=counters["stats"]["unique_graphs"],

@@ -1,0 +1,186 @@
+"""bitsandbytes' AdamW: 8-bit or 32-bit state, paged if asked, with a stable embedding if asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+from composer.core import State
+from torch import nn
+from torch.optim import Optimizer
+
+from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import bnb_adamw, forget_paged, page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
+    apply_stable_embedding,
+    folded_weights,
+    stable_embeddings,
+)
+from composer_speedups.algorithms.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, swap_optimizer
+from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.algorithms.technique import OnUnavailable
+from composer_speedups.state import model_of
+
+__all__ = ["BnbOptimizer", "apply_bnb_optimizer"]
+
+
+def apply_bnb_optimizer(
+    model: nn.Module,
+    optimizer: Optimizer,
+    bits: Literal[8, 32] = 8,
+    paged: bool = False,
+    stable_embedding: bool = False,
+    embeddings_32bit: bool = True,
+    min_8bit_size: int = 4096,
+) -> Optimizer:
+    """Put bitsandbytes' AdamW in the place of torch's.
+
+    Args:
+        model: Says which parameters are embeddings; changed only by ``stable_embedding``.
+        optimizer: ``torch.optim.AdamW`` that has not stepped; must not step any more.
+        bits: Bits a value of either moment: 8, or 32, which is AdamW up to rounding.
+        paged: Keep state of 100,000 values and more in memory that the driver moves between GPU and host.
+        stable_embedding: Normalise the rows of the word embedding, with a new LayerNorm; see
+            :func:`.stable_embedding.apply_stable_embedding`. Its parameters join the group that holds the
+            model's other LayerNorms, or else the embedding's.
+        embeddings_32bit: Embeddings keep 32-bit state under ``bits=8``.
+        min_8bit_size: Parameters of fewer values keep 32-bit state.
+
+    Returns:
+        The new optimizer, or ``optimizer`` if it is that already.
+
+    Raises:
+        ValueError: Another number of bits, an optimizer that cannot be swapped, or no embedding to make stable.
+
+    Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
+    """
+    _check(bits, min_8bit_size)
+    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    new = swap_optimizer(
+        optimizer,
+        f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})",
+        lambda groups: bnb_adamw(
+            groups,
+            bits,
+            paged=paged,
+            full_precision=embedding_weights(model) if embeddings_32bit else (),
+            min_8bit_size=min_8bit_size,
+        ),
+    )
+    if stable_embedding:
+        try:
+            parameters = apply_stable_embedding(model)
+        except ValueError as error:
+            raise UnfitOptimizerError(str(error), "set stable_embedding=False") from error
+        _add(parameters, new, norms or set(map(id, embedding_weights(model))))
+    return new
+
+
+def _add(parameters: list[nn.Parameter], optimizer: Optimizer, beside: set[int]) -> None:
+    """Into an existing group: schedulers count the groups."""
+    groups = optimizer.param_groups
+    group = next((g for g in groups if any(id(p) in beside for p in g["params"])), groups[0])
+    group["params"].extend(parameters)
+
+
+def _check(bits: Any, min_8bit_size: int) -> None:
+    if bits not in (8, 32):
+        raise ValueError(f"bits must be 8 or 32, not {bits!r}")
+    if min_8bit_size < 0:
+        raise ValueError(f"min_8bit_size must not be negative, and is {min_8bit_size}")
+
+
+class BnbOptimizer(OptimizerSwapTechnique):
+    """bitsandbytes' AdamW; embeddings keep 32-bit state unless told otherwise.
+
+    Args:
+        bits: 8 (default) or 32.
+        paged: State in paged memory; needs a GPU.
+        stable_embedding: A LayerNorm over the word embedding, as the 8-bit optimizers' paper asks.
+        embeddings_32bit: Keep 32-bit state for embeddings (default).
+        min_8bit_size: Least number of values of a parameter with 8-bit state, 4096 by default.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: Another number of bits.
+        TechniqueError: At INIT, without bitsandbytes, paged without a GPU, or with an unfit optimizer or model.
+        NotEngagedError: After the first batch, when no parameter has state of the bits asked for, when
+            embeddings have other bits, when nothing is paged, or when the stable embedding was not trained.
+    """
+
+    name = "bnb_optimizer"
+
+    def __init__(
+        self,
+        bits: Literal[8, 32] = 8,
+        paged: bool = False,
+        stable_embedding: bool = False,
+        embeddings_32bit: bool = True,
+        min_8bit_size: int = 4096,
+        *,
+        on_unavailable: OnUnavailable = "stop",
+    ) -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        _check(bits, min_8bit_size)
+        self.bits: Literal[8, 32] = bits
+        self.paged, self.stable_embedding = paged, stable_embedding
+        self.embeddings_32bit, self.min_8bit_size = embeddings_32bit, min_8bit_size
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        yield needs_package("bitsandbytes", "composer_speedups[bnb]")
+        if self.paged:
+            yield needs_cuda(context, "paged optimizer state")
+        if self.stable_embedding:
+            yield Requirement(
+                "lora" not in context.techniques,
+                "lora freezes the word embedding, and a stable embedding is for training it",
+                "set stable_embedding=False",
+            )
+
+    def swap(self, state: State) -> Optimizer:
+        return apply_bnb_optimizer(
+            state.model,
+            state.optimizers[0],
+            self.bits,
+            self.paged,
+            self.stable_embedding,
+            self.embeddings_32bit,
+            self.min_8bit_size,
+        )
+
+    def reassert(self, state: State) -> None:
+        super().reassert(state)
+        if self.paged and self._new is not None:
+            page_again(self._new)
+
+    def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
+        evidence = count_state_bits(optimizer, embedding_weights(state.model))
+        embedding_bits = 32 if self.embeddings_32bit else None
+        reason = why_not_quantised(evidence, self.bits, embedding_bits)
+        if reason is not None:
+            raise self.not_engaged(
+                reason, f"lower min_8bit_size ({self.min_8bit_size} now), or take it out: the model is too small for it"
+            )
+        if self.paged:
+            evidence["paged_tensors"] = len(paged_tensors(optimizer))
+            if not evidence["paged_tensors"]:
+                raise self.not_engaged("no state tensor is paged", "set paged=False: no tensor has 100,000 values")
+        if self.stable_embedding:
+            evidence["stable_embedding"] = _trained_norms(state.model, optimizer)
+            if not evidence["stable_embedding"]:
+                raise self.not_engaged("no stable embedding was trained", "set stable_embedding=False")
+        return evidence
+
+    def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
+        return folded_weights(model_of(state).model, weights) if self.stable_embedding else weights
+
+    def close(self) -> None:
+        super().close()
+        if self._new is not None:
+            forget_paged(self._new)
+
+
+def _trained_norms(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    return [name for name, m in stable_embeddings(model).items() if optimizer.state.get(m.norm.weight)]

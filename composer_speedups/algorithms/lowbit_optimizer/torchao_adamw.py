@@ -1,0 +1,86 @@
+"""torchao's low-bit AdamW with a choice of parameters that keep full-precision state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from composer_speedups.algorithms.probe import counted_apart
+
+__all__ = ["Bits", "lowbit_adamw"]
+
+Bits = Literal[8, 4, "fp8"]
+
+
+class _Choosing:
+    """Mixed in before a torchao optimizer: which parameters keep plain state, and whether its step is compiled."""
+
+    full_precision: frozenset[int]  # ids of parameters
+    min_size: int
+    compiled: bool | None  # None: on a GPU only
+    block_size: int
+    _subclass_zeros: Callable[..., Tensor]
+    param_groups: list[dict[str, Any]]
+
+    def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
+        """torchao's hook for a new state tensor; its own fixes the least size at 4096 values."""
+        if id(p) in self.full_precision or p.numel() < self.min_size or p.numel() % self.block_size:
+            return torch.zeros_like(p)
+        return self._subclass_zeros(p, signed, self.block_size)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """torchao's step, with the closure run first: the model in it compiles, or not, as it likes."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        from torchao.optim.adam import _AdamBase  # the step below torch's hooks, which run around this one
+
+        compiled = self.compiled
+        if compiled is None:
+            compiled = any(p.device.type == "cuda" for g in self.param_groups for p in g["params"])
+        with counted_apart(), torch.compiler.set_stance("default" if compiled else "force_eager"):
+            _AdamBase.step(self)
+        return loss
+
+
+@cache
+def _class_of(bits: Bits) -> type[torch.optim.Optimizer]:
+    from torchao import optim
+
+    base = {8: optim.AdamW8bit, 4: optim.AdamW4bit, "fp8": optim.AdamWFp8}[bits]
+    name = f"Torchao{base.__name__}"
+    return type(name, (_Choosing, base), {"__module__": __name__, "__qualname__": name})
+
+
+def lowbit_adamw(
+    groups: Iterable[dict[str, Any]],
+    bits: Bits = 8,
+    *,
+    full_precision: Iterable[Tensor] = (),
+    min_size: int = 4096,
+    compiled: bool | None = None,
+    **defaults: Any,
+) -> torch.optim.Optimizer:
+    """torchao's AdamW8bit, AdamW4bit or AdamWFp8.
+
+    Args:
+        groups: Parameter groups, as any torch optimizer takes them.
+        bits: 8 (blocks of 256 values), 4 (blocks of 128) or ``"fp8"`` (e4m3, blocks of 256).
+        full_precision: Parameters whose state keeps their own dtype.
+        min_size: Parameters of fewer values, or whose number of values is no multiple of the block, keep
+            plain state too.
+        compiled: Compile the step, one graph a shape; None (default) does on a GPU, not on the CPU, where
+            the C++ compiler takes seconds a shape.
+        defaults: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` as in torch's AdamW.
+
+    Source: torchao.optim; Dettmers et al., arXiv 2110.02861 (8 bits); Li et al., arXiv 2309.01507 (4 bits).
+    """
+    optimizer: Any = _class_of(bits)(groups, **defaults)
+    optimizer.full_precision = frozenset(map(id, full_precision))
+    optimizer.min_size, optimizer.compiled = min_size, compiled
+    return optimizer

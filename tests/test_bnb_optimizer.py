@@ -1,0 +1,294 @@
+"""bitsandbytes' AdamW: parity at 32 bits, what is really 8-bit, no process-wide leftovers, paging, stable embeddings."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.models import HuggingFaceModel
+from torch import Tensor, nn
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+from composer_speedups import BnbOptimizer, apply_bnb_optimizer
+from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.stable_embedding import apply_stable_embedding, folded_weights
+from composer_speedups.algorithms.optimizer_state import state_bits
+from composer_speedups.algorithms.ordering import screen
+from composer_speedups.algorithms.requirements import Context
+from composer_speedups.errors import NotEngagedError, TechniqueError
+from composer_speedups.export import export_model
+from tests.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import EPS, eval_logits
+from tests.reference.tolerance import assert_near
+
+EIGHT: dict[str, Any] = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+
+
+def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
+    """Vectors without weight decay, as train.py groups them."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim > 1], "lr": 2e-3},
+        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
+
+
+def step_alike(models: list[Any], optimizers: list[Any], steps: int = 5) -> None:
+    for step in range(steps):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            optimizer.step()
+
+
+def test_at_32_bits_it_is_adamw() -> None:
+    models = [tiny_bert(), tiny_bert()]
+    optimizers: list[Any] = [grouped_adamw(model) for model in models]
+    optimizers[1] = apply_bnb_optimizer(models[1], optimizers[1], 32)
+    step_alike(models, optimizers)
+    torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
+
+
+# What the state is, and when it is not what was asked for.
+
+
+def test_state_is_8_bit_but_for_embeddings_and_small_tensors() -> None:
+    technique = BnbOptimizer(**EIGHT)
+    trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    optimizer, model = trainer.state.optimizers[0], trainer.state.model.model
+    for name, parameter in model.named_parameters():
+        matrix = "embeddings" not in name and parameter.numel() >= 1024
+        assert state_bits(optimizer, parameter) == (8 if matrix else 32), name
+        assert optimizer.state[parameter]["state2"].dtype == (torch.uint8 if matrix else torch.float32)
+    assert technique.evidence["embedding_state_bits"] == [32]
+    everything = 8 * sum(p.numel() for p in model.parameters())
+    matrices = technique.evidence["values_by_state_bits"]["8"]
+    saved = everything - technique.evidence["state_bytes"]
+    assert 5.5 * matrices < saved < 6 * matrices  # 6 bytes a value but for the scales and two look-up tables
+
+
+def test_a_model_too_small_for_it_is_noticed() -> None:
+    trainer = make_trainer([BnbOptimizer(8)])  # its largest matrix has 2048 values
+    with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_8bit_size \(4096 now\)"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_overrides_that_got_lost_are_noticed() -> None:
+    trainer = make_trainer([BnbOptimizer(**EIGHT)])
+    trainer.state.optimizers[0].mng.initialize()
+    with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_embeddings_get_8_bit_state_where_that_is_asked_for() -> None:
+    technique = BnbOptimizer(**EIGHT, embeddings_32bit=False)
+    trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["embedding_state_bits"] == [8, 32]  # the two token types are too few values
+
+
+def test_nothing_is_left_in_the_process_wide_managers() -> None:
+    from bitsandbytes.functional import GlobalPageManager
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager, pages = GlobalOptimManager.get_instance(), GlobalPageManager.get_instance()
+
+    def contents() -> tuple[int, ...]:
+        return len(manager.pid2config), len(manager.module_weight_config_triple), len(pages.paged_tensors)
+
+    before = contents()
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)])
+    trainer.fit()
+    assert contents() == before
+    trainer.close()
+
+
+# Loading.
+
+
+def test_the_state_of_torchs_adamw_is_refused_though_its_class_has_the_same_name() -> None:
+    technique = BnbOptimizer(**EIGHT)
+    trainer = make_trainer([technique], model=(model := tiny_bert()))
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    step_alike([model], [plain], 1)
+    swapped = trainer.state.optimizers[0]
+    assert type(swapped).__qualname__ == type(plain).__qualname__, "what this test is about"
+    swapped.load_state_dict(plain.state_dict())
+    with pytest.raises(TechniqueError, match=r"the state loaded is that of another optimizer, .* bitsandbytes AdamW"):
+        technique.reassert(trainer.state)
+    trainer.close()
+
+
+def test_other_settings_and_other_widths_are_refused() -> None:
+    model = tiny_bert()
+    optimizer = apply_bnb_optimizer(model, grouped_adamw(model), 8)
+    assert apply_bnb_optimizer(model, optimizer, 8) is optimizer
+    with pytest.raises(ValueError, match="already"):
+        apply_bnb_optimizer(model, optimizer, 32)
+    wrong: Any = 4
+    with pytest.raises(ValueError, match="bits must be 8 or 32, not 4"):
+        BnbOptimizer(wrong)
+
+
+# Paged memory.
+
+
+def test_paged_state_needs_a_gpu() -> None:
+    with pytest.raises(TechniqueError, match=r"bnb_optimizer: paged optimizer state needs a CUDA GPU"):
+        screen([BnbOptimizer(paged=True)], Context(torch.device("cpu")))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [8, 32])
+def test_paged_state_is_paged_also_after_resuming(bits: Any, tmp_path: Path) -> None:
+    from bitsandbytes.functional import GlobalPageManager
+
+    config = BertConfig(
+        vocab_size=64, hidden_size=384, num_hidden_layers=1, num_attention_heads=2, intermediate_size=768
+    )
+
+    def run(**kwargs: Any) -> tuple[dict[str, Tensor], Any]:
+        torch.manual_seed(0)
+        technique = BnbOptimizer(bits, paged=True)
+        trainer = make_trainer(
+            [technique], model=BertForSequenceClassification(config), batches=plain_batches(4), gpu=True, **kwargs
+        )
+        trainer.fit()
+        assert len(paged_tensors(trainer.state.optimizers[0])) == technique.evidence["paged_tensors"] > 0
+        trainer.close()
+        assert not GlobalPageManager.get_instance().paged_tensors
+        return final_weights(trainer), technique.evidence["paged_tensors"]
+
+    uninterrupted, count = run()
+    run(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt", save_latest_filename=None)
+    resumed, count_resumed = run(load_path=str(tmp_path / "ba2.pt"))
+    assert count_resumed == count
+    torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_paging_again_keeps_the_values() -> None:
+    weight = nn.Parameter(torch.randn(512, 256, device="cuda"))
+    optimizer: Any = apply_bnb_optimizer(nn.Module(), torch.optim.AdamW([weight], foreach=False), 32, paged=True)
+    weight.grad = torch.randn_like(weight)
+    optimizer.step()
+    torch.cuda.synchronize()
+    moments = optimizer.state[weight]["state1"].clone()
+    optimizer.state[weight]["state1"] = moments.cuda()
+    assert page_again(optimizer) == 1
+    assert len(paged_tensors(optimizer)) == 2
+    torch.testing.assert_close(optimizer.state[weight]["state1"].clone(), moments, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_model_too_small_to_page_is_noticed() -> None:
+    trainer = make_trainer([BnbOptimizer(32, paged=True)], gpu=True)
+    with pytest.raises(NotEngagedError, match="no state tensor is paged"):
+        trainer.fit()
+    trainer.close()
+
+
+# The stable embedding.
+
+
+def test_the_rows_are_normalised_and_the_weight_is_kept() -> None:
+    model = tiny_bert()
+    words = model.bert.embeddings.word_embeddings
+    weight, before = words.weight, words.weight.detach().clone()
+    gain, bias = apply_stable_embedding(model)
+    assert apply_stable_embedding(model) == []
+    assert model.bert.embeddings.word_embeddings is words
+    assert words.weight is weight
+    torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+    torch.testing.assert_close(gain.detach(), before.std(1, correction=0).mean().expand(32))
+    rows = words(torch.arange(1, 9))
+    expected = nn.functional.layer_norm(before[1:9], (32,), gain, bias)
+    torch.testing.assert_close(rows, expected)
+
+
+def test_its_norm_is_trained_in_the_group_of_the_other_norms() -> None:
+    model = tiny_bert()
+    technique = BnbOptimizer(**EIGHT, stable_embedding=True)
+    trainer = make_trainer([technique], model=model, optimizer=grouped_adamw(model))
+    norm = model.bert.embeddings.word_embeddings.norm
+    start = norm.weight.detach().clone()
+    groups = trainer.state.optimizers[0].param_groups
+    assert [any(p is norm.bias for p in g["params"]) for g in groups] == [False, True]
+    trainer.fit()
+    trainer.close()
+    assert (norm.weight != start).all()
+    assert technique.evidence["stable_embedding"] == ["model.bert.embeddings.word_embeddings"]
+
+
+def test_a_stable_embedding_that_is_not_trained_is_noticed() -> None:
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=(model := tiny_bert()))
+    for parameter in model.bert.embeddings.word_embeddings.norm.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(NotEngagedError, match="no stable embedding was trained"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_the_export_is_the_stock_model_with_the_rows_normalised(tmp_path: Path) -> None:
+    model = tiny_bert()
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=model)
+    trainer.fit()
+    export_model(trainer.state, tmp_path / "export")
+    trainer.close()
+    stock, info = BertForSequenceClassification.from_pretrained(
+        tmp_path / "export", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    batches = plain_batches(2)
+    assert_near(eval_logits(stock, batches), eval_logits(model, batches), what="logits of the export")
+    assert "bert.embeddings.word_embeddings.norm.weight" in model.state_dict(), "the model itself is left alone"
+
+
+def masked_lm() -> BertForMaskedLM:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    return BertForMaskedLM._from_config(config, attn_implementation="eager")
+
+
+def test_a_tied_decoder_stays_tied_and_its_export_is_not_folded() -> None:
+    model = masked_lm()
+    batches = [batch([12, 7, 16, 10], seed=i) for i in range(2)]
+    for each in batches:
+        each["labels"] = each["input_ids"].clone()
+    trainer = make_trainer(
+        [BnbOptimizer(**EIGHT, stable_embedding=True)], model=HuggingFaceModel(model, use_logits=True), batches=batches
+    )
+    trainer.fit()
+    trainer.close()
+    words, decoder = model.bert.embeddings.word_embeddings, model.cls.predictions.decoder
+    assert decoder.weight is words.weight
+    assert state_bits(trainer.state.optimizers[0], words.weight) == 32
+    weights = model.state_dict()
+    assert folded_weights(model, weights) is weights
+
+
+def test_what_cannot_be_made_stable_is_refused_before_anything_changes() -> None:
+    model = tiny_bert()
+    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    optimizer = grouped_adamw(model)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the word embedding is frozen"):
+        apply_bnb_optimizer(model, optimizer, stable_embedding=True)
+    assert type(model.bert.embeddings.word_embeddings) is nn.Embedding
+    assert optimizer.state_dict() == before
+    two = nn.ModuleList([nn.Embedding(4, 4), nn.Embedding(4, 4)])
+    with pytest.raises(ValueError, match="which of its 2 embeddings holds the words"):
+        apply_stable_embedding(two)
+    context = Context(torch.device("cpu"), techniques=frozenset({"lora"}))
+    unmet = [r.reason for r in BnbOptimizer(stable_embedding=True).requirements(context) if not r.met]
+    assert unmet == ["lora freezes the word embedding, and a stable embedding is for training it"]
