@@ -82,6 +82,10 @@ ENTRIES: dict[str, Entry] = {
         gpu_variants=[{"scope": "model"}, {"scope": "blocks"}],
         evidence=("graphs", "graph_breaks", "recompiles"),
     ),
+    "unpadding": Entry(
+        [{}, {"pad_to_multiple_of": 8}],
+        evidence=("encoders", "layers", "attention", "first_batch_packed", "padding_of_the_run"),
+    ),
 }
 
 missing = set(technique_names()) ^ set(ENTRIES)
