@@ -1,0 +1,161 @@
+"""Encoders of transformers that run on real tokens: BERT, RoBERTa, ELECTRA and DistilBERT.
+
+Each is a subclass that an encoder is turned into (see :mod:`..surgery`). It packs the tokens, calls the original
+forward on one long row with variable-length attention, and puts the tokens back where they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertEncoder
+from transformers.models.distilbert.modeling_distilbert import Transformer
+from transformers.models.electra.modeling_electra import ElectraEncoder
+from transformers.models.roberta.modeling_roberta import RobertaEncoder
+
+from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION
+from composer_speedups.algorithms.unpadding.plan import (
+    Plan,
+    gather_tokens,
+    make_plan,
+    row_counts,
+    scatter_tokens,
+)
+
+__all__ = ["FAMILIES", "UnpaddedEncoder", "plan_unpadding", "unpadded_encoders"]
+
+_STALE = "unpadding: the attention mask is not the one that was planned for; plan each batch, or none"
+
+
+class UnpaddedEncoder(nn.Module):
+    """What the encoders share: everything but the class whose forward they call.
+
+    Attributes:
+        plan: The next batch's layout; ``"padded"`` for a batch that must stay as it is; None has each forward
+            pass make its own, for which a GPU's host waits.
+        pad_to_multiple_of: The number of packed tokens is a multiple of it.
+        reads_first: The model's head reads each row's first slot, padding or not.
+        ran: How the last forward pass went: ``"unpadded"``, ``"padded"``, or None before there was one.
+        model_config: The configuration of the model around it.
+    """
+
+    plan: Plan | Literal["padded"] | None = None
+    pad_to_multiple_of: int = 64
+    reads_first: bool = True
+    ran: str | None = None
+    model_config: Any = None
+    layer: nn.ModuleList
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """Hidden states (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at padding.
+
+        Left padded, and computed as the untouched model does: batches with a mask of pairs or cached keys, a
+        request for hidden states or attention weights, and rows that begin with padding under a head that
+        reads their first slot.
+        """
+        plan = self._plan_of(hidden_states, attention_mask) if self._can_unpad(attention_mask, kwargs) else None
+        if plan is None:
+            self.ran = "padded"
+            return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        rows, width, hidden = hidden_states.shape
+        packed = gather_tokens(hidden_states.reshape(rows * width, hidden), plan.indices_T).unsqueeze(0)
+        if not torch.compiler.is_compiling():
+            torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+        output = super().forward(packed, attention_mask=None, unpadding=plan, **kwargs)
+        self.ran = "unpadded"
+        last = scatter_tokens(output.last_hidden_state.squeeze(0), plan.indices_T, rows * width)
+        output.last_hidden_state = last.view(rows, width, hidden)
+        return output
+
+    def _can_unpad(self, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+        config = self.model_config
+        asked = ("output_attentions", "output_hidden_states")
+        return (
+            config._attn_implementation == IMPLEMENTATION  # else the layers would take the batch for one long row
+            and (mask is None or mask.ndim == 2)
+            and kwargs.get("encoder_hidden_states") is None
+            and kwargs.get("past_key_values") is None
+            and not any(kwargs.get(name, getattr(config, name, False)) for name in asked)
+        )
+
+    def _plan_of(self, hidden_states: Tensor, mask_BS: Tensor | None) -> Plan | None:
+        shape = hidden_states.shape[:2]
+        if isinstance(self.plan, Plan) and self.plan.mask_BS.shape == shape:
+            planned = self.plan.mask_BS
+            torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
+            return self.plan
+        if isinstance(self.plan, str) or (mask_BS is not None and mask_BS.shape != shape):
+            return None
+        return self._own_plan(hidden_states, mask_BS)
+
+    @torch.compiler.disable  # it needs a number from the mask
+    def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None) -> Plan | None:
+        counts = None
+        if mask_BS is None:
+            rows, width = hidden_states.shape[:2]
+            mask_BS, counts = hidden_states.new_ones(rows, width, dtype=torch.bool), [width] * rows
+        plan = self.layout(mask_BS, counts if counts is not None else row_counts(mask_BS))
+        return plan if isinstance(plan, Plan) else None
+
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Plan | Literal["padded"]:
+        """The plan of a batch on its device, from its :func:`row_counts`."""
+        if self.reads_first and any(count < 0 for count in counts):
+            return "padded"
+        return make_plan(mask_BS, sum(map(abs, counts)), self.pad_to_multiple_of)
+
+
+class UnpaddedBertEncoder(UnpaddedEncoder, BertEncoder):
+    pass
+
+
+class UnpaddedRobertaEncoder(UnpaddedEncoder, RobertaEncoder):
+    pass
+
+
+class UnpaddedElectraEncoder(UnpaddedEncoder, ElectraEncoder):
+    pass
+
+
+class UnpaddedDistilBertEncoder(UnpaddedEncoder, Transformer):
+    pass
+
+
+FAMILIES: dict[type[nn.Module], type[UnpaddedEncoder]] = {
+    BertEncoder: UnpaddedBertEncoder,
+    RobertaEncoder: UnpaddedRobertaEncoder,
+    ElectraEncoder: UnpaddedElectraEncoder,
+    Transformer: UnpaddedDistilBertEncoder,
+}
+
+
+def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:
+    """The encoders in a model that run on real tokens."""
+    return [module for module in model.modules() if isinstance(module, UnpaddedEncoder)]
+
+
+def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequence[int] | None = None) -> None:
+    """Lay out the model's next batch, so that its forward pass need not wait for a GPU to count the tokens.
+
+    Call it before every forward pass, or never: a mask other than the planned one is an error.
+
+    Args:
+        model: A model that :func:`apply_unpadding` changed, with one such encoder.
+        attention_mask: (B, S), best still on the CPU; None takes the plan away again.
+        counts: Its :func:`row_counts`, where they are known already.
+
+    Raises:
+        ValueError: The model has no unpadded encoder, or several, whose masks may differ.
+    """
+    encoders = unpadded_encoders(model)
+    if len(encoders) != 1:
+        raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; apply_unpadding it first")
+    if attention_mask is None:
+        encoders[0].plan = None
+        return
+    if counts is None:
+        counts = row_counts(attention_mask)
+    device = next(encoders[0].parameters()).device
+    encoders[0].plan = encoders[0].layout(attention_mask.bool().to(device, non_blocking=True), counts)

@@ -1,0 +1,112 @@
+"""What the first training batch's forward pass shows: layers that saw packed tokens, and how they attended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from composer.core import State, get_precision_context
+
+from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.unpadding.attention import operators_among, unpadded_attention
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
+from composer_speedups.algorithms.unpadding.plan import Plan, make_plan
+from composer_speedups.state import device_of, is_compiled
+
+__all__ = ["FirstForward"]
+
+
+class FirstForward:
+    """Watches the first forward pass.
+
+    Eager layers are watched through hooks and their operators recorded. Compiled code runs neither: there the
+    encoder says which way it went, and attention's operator is that of a probe.
+    """
+
+    def __init__(self) -> None:
+        self._encoders: Sequence[UnpaddedEncoder] = ()
+        self._handles: list[Any] = []
+        self._recorder: OperatorRecorder | None = None
+        self._plan: Any = None
+        self._layers = 0  # that ran on as many tokens as their plan has
+        self._operators: list[str] = []
+        self._compiled = self._done = False
+
+    def watch(self, state: State, encoders: Sequence[UnpaddedEncoder]) -> None:
+        """Look at the forward pass that comes next, if none was looked at before."""
+        if self._done:
+            return
+        self._done, self._encoders = True, encoders
+        self._plan = encoders[0].plan
+        for encoder in encoders:
+            encoder.ran = None
+        self._compiled = is_compiled(state.model)
+        if self._compiled:
+            self._operators = _probe_attention(state, encoders[0])
+            return
+        layers = [layer for encoder in encoders for layer in encoder.layer]
+        self._handles = [layer.register_forward_pre_hook(self._see, with_kwargs=True) for layer in layers]
+        self._recorder = OperatorRecorder()
+        self._recorder.__enter__()
+
+    def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        plan = kwargs.get("unpadding")
+        if isinstance(plan, Plan) and args[0].shape[:2] == (1, len(plan.indices_T)):
+            self._plan = plan
+            self._layers += 1
+
+    def stop(self) -> None:
+        """The forward pass is over, or has failed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        if self._recorder is not None:
+            self._recorder.__exit__(None, None, None)
+            self._operators = operators_among(self._recorder.counts)
+            self._recorder = None
+
+    def failure(self) -> tuple[str, str] | None:
+        """Reason and fix, when the encoder did not run on packed tokens."""
+        if self._plan == "padded":
+            return "rows begin with padding, and this model's head reads their first token", "pad on the right"
+        ways = {encoder.ran for encoder in self._encoders}
+        if ways != {"unpadded"}:
+            went = "padded" if "padded" in ways else "without its encoder"
+            return f"the first forward pass ran {went}", "leave attention and output settings as they are"
+        layers = sum(len(encoder.layer) for encoder in self._encoders)
+        if not self._compiled and self._layers < layers:
+            return f"{self._layers} of {layers} layers ran on packed tokens", "leave the encoder's layers as they are"
+        if not self._operators:
+            return "no variable-length attention ran", "leave the model's attention as it is"
+        return None
+
+    def evidence(self) -> dict[str, Any]:
+        """What was seen, as report.json has it."""
+        found: dict[str, Any] = {
+            "layers": sum(len(encoder.layer) for encoder in self._encoders),
+            "attention": ", ".join(self._operators),
+            "attention_seen_in": "probe" if self._compiled else "forward pass",
+        }
+        if isinstance(self._plan, Plan):
+            slots, packed = self._plan.mask_BS.numel(), len(self._plan.indices_T)
+            tokens = int(self._plan.mask_BS.sum())
+            found |= {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
+            if tokens == slots:
+                found["note"] = "the first batch has no padding to leave out"
+        return found
+
+
+def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
+    """The operators of attention over a few tokens, in the run's precision and with the model's head size."""
+    config, device = encoder.model_config, device_of(state)
+    heads = config.num_attention_heads
+    plan = make_plan(torch.ones(2, 4, dtype=torch.bool, device=device), 8)
+    recorder = OperatorRecorder()
+    with torch.no_grad(), get_precision_context(state.precision, state.precision_config):
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+        shape = (1, heads, len(plan.indices_T), config.hidden_size // heads)
+        query = torch.ones(shape, device=device, dtype=dtype)
+        with recorder:
+            unpadded_attention(encoder, query, query, query, None, unpadding=plan)
+    return operators_among(recorder.counts)

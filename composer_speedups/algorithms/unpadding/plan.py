@@ -1,0 +1,123 @@
+"""Where the real tokens of a padded batch lie, and moving them out and back.
+
+Shapes: B rows, S slots a row, N = B·S slots in all, T packed tokens, H hidden units.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["Plan", "gather_tokens", "make_plan", "row_counts", "round_up", "scatter_tokens"]
+
+
+class Plan(NamedTuple):
+    """One batch's real tokens, in row order, followed by unused slots up to a round total.
+
+    The unused slots are a sequence of their own: no real token attends to them, they are read from the last
+    slot of the batch, are never written back, and so get no gradient.
+
+    Attributes:
+        mask_BS: bool; the mask the plan was made from.
+        indices_T: int64; the slot of each packed token among the N, and N itself for an unused one.
+        cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the unused slots', then T.
+        longest: A bound on the length of a row and of the unused slots.
+    """
+
+    mask_BS: Tensor
+    indices_T: Tensor
+    cu_seqlens: Tensor
+    longest: int
+
+
+def row_counts(mask_BS: Tensor) -> list[int]:
+    """Real tokens of each row, as numbers of the host; negative where a row begins with padding.
+
+    A mask on a GPU makes the host wait for it. An empty row counts 0.
+    """
+    real = mask_BS.bool()
+    counts = real.sum(-1)
+    return torch.where(real[:, 0], counts, -counts).tolist()
+
+
+def round_up(number: int, multiple: int) -> int:
+    """The least multiple that is neither below ``number`` nor 0."""
+    return max(-(-number // multiple), 1) * multiple
+
+
+def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = 64) -> Plan:
+    """Lay out the real tokens of a batch, on the mask's device and without waiting for it.
+
+    Args:
+        mask_BS: Nonzero at real tokens, wherever they are.
+        total: How many those are: the shapes follow from it. A wrong one raises, on a GPU at its next
+            synchronisation.
+        pad_to_multiple_of: T is rounded up to a multiple of it, and is never 0.
+    """
+    mask_BS = mask_BS.bool()
+    packed, slots = round_up(total, pad_to_multiple_of), mask_BS.numel()
+    real_N = mask_BS.flatten()
+    ends_B = mask_BS.sum(-1).cumsum(0)
+    torch._assert_async(ends_B[-1] == total, "the attention mask changed after its tokens were counted")
+    # Real slots go to their rank among the real ones; the others all write past the end. Ranks are clamped so
+    # that a wrong total meets the check above and not an index out of range.
+    rank_N = torch.where(real_N, real_N.cumsum(0) - 1, packed).clamp(max=packed)
+    indices_T = torch.full((packed + 1,), slots, device=mask_BS.device).scatter_(
+        0, rank_N, torch.arange(slots, device=mask_BS.device)
+    )[:packed]
+    cu_seqlens = F.pad(F.pad(ends_B, (1, 0)), (0, 1), value=packed).to(torch.int32)
+    torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph serves them all
+    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # round, so that it seldom changes
+    return Plan(mask_BS, indices_T, cu_seqlens, longest)
+
+
+def gather_tokens(x_NH: Tensor, indices_T: Tensor) -> Tensor:
+    """(N, H) slots → (T, H) packed tokens."""
+    return _Gather.apply(x_NH, indices_T)
+
+
+def scatter_tokens(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
+    """(T, H) packed tokens → (N, H) slots, N being ``slots``; zeros where there is no real token."""
+    return _Scatter.apply(x_TH, indices_T, slots)
+
+
+# Each is the other's backward pass. torch's own backward of index_select adds into its result, with atomics or a
+# sort; indices that are all different need only a copy.
+
+
+def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
+    return x_NH.index_select(0, indices_T.clamp(max=x_NH.shape[0] - 1))
+
+
+def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
+    padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last one takes the unused
+    return padded.index_copy(0, indices_T, x_TH)[:slots]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NH: Tensor, indices_T: Tensor) -> Tensor:
+        ctx.save_for_backward(indices_T)
+        ctx.slots = x_NH.shape[0]
+        return _gather(x_NH, indices_T)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (indices_T,) = ctx.saved_tensors
+        return _scatter(grad_TH, indices_T, ctx.slots), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
+        ctx.save_for_backward(indices_T)
+        return _scatter(x_TH, indices_T, slots)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (indices_T,) = ctx.saved_tensors
+        unused_T = (indices_T == grad_NH.shape[0])[:, None]
+        return _gather(grad_NH, indices_T).masked_fill_(unused_T, 0), None, None

@@ -1,0 +1,75 @@
+"""Tiny models of each family that unpadding knows, and masks of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    RobertaConfig,
+)
+
+from tests.common import VOCABULARY, Batch
+
+__all__ = ["FAMILIES", "HEADS", "masked_batch", "random_masks", "real_logits", "tiny_encoder"]
+
+FAMILIES = ["bert", "roberta", "electra", "distilbert"]
+HEADS = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
+
+
+def tiny_encoder(family: str, head: str = "classification", *, attention_dropout: float = 0.0) -> Any:
+    """Two layers of 32 with eager attention, and weights large enough that a wrong mask shows."""
+    torch.manual_seed(0)
+    shared: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 64}
+    if family == "distilbert":
+        sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "seq_classif_dropout": 0.0}
+        config: Any = DistilBertConfig(**shared, **sizes, dropout=0.0, attention_dropout=attention_dropout)
+    else:
+        shared |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        shared |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": attention_dropout}
+        if family == "electra":
+            shared["embedding_size"] = 16
+        config = {"bert": BertConfig, "roberta": RobertaConfig, "electra": ElectraConfig}[family](**shared)
+    return HEADS[head].from_config(config, attn_implementation="eager")
+
+
+def random_masks(count: int, *, seed: int = 0, widest: int = 17) -> list[Tensor]:
+    """Right padding, left padding, holes, rows of one token and of none, full batches; 1 to 5 rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    masks = []
+    for i in range(count):
+        rows, width = number(1, 5), number(1, widest)
+        lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+        right = torch.arange(width) < lengths
+        holes = torch.rand(rows, width, generator=generator) < 0.6
+        kinds = [right, right.flip(-1), holes, right | (torch.arange(width) == 0), torch.ones_like(right)]
+        masks.append(kinds[i % len(kinds)].long())
+    return masks
+
+
+def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
+    """Random tokens; labels that the loss ignores where there is no token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator)
+    if head == "mlm":
+        labels = ids.masked_fill(mask == 0, -100)
+    else:
+        labels = torch.randint(0, 2, (len(mask),), generator=generator).masked_fill(mask.sum(-1) == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def real_logits(output: Any, mask: Tensor) -> Tensor:
+    """Logits of real tokens, or of rows that have one."""
+    logits = output.logits
+    assert logits.isfinite().all()
+    return logits[mask.bool() if logits.ndim == 3 else mask.bool().any(-1)]
