@@ -21,7 +21,7 @@ from composer_speedups.algorithms.ordering import (
 from composer_speedups.algorithms.registry import technique_class
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import NotEngagedError, TechniqueError
 from tests.common import final_weights, make_trainer, tiny_bert
 from tests.settings import ENTRIES
 
@@ -45,6 +45,8 @@ def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
     return list(found.values())
 
 
+# The tiny model's adapters have fewer values than the settings let have 8-bit state.
+TOO_SMALL = {("bnb_optimizer", "lora"), ("lora", "lowbit_optimizer")}
 PAIRS = list(itertools.combinations(sorted(ENTRIES), 2))
 
 
@@ -71,6 +73,11 @@ def _check_pair(pair: tuple[str, str], *, gpu: bool) -> None:
             make_trainer(build_pair(pair, gpu=gpu), gpu=gpu)
         return
     trainer = make_trainer(techniques, gpu=gpu)
+    if pair in TOO_SMALL:
+        with pytest.raises(NotEngagedError, match="no parameter has 8-bit state; lower min_"):
+            trainer.fit()
+        trainer.close()
+        return
     trainer.fit()
     trainer.close()
     assert all(t.engaged for t in techniques)

@@ -186,7 +186,7 @@ def test_dropout_differs_from_replay_to_replay_in_mixed_precision(dtype: Any) ->
     original = composer_model.loss
 
     def loss(outputs: Any, batch: Any) -> Any:
-        losses.append(float(original(outputs, batch)))
+        losses.append(float(original(outputs, batch).detach()))
         return original(outputs, batch)
 
     composer_model.loss = loss
@@ -205,6 +205,18 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
     with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured"):
         trainer.fit()
     trainer.close()
+
+
+@pytest.mark.gpu
+def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> None:
+    technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
+    trainer = make_trainer([technique], model=model, batches=plain_batches(4), gpu=True)
+    with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
+        trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+    assert torch.rand(3, device="cuda").isfinite().all()
 
 
 @pytest.mark.gpu

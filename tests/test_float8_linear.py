@@ -291,7 +291,7 @@ def test_compiled_code_launches_float8_kernels(recipe: Any) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         run_compiled = lambda: compiled(x).sum().backward()  # noqa: E731
         run_compiled()
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
             run_compiled()
     calls = {event.key: event.count for event in profiler.key_averages()}
     assert calls.get("aten::_scaled_mm", 0) >= 1, sorted(calls)

@@ -231,7 +231,7 @@ def test_what_is_compiled_apart_is_not_the_models() -> None:
     before = compile_counts()
     with counted_apart():
         torch.compile(double, backend="aot_eager")(torch.ones(3))
-    assert compile_counts() == before
+    assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
     torch.compile(lambda x: x * 3, backend="aot_eager")(torch.ones(3))
     assert compile_counts().since(before).graphs == 1
 
@@ -274,7 +274,7 @@ def test_the_compiled_step_is_the_eager_one(bits: Any) -> None:
         for _ in range(3):
             weight.grad = torch.randn(64, 256, generator=generator).cuda()
             optimizer.step()
-        assert compile_counts() == before
+        assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
         weights.append(weight.detach())
     # a value on the border of two codes may fall to either side; no update is as large as twice the rate
     close = (weights[0] - weights[1]).abs() < 1e-5

@@ -20,6 +20,7 @@ def test_the_report_states_a_size_given_by_the_config() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:`device_train_microbatch_size='auto'` may:UserWarning")  # Composer's own advice
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive:RuntimeWarning")  # what it says at each halving
 def test_auto_finds_a_size_that_fits_and_the_report_states_it() -> None:
     """Batches of 1,024 need some 10 GiB at once; 3 GiB allow a part of them."""
     total = torch.cuda.get_device_properties(0).total_memory

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+import contextlib
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -117,9 +119,12 @@ class _Graph:
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
         buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
         try:
-            # The cache of autocast would hand tensors of one replay to the next.
-            with torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
-                self._replay = capture(self._flat, static, allow_unused_input=True)
+            with _random_numbers_go_on(), warnings.catch_warnings():
+                # torch's own warm-up keeps nodes of its stream alive while the capture runs on another.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
+                # The cache of autocast would hand tensors of one replay to the next.
+                with torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
+                    self._replay = capture(self._flat, static, allow_unused_input=True)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -131,6 +136,21 @@ class _Graph:
     def __call__(self, leaves: list[Any]) -> Any:
         outputs = self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
         return self._flat.rebuild(outputs)
+
+
+@contextlib.contextmanager
+def _random_numbers_go_on() -> Iterator[None]:
+    """A capture that fails leaves the GPU's generator in its capturing state, in which nothing else can draw."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    before = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        generator.graphsafe_set_state(before)
+        raise
 
 
 class _FlatCall(nn.Module):
