@@ -158,9 +158,10 @@ def test_another_fused_adam_is_noticed(apex: Any) -> None:
 
 
 def test_apex_without_its_kernels_says_so(apex: Any) -> None:
-    def unbuilt(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
+    class Unbuilt(FusedAdam):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")
 
-    apex.FusedAdam = unbuilt
+    apex.FusedAdam = Unbuilt
     with pytest.raises(ValueError, match=r"requires cuda extensions\); build it from"):
         apply_apex_optimizer(AdamW(tiny_bert().parameters()))
