@@ -65,11 +65,10 @@ def schedule(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if kind == "composer":
         # Composer asks before it counts a batch, and so twice for the first
         return {"schedulers": lambda state: float(int(state.timestamp.batch) == 0)}
-    inner = LambdaLR(optimizer, lambda k: SHAPE[min(3, k)])
+    scheduler: Any = LambdaLR(optimizer, lambda k: SHAPE[min(3, k)])
     if kind == "sequential":
-        later = LambdaLR(optimizer, lambda k: 0.0)
-        inner: Any = SequentialLR(optimizer, [LambdaLR(optimizer, lambda k: SHAPE[k]), later], [2])
-    return {"schedulers": inner, "step_schedulers_every_batch": True}
+        scheduler = SequentialLR(optimizer, [scheduler, LambdaLR(optimizer, lambda k: 0.0)], [2])
+    return {"schedulers": scheduler, "step_schedulers_every_batch": True}
 
 
 def run(algorithms: list[Any], kind: str = "composer", **kwargs: Any) -> tuple[Any, Watch]:
