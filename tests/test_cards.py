@@ -59,6 +59,7 @@ def test_a_card_has_all_its_parts_in_order(name: str) -> None:
 def test_the_code_of_a_card_runs(name: str, names: dict[str, Any]) -> None:
     code = blocks(card(name), "python")
     code = [block.replace('MixedPrecision("bf16")', 'MixedPrecision("bf16", allow_cpu=True)') for block in code]
+    code = [block.replace("OffloadedOptimizer()", "OffloadedOptimizer(allow_cpu=True)") for block in code]
     assert len(code) == 2, "a Trainer and a loop of one's own"
     class_name = next(d.class_name for d in describe() if d.name == name)
     assert f"{class_name}(" in code[0]
