@@ -65,3 +65,20 @@ def test_weights_alone_load_under_any_techniques(checkpoint: str) -> None:
     torch.testing.assert_close(loaded, {n: saved[n] for n in loaded}, rtol=0, atol=0)
     trainer.fit()
     trainer.close()
+
+
+def test_without_any_code_of_ours_in_the_trainer_nothing_can_refuse(checkpoint: str) -> None:
+    """No technique and no EngagementReport: Composer calls nothing of this package, and says nothing itself.
+
+    train.py always adds the report; in code of one's own it is worth adding for this alone.
+    """
+    trainer = make_trainer([], load_path=checkpoint)
+    assert trainer.state.timestamp.batch.value == 2
+    assert trainer.state.algorithms == []
+    trainer.close()
+
+
+def test_one_technique_that_stays_is_enough_to_notice_that_another_is_gone_or_new(checkpoint: str) -> None:
+    for techniques in ([SDPAAttention()], [FusedOptimizer(), SDPAAttention("math")]):
+        with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer\(\), SDPAAttention"):
+            make_trainer(techniques, load_path=checkpoint)
