@@ -39,7 +39,7 @@ def replace_parameters(
             olds = list(group["params"])
             news = [list(replacements.get(old, (old,))) for old in olds]
             placed += sum(len(new) for old, new in zip(olds, news, strict=True) if old in replacements)
-            group["params"] = [parameter for new in news for parameter in new]
+            group["params"][:] = [parameter for new in news for parameter in new]
             if "param_names" in group:
                 old_names = dict(zip(olds, group["param_names"], strict=True))
                 known = {**(names or {}), **{old: name for old, name in old_names.items() if old not in replacements}}

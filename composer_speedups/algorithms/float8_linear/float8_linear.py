@@ -6,7 +6,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from composer.core import Event, Precision, State, get_precision_context
@@ -125,7 +125,7 @@ class Float8Linear(Technique):
 
     name = "float8_linear"
     stage = Stage.SURGERY
-    clashes = {
+    clashes: ClassVar[dict[str, str]] = {
         "kahan_optimizer": "it trains in pure bf16 without autocast, and float8_linear takes the autocast dtype",
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Event, State
@@ -102,7 +102,7 @@ class SparseUpcycling(Technique):
 
     name = "sparse_upcycling"
     stage = Stage.SURGERY
-    clashes = {
+    clashes: ClassVar[dict[str, str]] = {
         "cuda_graphs": "each layer of experts reads on the host how many tokens go where",
         "lora": "it freezes the experts and the router, which would stay the copies they are",
     }

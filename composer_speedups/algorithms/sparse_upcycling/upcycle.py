@@ -67,9 +67,8 @@ def upcycle(block: Block, routing: Routing, *, experts: int, top_k: int) -> dict
     up, activation, down = block.parts
     sparse = SparseFeedForward(up, activation, down, experts=experts, top_k=top_k, name=block.name, routing=routing)
     sparse.train(up.training)
-    for owner, attribute, new in zip(
-        block.owners, block.attributes, (sparse, nn.Identity(), nn.Identity()), strict=True
-    ):
+    parts = (sparse, nn.Identity(), nn.Identity())
+    for owner, attribute, new in zip(block.owners, block.attributes, parts, strict=True):
         setattr(owner, attribute, new)
     replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
     for part, dense in (("up", up), ("down", down)):
