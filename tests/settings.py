@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -33,6 +34,8 @@ class Entry:
         needs: Techniques it requires beside it.
         evidence: Keys that its evidence must hold.
         stock_checkpoint: Parameter names, shapes and exports are the stock model's.
+        weight_dtype: Dtype of the trained and exported weights.
+        package: What the GPU variants are skipped without, where that is no extra of ours.
         also: Further variants to which something else applies than to these.
     """
 
@@ -45,6 +48,8 @@ class Entry:
     needs: dict[str, dict[str, Any]] = field(default_factory=dict)
     evidence: tuple[str, ...] = ()
     stock_checkpoint: bool = True
+    weight_dtype: torch.dtype = torch.float32
+    package: str | None = None
     also: tuple[Entry, ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,23 +60,33 @@ class Entry:
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
-LOW_BITS = {"min_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+BNB = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+LOW_BITS = {"min_size": 1024}
+SWAPPED = ("optimizer_steps", "parameters_moved", "state_dtypes", "state_bytes")
 
 ENTRIES: dict[str, Entry] = {
+    "adafactor": Entry(
+        [{}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.25,
+        evidence=(*SWAPPED, "factored"),
+    ),
+    "apex_optimizer": Entry(gpu_variants=[{}], evidence=(*SWAPPED, "apex_steps"), package="apex"),
     "bnb_optimizer": Entry(
-        [{"bits": 8, "min_8bit_size": 1024}, {"bits": 8, "min_8bit_size": 1024, "embeddings_32bit": False}],
+        [BNB, {**BNB, "embeddings_32bit": False}],
         exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.05,
-        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+        evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
         also=(
-            Entry([{"bits": 32}], evidence=("tensors_by_state_bits", "parameters_moved")),
+            Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits")),
             Entry(
-                [{"bits": 8, "min_8bit_size": 1024, "stable_embedding": True}],
+                [{**BNB, "stable_embedding": True}],
                 exactness="recipe",
                 same=(),
                 loss_bound=0.05,
-                evidence=("stable_embedding",),
+                evidence=(*SWAPPED, "stable_embedding"),
                 stock_checkpoint=False,
             ),
         ),
@@ -81,12 +96,28 @@ ENTRIES: dict[str, Entry] = {
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "kahan_optimizer": Entry(
+        [{}],
+        dtype=torch.bfloat16,
+        weight_dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=(*SWAPPED, "compensated"),
+    ),
     "lowbit_optimizer": Entry(
-        [{"bits": 8, **LOW_BITS}, {"bits": 4, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
+        [{"bits": 8, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
         exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.05,
-        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+        evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+        also=(
+            Entry(
+                [{"bits": 4, **LOW_BITS}],
+                exactness="recipe",
+                same=("logits", "gradients"),
+                loss_bound=0.1,
+                evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+            ),
+        ),
     ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],
@@ -95,6 +126,7 @@ ENTRIES: dict[str, Entry] = {
         loss_bound=0.05,
         evidence=("dtypes_seen",),
     ),
+    "offloaded_optimizer": Entry([{"allow_cpu": True}], gpu_variants=[{}], evidence=(*SWAPPED, "copied_bytes")),
     "sdpa_attention": Entry(
         [{}, {"backend": "math"}],
         gpu_variants=[{}, {"backend": "efficient"}],  # the others take no fp32; see test_sdpa_attention.py
@@ -146,4 +178,10 @@ def cases(*, gpu: bool = False) -> list[Any]:
         for entry in (first, *first.also)
         for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
     ]
-    return [pytest.param(case, id=case.id) for case in found]
+    return [pytest.param(case, id=case.id, marks=_skip(case.entry.package)) for case in found]
+
+
+def _skip(package: str | None) -> list[pytest.MarkDecorator]:
+    if package is None or importlib.util.find_spec(package) is not None:
+        return []
+    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed")]

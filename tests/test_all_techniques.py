@@ -84,7 +84,7 @@ def _precision(trainer: Any) -> Any:
 def test_the_checkpoint_is_the_stock_one(case: Case, tmp_path: Any) -> None:
     if not case.entry.stock_checkpoint:
         pytest.skip("its checkpoint is its library's own; see its card")
-    stock = tiny_bert()
+    stock = tiny_bert().to(case.entry.weight_dtype)
     trainer = make_trainer(case.build_all())
     trainer.fit()
     trainer.close()

@@ -256,9 +256,7 @@ def test_the_export_is_the_stock_model_with_the_rows_normalised(tmp_path: Path) 
 
 def masked_lm() -> BertForMaskedLM:
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
-    )
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
     return BertForMaskedLM._from_config(config, attn_implementation="eager")
 
 

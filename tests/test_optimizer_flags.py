@@ -1,4 +1,4 @@
-"""foreach and fused: the same AdamW, other kernels; schedulers, groups and old checkpoints survive."""
+"""foreach and fused: the same AdamW, other kernels; what they share with other optimizers: test_optimizer_swaps.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from composer.optim import CosineAnnealingWithWarmupScheduler, DecoupledAdamW
+from composer.optim import DecoupledAdamW
 
 from composer_speedups import (
     ForEachOptimizer,
@@ -18,16 +18,10 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.errors import NotEngagedError, TechniqueError
-from tests.common import final_weights, make_trainer, tiny_bert
-from tests.reference.loop import EPS
+from tests.common import make_trainer, tiny_bert
+from tests.test_optimizer_swaps import grouped_adamw
 
 both = pytest.mark.parametrize("technique", [ForEachOptimizer, FusedOptimizer])
-
-
-def grouped_adamw(model: Any) -> torch.optim.AdamW:
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[::2], "lr": 2e-3}, {"params": parameters[1::2], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
 @pytest.mark.parametrize(
@@ -48,42 +42,6 @@ def test_the_function_changes_kernels_and_not_values(apply: Any, operator: str) 
                 optimizer.step()
     assert any(name.startswith(operator) for name in recorder.counts)
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
-
-
-@both
-def test_groups_and_the_composer_schedule_survive(technique: Any) -> None:
-    rates = []
-    for algorithms in ([], [technique()]):
-        model = tiny_bert()
-        trainer = make_trainer(
-            algorithms,
-            model=model,
-            optimizer=grouped_adamw(model),
-            schedulers=CosineAnnealingWithWarmupScheduler("1ba"),
-        )
-        trainer.fit()
-        groups = trainer.state.optimizers[0].param_groups
-        rates.append(([g["lr"] for g in groups], [g["weight_decay"] for g in groups], final_weights(trainer)))
-        trainer.close()
-    assert rates[1][:2] == rates[0][:2]
-    assert rates[0][1] == [0.1, 0.0]
-    torch.testing.assert_close(rates[1][2], rates[0][2])
-
-
-@both
-def test_a_torch_schedule_survives(technique: Any) -> None:
-    final = []
-    for algorithms in ([], [technique()]):
-        model = tiny_bert()
-        optimizer = grouped_adamw(model)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.1)
-        settings = {"schedulers": scheduler, "step_schedulers_every_batch": True}
-        trainer = make_trainer(algorithms, model=model, optimizer=optimizer, **settings)
-        trainer.fit()
-        trainer.close()
-        final.append([g["lr"] for g in trainer.state.optimizers[0].param_groups])
-    assert final[1] == final[0]
-    assert final[0] == pytest.approx([2e-5, 1e-5])
 
 
 @both

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 from composer.core import Event, State
 from composer.loggers import Logger
@@ -31,6 +31,7 @@ class OptimizerSwapTechnique(Technique):
 
     stage = Stage.OPTIMIZER
     slot = "optimizer implementation"
+    must_move: ClassVar[bool] = True  # whether a step at a learning rate above 1e-6 must change a parameter
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
@@ -115,7 +116,7 @@ class OptimizerSwapTechnique(Technique):
             if state.precision.value == "amp_fp16":  # steps whose gradients overflowed are skipped
                 return {"optimizer_steps": 0}
             raise self.not_engaged(f"{self._label} took no step", fix)
-        if self._watch.moved == 0:
+        if self._watch.moved == 0 and self.must_move:
             raise self.not_engaged(f"a step of {self._label} moved no parameter", "look at its gradients")
         evidence: dict[str, Any] = {"optimizer_steps": self._watch.steps}
         if self._watch.moved is not None:

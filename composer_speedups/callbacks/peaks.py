@@ -34,6 +34,8 @@ def precision_in_force(state: State) -> str:
         return str(mixed.evidence["dtype"])
     if state.precision.value != "fp32":
         return str(state.precision.value).removeprefix("amp_")
+    if {p.dtype for p in state.model.parameters() if p.ndim > 1} == {torch.bfloat16}:
+        return "bf16"  # weights of that dtype compute in it without autocast
     tf32 = device_of(state).type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if tf32 else "fp32"
 

@@ -1,0 +1,112 @@
+"""AdamW on bfloat16 weights, with Kahan summation keeping what rounding would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from composer.core import State
+from torch import nn
+from torch.optim import Optimizer
+
+from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, swap_optimizer
+from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
+
+__all__ = ["KahanOptimizer", "apply_kahan_optimizer"]
+
+_LABEL = "AdamW(kahan_sum=True)"
+_ROUNDS_AWAY = 2**-9  # a bfloat16 number times (1 - less than this) rounds back to itself
+
+
+def apply_kahan_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
+    """Turn a model's weights to bfloat16 and step them with AdamW and Kahan summation.
+
+    Weights, gradients, moments and compensation take 2 bytes each a parameter, 8 where float32 AdamW takes 16.
+
+    Args:
+        model: Its float32 parameters become bfloat16 in place; they stay the same objects under the same names.
+            Buffers keep their dtype.
+        optimizer: A ``torch.optim.AdamW`` over them that has not stepped; not to be used any more.
+
+    Returns:
+        The new optimizer, over the same parameters and groups; ``optimizer`` itself if it is this one already.
+
+    Raises:
+        ValueError: The optimizer is not AdamW or has stepped, or a parameter is neither float32 nor bfloat16.
+
+    Source: torch-optimi's AdamW; Kahan summation as in torchdistX's AnyPrecisionAdamW.
+    """
+    parameters = [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    unfit = next((p.dtype for p in parameters if p.dtype not in (torch.float32, torch.bfloat16)), None)
+    if unfit is not None:
+        raise UnfitOptimizerError(f"the model has {unfit} parameters", "load it in float32 or bfloat16")
+    new = swap_optimizer(optimizer, _LABEL, _build)
+    for parameter in parameters:
+        if parameter.dtype != torch.bfloat16:
+            parameter.grad = None  # of another dtype from now on
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return new
+
+
+def _build(groups: list[dict[str, Any]]) -> Optimizer:
+    from optimi import AdamW
+
+    class KahanAdamW(AdamW):  # Composer files the state under the class's name, which must not be torch's AdamW
+        __qualname__ = "KahanAdamW"
+
+    for group in groups:
+        group["beta1"], group["beta2"] = group.pop("betas")
+    return KahanAdamW(groups, lr=groups[0]["lr"], kahan_sum=True)
+
+
+class KahanOptimizer(OptimizerSwapTechnique):
+    """Training in pure bfloat16: weights, gradients and AdamW's state, with Kahan-compensated updates.
+
+    Args:
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        TechniqueError: At INIT, without torch-optimi, on a GPU without bfloat16, under autocast, with an optimizer
+            other than AdamW, and under FSDP.
+    """
+
+    name = "kahan_optimizer"
+    must_move = False  # updates smaller than a bfloat16 step wait in the compensation
+    clashes: ClassVar[dict[str, str]] = {
+        "mixed_precision": "it makes the weights bfloat16, and autocast has nothing left to lower",
+        "tf32_matmul": "it makes the weights bfloat16, and no float32 matmul is left",
+    }
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        yield needs_package("optimi", "composer_speedups[optimi]")
+        if context.device.type == "cuda":
+            yield needs_cuda(context, "bfloat16", (8, 0))
+        yield Requirement(
+            not context.autocast,
+            f"its weights are bfloat16 already, and this run has autocast ({context.precision})",
+            "set the Trainer's precision to fp32 and take mixed_precision out",
+        )
+
+    def swap(self, state: State) -> Optimizer:
+        return apply_kahan_optimizer(state.model, state.optimizers[0])
+
+    def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
+        dtypes = {str(p.dtype).removeprefix("torch.") for p in state.model.parameters()}
+        if dtypes != {"bfloat16"}:
+            raise self.not_engaged(f"the weights are {', '.join(sorted(dtypes))}", "leave their dtype as it is")
+        compensations = [s.get("kahan_comp") for s in optimizer.state.values()]
+        kept = sum(int(c.count_nonzero()) for c in compensations if c is not None)
+        stepped = self._watch.moved is not None  # at a learning rate that a warm-up has brought off the ground
+        if stepped and not kept:
+            raise self.not_engaged("no step left a compensation", "look for code that changes the optimizer's groups")
+        return {"weights": "bfloat16", "compensated": kept, "weight_decay": _decay(optimizer)}
+
+
+def _decay(optimizer: Optimizer) -> str:
+    """Whether the decay of a single step is large enough for a bfloat16 weight to show."""
+    steps = [float(group["lr"]) * group["weight_decay"] for group in optimizer.param_groups]
+    if not any(steps):
+        return "none"
+    return "applied" if max(steps) >= _ROUNDS_AWAY else "rounds away"

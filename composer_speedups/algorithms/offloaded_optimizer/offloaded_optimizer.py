@@ -1,0 +1,71 @@
+"""AdamW's state, and its step, in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from composer.core import State
+from torch.optim import Optimizer
+
+from composer_speedups.algorithms.offloaded_optimizer.host_adamw import HostAdamW
+from composer_speedups.algorithms.optimizer_evidence import state_tensors
+from composer_speedups.algorithms.optimizer_swap import swap_optimizer
+from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
+from composer_speedups.algorithms.technique import OnUnavailable
+
+__all__ = ["OffloadedOptimizer", "apply_offloaded_optimizer"]
+
+
+def apply_offloaded_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Put an AdamW in the place of AdamW whose state is in host memory and whose arithmetic the CPU does.
+
+    Args:
+        optimizer: A ``torch.optim.AdamW`` that has not stepped; not to be used any more.
+
+    Returns:
+        The new optimizer, over the same parameters and groups; ``optimizer`` itself if it is this one already.
+        Parameters on the CPU work too, through buffers of their own.
+
+    Raises:
+        ValueError: The optimizer is not AdamW, or has stepped.
+
+    Source: ZeRO-Offload (arXiv 2101.06840), and torchao's CPUOffloadOptimizer; :mod:`.host_adamw` says why the
+    latter is not used itself.
+    """
+    return swap_optimizer(optimizer, "AdamW on the CPU", HostAdamW)
+
+
+class OffloadedOptimizer(OptimizerSwapTechnique):
+    """AdamW's state leaves the GPU, 8 bytes a parameter, and the CPU does its step.
+
+    Args:
+        allow_cpu: Engage in a run on the CPU too, where it saves nothing. Default False refuses it there.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        TechniqueError: At INIT, without a GPU (but for ``allow_cpu``), with an optimizer other than AdamW, and
+            under FSDP, which offloads in its own way.
+    """
+
+    name = "offloaded_optimizer"
+
+    def __init__(self, allow_cpu: bool = False, *, on_unavailable: OnUnavailable = "stop") -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        self.allow_cpu = allow_cpu
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        if not self.allow_cpu:
+            yield needs_cuda(context, "taking the optimizer off the GPU")
+
+    def swap(self, state: State) -> Optimizer:
+        return apply_offloaded_optimizer(state.optimizers[0])
+
+    def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
+        elsewhere = {tensor.device.type for _, tensor in state_tensors(optimizer)} - {"cpu"}
+        if elsewhere:
+            raise self.not_engaged(f"its state is on {', '.join(sorted(elsewhere))}", "leave the state where it is")
+        assert isinstance(optimizer, HostAdamW)
+        devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
+        return {"state_on": "cpu", "weights_on": sorted(devices), "copied_bytes": optimizer.copied_bytes}
