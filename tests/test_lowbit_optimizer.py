@@ -32,7 +32,7 @@ def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def moved_after_a_step_without_gradient(bits: Any, small: float) -> float:
-    """How far a value with gradient ``small``, in a block whose largest is 1, is moved by the step after, without one."""
+    """How far the second step moves a value that had gradient ``small``, in a block with 1, and then none."""
     weight = nn.Parameter(torch.zeros(16, 256))
     optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, foreach=False)
     if bits != 32:
