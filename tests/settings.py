@@ -61,7 +61,8 @@ class Entry:
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
 SWAPPED = ("optimizer_steps", "parameters_moved", "state_dtypes", "state_bytes")
-LOW_BITS = {"min_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+BNB = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+LOW_BITS = {"min_size": 1024}
 
 ENTRIES: dict[str, Entry] = {
     "adafactor": Entry(
@@ -73,19 +74,19 @@ ENTRIES: dict[str, Entry] = {
     ),
     "apex_optimizer": Entry(gpu_variants=[{}], evidence=(*SWAPPED, "apex_steps"), package="apex"),
     "bnb_optimizer": Entry(
-        [{"bits": 8, "min_8bit_size": 1024}, {"bits": 8, "min_8bit_size": 1024, "embeddings_32bit": False}],
+        [BNB, {**BNB, "embeddings_32bit": False}],
         exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.05,
-        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+        evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
         also=(
-            Entry([{"bits": 32}], evidence=("tensors_by_state_bits", "parameters_moved")),
+            Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits")),
             Entry(
-                [{"bits": 8, "min_8bit_size": 1024, "stable_embedding": True}],
+                [{**BNB, "stable_embedding": True}],
                 exactness="recipe",
                 same=(),
                 loss_bound=0.05,
-                evidence=("stable_embedding",),
+                evidence=(*SWAPPED, "stable_embedding"),
                 stock_checkpoint=False,
             ),
         ),
@@ -129,11 +130,20 @@ ENTRIES: dict[str, Entry] = {
         stock_checkpoint=False,
     ),
     "lowbit_optimizer": Entry(
-        [{"bits": 8, **LOW_BITS}, {"bits": 4, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
+        [{"bits": 8, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
         exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.05,
-        evidence=("tensors_by_state_bits", "embedding_state_bits", "parameters_moved"),
+        evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+        also=(
+            Entry(
+                [{"bits": 4, **LOW_BITS}],
+                exactness="recipe",
+                same=("logits", "gradients"),
+                loss_bound=0.1,
+                evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+            ),
+        ),
     ),
     "mixed_precision": Entry(
         [{"dtype": "bf16", "allow_cpu": True}],

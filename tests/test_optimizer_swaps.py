@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,8 @@ swaps_on_gpu = [
 every_optimizer = pytest.mark.parametrize("case", of_optimizers)
 every_swap = pytest.mark.parametrize("case", of_swaps)
 
+approx = partial(pytest.approx, rel=1e-6)  # torchao keeps rates in float32
+
 SHAPE = [1.0, 0.5, 0.0, 0.0]  # of the rates of four batches, from torch's schedulers
 
 
@@ -55,7 +58,7 @@ class Watch(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BATCH_START:
-            self.rates.append([g["lr"] for g in state.optimizers[0].param_groups])
+            self.rates.append([float(g["lr"]) for g in state.optimizers[0].param_groups])
         if event == Event.BATCH_END:
             self.weights.append({n: p.detach().clone() for n, p in state.model.named_parameters()})
 
@@ -88,10 +91,13 @@ def test_groups_and_schedules_survive(case: Case, kind: str) -> None:
     trainer, seen = run(case.build_all(), kind)
     groups, plain_groups = (t.state.optimizers[0].param_groups for t in (trainer, plain))
     for key in ("lr", "initial_lr", "weight_decay"):
-        assert [g[key] for g in groups] == [g[key] for g in plain_groups], key
+        assert [float(g[key]) for g in groups] == approx([g[key] for g in plain_groups]), key
     assert groups[1]["name"] == "my own key"
-    assert [[p.shape for p in g["params"]] for g in groups] == [[p.shape for p in g["params"]] for g in plain_groups]
-    assert seen.rates == expected.rates
+    if case.entry.stock_checkpoint:
+        assert [[p.shape for p in g["params"]] for g in groups] == [
+            [p.shape for p in g["params"]] for g in plain_groups
+        ]
+    assert [approx(r) for r in expected.rates] == seen.rates
     shape = [1.0, 1.0, 0.0, 0.0] if kind == "composer" else SHAPE
     assert [r[0] for r in seen.rates] == pytest.approx([2e-3 * factor for factor in shape])
     if "weights" in case.entry.same:
