@@ -116,7 +116,7 @@ def two_groups(model: nn.Module) -> torch.optim.AdamW:
             {"params": [p for n, p in named.items() if "classifier" in n], "lr": 5e-3},
             {"params": [p for n, p in named.items() if "query" in n and p.ndim > 1], "weight_decay": 0.0},
             {"params": [p for n, p in named.items() if "embeddings" in n]},
-            {"params": [p for n, p in named.items() if "classifier" not in n and "embeddings" not in n][:5]},
+            {"params": [p for n, p in named.items() if "key" in n]},
         ],
         lr=1e-3,
     )
@@ -270,10 +270,8 @@ def test_a_run_leaves_the_merged_model_and_the_adapter() -> None:
     )
     inputs = [{k: v for k, v in b.items() if k != "labels"} for b in awkward_batches()]
     assert_near(eval_logits(adapted, inputs), eval_logits(merged, inputs))
-    difference = [
-        float((a - b).abs().max()) for a, b in zip(eval_logits(merged, inputs), eval_logits(untouched, inputs))
-    ]
-    assert max(difference) > 1e-3, "nothing was trained"
+    difference = torch.cat(eval_logits(merged, inputs)) - torch.cat(eval_logits(untouched, inputs))
+    assert difference.abs().max() > 1e-3, "nothing was trained"
 
 
 def tiny_bert_folder() -> Path:
@@ -463,7 +461,9 @@ def test_beside_other_techniques_it_trains_to_the_same_weights(others: Any) -> N
         results.append(final_weights(trainer))
         for technique in algorithms:
             assert technique.engaged
-            assert technique.evidence.get("graph_breaks", 0) == technique.evidence.get("recompiles", 0) == 0
+            assert technique.evidence.get("graph_breaks", 0) == 0
+            # The first block's input, from frozen embeddings, needs no gradient: a graph of its own.
+            assert technique.evidence.get("recompiles", 0) == (technique.evidence.get("scope") == "blocks")
     assert_near(results[1], results[0])
 
 
