@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Plan", "gather_tokens", "make_plan", "row_counts", "round_up", "scatter_tokens"]
+__all__ = ["Plan", "gather_tokens", "make_plan", "round_up", "row_counts", "scatter_tokens"]
 
 
 class Plan(NamedTuple):
