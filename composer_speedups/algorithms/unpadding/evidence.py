@@ -30,6 +30,7 @@ class FirstForward:
         self._recorder: OperatorRecorder | None = None
         self._plan: Any = None
         self._layers = 0  # that ran on as many tokens as their plan has
+        self._ways: set[str | None] = set()
         self._operators: list[str] = []
         self._compiled = self._done = False
 
@@ -58,6 +59,8 @@ class FirstForward:
 
     def stop(self) -> None:
         """The forward pass is over, or has failed."""
+        if self._done and not self._ways:
+            self._ways = {encoder.ran for encoder in self._encoders}
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -70,9 +73,8 @@ class FirstForward:
         """Reason and fix, when the encoder did not run on packed tokens."""
         if self._plan == "padded":
             return "rows begin with padding, and this model's head reads their first token", "pad on the right"
-        ways = {encoder.ran for encoder in self._encoders}
-        if ways != {"unpadded"}:
-            went = "padded" if "padded" in ways else "without its encoder"
+        if self._ways != {"unpadded"}:
+            went = "padded" if "padded" in self._ways else "without its encoder"
             return f"the first forward pass ran {went}", "leave attention and output settings as they are"
         layers = sum(len(encoder.layer) for encoder in self._encoders)
         if not self._compiled and self._layers < layers:

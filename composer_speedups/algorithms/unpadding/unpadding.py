@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Event, State
@@ -63,7 +63,7 @@ class Unpadding(Technique):
 
     name = "unpadding"
     stage = Stage.SURGERY
-    clashes = {
+    clashes: ClassVar[dict[str, str]] = {
         "sdpa_attention": "both set the model's attention; unpadding brings its own",
         "cuda_graphs": "the number of real tokens changes with every batch, and a graph has fixed shapes",
     }
@@ -75,7 +75,7 @@ class Unpadding(Technique):
         self.pad_to_multiple_of = pad_to_multiple_of
         self._encoders: list[UnpaddedEncoder] = []
         self._first = FirstForward()
-        self._tokens = self._slots = 0  # of all training batches
+        self._tokens = self._slots = self._padded = 0  # of all training batches
 
     def engage(self, state: State) -> dict[str, Any]:
         try:
@@ -92,7 +92,7 @@ class Unpadding(Technique):
         if event in _COUNT_AT:
             self._count(event, state)
         elif event in _PLAN_AT:
-            self._plan(state)
+            self._plan(event, state)
         elif event in _FORGET_AT:
             self._forget()
         super().apply(event, state, logger)
@@ -108,12 +108,16 @@ class Unpadding(Technique):
             self._tokens += sum(map(abs, counts))
             self._slots += mask.numel()
 
-    def _plan(self, state: State) -> None:
+    def _plan(self, event: Event, state: State) -> None:
+        """Lay out the micro-batch on its device, from the counts that came with it."""
         counts = state.batch.pop(_COUNTS, None) if isinstance(state.batch, dict) else None
         mask = _mask_of(state.batch)
-        if mask is not None and counts is not None and len(counts) == len(mask) and len(self._encoders) == 1:
-            encoder = self._encoders[0]
+        if mask is None or counts is None or len(counts) != len(mask) or len(self._encoders) != 1:
+            return  # the encoders count for themselves
+        encoder = self._encoders[0]
+        if isinstance(encoder, UnpaddedEncoder):  # and nobody turned it back
             encoder.plan = encoder.layout(mask, counts)
+            self._padded += encoder.plan == "padded" and event == Event.BEFORE_FORWARD
 
     def _forget(self) -> None:
         for encoder in self._encoders:
@@ -136,6 +140,8 @@ class Unpadding(Technique):
         evidence = self._first.evidence()
         if self._slots:
             evidence["padding_of_the_run"] = round(1 - self._tokens / self._slots, 4)
+        if self._padded:
+            evidence["micro_batches_left_padded"] = self._padded
         return evidence
 
 

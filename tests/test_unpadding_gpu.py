@@ -1,0 +1,131 @@
+"""Unpadding on a GPU: the flash kernel's values and operator, and no wait for the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch import Tensor
+
+from composer_speedups import Unpadding, apply_unpadding
+from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.unpadding import plan_unpadding
+from composer_speedups.algorithms.unpadding.attention import FLASH, operators_among
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from tests.common import Batch, batch, make_trainer, tiny_bert
+from tests.encoders import FAMILIES, HEADS, masked_batch, random_masks, real_logits, tiny_encoder
+from tests.reference.loop import gradients
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str, head: str) -> None:
+    """Over random masks, logits and gradients in bf16 stray from float32 no further than the padded model's."""
+    padded = tiny_encoder(family, head).cuda()
+    unpadded = copy.deepcopy(padded)
+    apply_unpadding(unpadded)
+    exact, padded_bf16, unpadded_bf16 = [], [], []
+    flash = 0
+    for seed, mask in enumerate(random_masks(60, widest=64)):
+        if mask.any():
+            inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
+            exact.append(_values(padded, inputs, bf16=False))
+            padded_bf16.append(_values(padded, inputs, bf16=True))
+            recorder = OperatorRecorder()
+            with recorder:
+                unpadded_bf16.append(_values(unpadded, inputs, bf16=True))
+            if unpadded_encoders(unpadded)[0].ran == "unpadded":
+                assert operators_among(recorder.counts) == [FLASH.strip("_")]
+                assert recorder.counts[FLASH] == 2
+                flash += 1
+    assert flash >= 20
+    for i, what in enumerate(["logits", "gradients"]):
+        reference = torch.cat([values[i] for values in exact])
+        ours = _distance(torch.cat([values[i] for values in unpadded_bf16]), reference)
+        theirs = _distance(torch.cat([values[i] for values in padded_bf16]), reference)
+        assert 0 < ours <= 1.5 * theirs, what
+
+
+def _values(model: Any, inputs: Batch, *, bf16: bool) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
+        output = model(**inputs)
+    output.loss.backward()
+    flat = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
+    return real_logits(output, inputs["attention_mask"]).detach().float().flatten(), flat
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:
+    model = tiny_encoder("bert", attention_dropout=0.5).cuda().train()
+    apply_unpadding(model)
+    inputs = {k: v.cuda() for k, v in batch([6, 9, 12]).items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+        model.eval()
+        assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_batch_of_nothing_but_padding_gives_no_nan_on_the_flash_kernel() -> None:
+    model = tiny_encoder("bert", "mlm").cuda()
+    apply_unpadding(model)
+    inputs = {k: v.cuda() for k, v in masked_batch(torch.zeros(3, 5, dtype=torch.long), "mlm").items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = model(**inputs).logits
+    logits.float().sum().backward()
+    assert logits.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients(model).values())
+
+
+def test_a_planned_step_never_waits_for_the_gpu() -> None:
+    model = tiny_bert(dropout=0.1).cuda().train()
+    model.config.problem_type = "single_label_classification"
+    apply_unpadding(model)
+    steps = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
+    for i, step in enumerate(steps):
+        inputs = {k: v.cuda() for k, v in step.items()}
+        torch.cuda.set_sync_debug_mode("error" if i else "default")
+        try:
+            plan_unpadding(model, step["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert unpadded_encoders(model)[0].ran == "unpadded"
+
+
+class NoWaiting(Algorithm):
+    """torch's sync debug mode from the second batch's forward pass to the end of its backward pass.
+
+    Composer itself reads its number of samples back between loading a batch and the forward pass.
+    """
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        steady = event == Event.BEFORE_FORWARD and state.timestamp.batch.value > 0
+        torch.cuda.set_sync_debug_mode("error" if steady else "default")
+
+
+def test_a_steady_training_step_never_waits_for_the_gpu() -> None:
+    model = tiny_bert(dropout=0.1)
+    model.config.problem_type = "single_label_classification"
+    technique = Unpadding()
+    trainer = make_trainer([NoWaiting(), technique], model=model, gpu=True, precision="amp_bf16")
+    try:
+        trainer.fit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        trainer.close()
+    assert technique.evidence["attention"] == "flash_attention_forward"
