@@ -41,7 +41,7 @@ def export_model(state: State, folder: Path) -> Path:
             if technique.engaged:
                 weights = technique.export(state, weights, folder)
         with replace_folder(folder) as partial:
-            wrapped.model.save_pretrained(partial, state_dict=weights)
+            wrapped.model.save_pretrained(str(partial), state_dict=weights)
             if wrapped.tokenizer is not None:
                 wrapped.tokenizer.save_pretrained(partial)
     dist.barrier()

@@ -452,7 +452,8 @@ def test_a_torch_scheduler_goes_on_with_the_groups_it_knows() -> None:
 )
 def test_beside_other_techniques_it_trains_to_the_same_weights(others: Any) -> None:
     results = []
-    for algorithms in ([], others()):
+    chosen: list[list[Any]] = [[], others()]
+    for algorithms in chosen:
         model = tiny_bert()
         model.config.problem_type = "single_label_classification"  # else set in the first batch: one recompile
         trainer = make_trainer([LoRA(), *algorithms], model=model)

@@ -112,8 +112,8 @@ def _target_names(model: nn.Module, targets: str | Sequence[str] | None) -> str 
         return list(targets)
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind) or _MORE_TARGETS.get(str(kind))
+    kind = str(getattr(getattr(model, "config", None), "model_type", ""))
+    default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind) or _MORE_TARGETS.get(kind)
     if default is None:
         raise ValueError(
             f"there is no default for which modules of a {kind or type(model).__name__} to adapt; "

@@ -64,7 +64,7 @@ def apply_lora(
     _check(rank, alpha, dropout)
     inner = host(model)
     before = settings_of(model)
-    wanted = {"rank": rank, "alpha": alpha, "dropout": dropout}
+    wanted: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout}
     if before not in (None, wanted) or _is_peft_model(model):
         raise ValueError("the model has PEFT adapters already; give its base model, or take the technique out")
     names = []
