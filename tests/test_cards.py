@@ -31,6 +31,11 @@ PARTS = [
     "Attribution",
 ]
 
+ON_THE_CPU = {
+    'MixedPrecision("bf16")': 'MixedPrecision("bf16", allow_cpu=True)',
+    "Float8Linear()": "Float8Linear(emulate=True)",
+}
+
 
 def card(name: str) -> str:
     return (ROOT / "composer_speedups" / "algorithms" / name / "README.md").read_text()
@@ -58,7 +63,8 @@ def test_a_card_has_all_its_parts_in_order(name: str) -> None:
 @pytest.mark.parametrize("name", technique_names())
 def test_the_code_of_a_card_runs(name: str, names: dict[str, Any]) -> None:
     code = blocks(card(name), "python")
-    code = [block.replace('MixedPrecision("bf16")', 'MixedPrecision("bf16", allow_cpu=True)') for block in code]
+    for on_a_gpu, on_the_cpu in ON_THE_CPU.items():
+        code = [block.replace(on_a_gpu, on_the_cpu) for block in code]
     assert len(code) == 2, "a Trainer and a loop of one's own"
     class_name = next(d.class_name for d in describe() if d.name == name)
     assert f"{class_name}(" in code[0]
