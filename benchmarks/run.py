@@ -8,10 +8,11 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     matrix: {data.batch_size: [40, 128]}  # every arm at every value
     cumulative: true                  # an arm keeps the overrides of those above it
     jobs: 4                           # runs at a time; for accuracy: speeds are then left out of the rows
+    ahead: 8                          # processes that import at once and then wait for their turn
     arms: {fp32: [], + TF32: ["algorithms.tf32_matmul={}"]}
 
-On the command line, repeats=2, jobs=1 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]" runs
-those only (the first is what the others are compared with), and other overrides come last. Rows are appended to
+On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]"
+runs those only (the first is what the others are compared with), and other overrides come last. Rows are appended to
 benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median, least and greatest
 of its runs; rows of one call have one time in ``call``, and only those compare. A failed run leaves its error.
 """
@@ -35,14 +36,14 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from benchmarks.worker import close_workers, worker_of_this_thread
+from benchmarks.worker import Workers
 
 __all__ = ["Arm", "arms_of", "read_table", "row_of", "run_table"]
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 Row = dict[str, Any]
-_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "arms"}
+_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "arms"}
 _QUIET = ["trainer.progress_bar=false", "export=false", "plot=false"]
 _MEASURED = {  # name in a row → where the report has it
     "samples_per_sec": ("throughput", "samples_per_sec"),
@@ -90,13 +91,13 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     started, call = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    stopped = threading.Event()
+    stopped, workers = threading.Event(), Workers(table.get("ahead", 1))
 
     def run(repeat: int, index: int) -> None:
         if stopped.is_set():
             return
         try:
-            report = run_once(table["base"], arms[index].overrides)
+            report = run_once(table["base"], arms[index].overrides, workers)
         except BaseException:
             stopped.set()
             raise
@@ -111,7 +112,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
             future.result()
     finally:
         stopped.set()
-        close_workers()
+        workers.close()
         pool.shutdown(cancel_futures=True)
         rows = [row_of(name, call, arm, own, jobs) for arm, own in zip(arms, runs, strict=True) if own]
         gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
@@ -140,7 +141,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
     table["last"] = []
     for override in overrides:
         key, _, value = override.partition("=")
-        if key in ("repeats", "jobs"):
+        if key in ("repeats", "jobs", "ahead"):
             table[key] = int(value)
         elif key == "arms":
             table["only"] = yaml.safe_load(value)
@@ -153,12 +154,12 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
     return table
 
 
-def run_once(base: str, overrides: Sequence[str]) -> Row:
+def run_once(base: str, overrides: Sequence[str], workers: Workers) -> Row:
     """One training process; its report, or ``{"error": …}``."""
     with tempfile.TemporaryDirectory() as runs:
         arguments = ["-f", str(ROOT / base), *overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
         cold = {"TORCHINDUCTOR_CACHE_DIR": f"{runs}/inductor"}  # every run compiles anew
-        status, output = worker_of_this_thread().run(arguments, cold)
+        status, output = workers.run(arguments, cold)
         if status != 0:
             return {"error": f"exit status {status}: {output.strip()[-2000:]}"}
         return json.loads((Path(runs) / "arm" / "report.json").read_text())

@@ -1,7 +1,7 @@
-"""Training processes that start in a second: a parent imports everything once, and each run is a fork of it.
+"""Training processes that have imported everything before their turn comes, so that a table takes half the time.
 
-The parent never touches the GPU, so a fork is as fresh as a new process to CUDA, torch.compile and Composer. What a
-run's report calls ``wall_seconds`` then leaves the imports out.
+Several start at once, import (Composer's own takes ten seconds and more) and wait; none of them runs while others of
+the same batch still import, which would disturb a measurement. Each trains once, in a process of its own.
 """
 
 from __future__ import annotations
@@ -14,37 +14,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["Worker", "close_workers", "worker_of_this_thread"]
+__all__ = ["Worker", "Workers"]
 
 ROOT = Path(__file__).parent.parent
-# torch.cuda.is_available() asks the driver's library instead of starting CUDA, which a fork could not use.
-_ENVIRONMENT = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TOKENIZERS_PARALLELISM": "false"}
-
-
-_own = threading.local()
-_started: list[Worker] = []
-
-
-def worker_of_this_thread() -> Worker:
-    """The calling thread's worker, started when first asked for."""
-    if getattr(_own, "worker", None) not in _started:
-        _own.worker = Worker()
-        _started.append(_own.worker)
-    return _own.worker
-
-
-def close_workers() -> None:
-    """End all workers and whatever they run."""
-    while _started:
-        _started.pop().close()
+_READY = "ready\n"
 
 
 class Worker:
-    """One parent process; its runs follow one another."""
+    """One process for one run of ``train.py``."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -53,71 +33,91 @@ class Worker:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            env={**os.environ, **_ENVIRONMENT},
-            start_new_session=True,  # so that its runs can be ended with it
+            start_new_session=True,  # so that its DataLoader workers can be ended with it
         )
 
-    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        """Exit status and output of ``train.py`` with these arguments.
+    def wait_until_ready(self) -> None:
+        """Return when it has imported everything.
 
         Raises:
-            RuntimeError: The parent itself ended.
+            RuntimeError: It ended before.
         """
-        assert self._process.stdin is not None
         assert self._process.stdout is not None
+        if self._process.stdout.readline() != _READY:
+            raise RuntimeError(f"a worker ended with status {self._process.wait()} before its run")
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+        """Exit status and output of ``train.py`` with these arguments; the process ends with it."""
+        assert self._process.stdin is not None
         with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
             request = {"arguments": list(arguments), "environment": dict(environment), "log": log.name}
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(json.dumps(request) + "\n")
-                self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-            if not answer:
-                raise RuntimeError(f"the worker ended with status {self._process.wait()}")
-            return int(answer), log.read()
+                self._process.stdin.close()
+            return self._process.wait(), log.read()
 
     def close(self) -> None:
-        """End the parent and whatever it runs."""
+        """End it and whatever it started."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
 
 
-def _serve() -> None:
+class Workers:
+    """Ready processes, started ``ahead`` at a time; any thread may take one."""
+
+    def __init__(self, ahead: int = 1) -> None:
+        self._ahead = ahead
+        self._ready: list[Worker] = []
+        self._all: list[Worker] = []
+        self._lock = threading.Lock()
+
+    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+        """:meth:`Worker.run` of the next one."""
+        with self._lock:
+            if not self._ready:
+                started = [Worker() for _ in range(self._ahead)]
+                self._all += started
+                for worker in started:
+                    worker.wait_until_ready()
+                self._ready = started
+            worker = self._ready.pop()
+        try:
+            return worker.run(arguments, environment)
+        finally:
+            worker.close()
+
+    def close(self) -> None:
+        """End all of them."""
+        for worker in self._all:
+            worker.close()
+
+
+def _main() -> None:
     import composer_speedups.data
     import composer_speedups.export
     import composer_speedups.models
     import composer_speedups.report
-    import composer_speedups.trainer  # noqa: F401  # imported for the forks
-
-    answers = os.fdopen(os.dup(1), "w")
-    for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            _train(request)
-        _, status = os.waitpid(child, 0)
-        print(os.waitstatus_to_exitcode(status), file=answers, flush=True)
-
-
-def _train(request: dict[str, object]) -> None:
+    import composer_speedups.trainer  # noqa: F401  # imported ahead
     import train
     from composer_speedups.cli import exit_codes
 
-    log = os.open(str(request["log"]), os.O_WRONLY)
+    print(_READY, end="", flush=True)
+    line = sys.stdin.readline()
+    if not line:  # it was not needed
+        return
+    request = json.loads(line)
+    log = os.open(request["log"], os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    status = 1
-    try:
-        os.environ.update(request["environment"])  # type: ignore[call-overload]
-        with exit_codes():
-            train.main(request["arguments"])  # type: ignore[arg-type]
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    os.environ.update(request["environment"])
+    with exit_codes():
+        train.main(request["arguments"])
 
 
 if __name__ == "__main__":
-    _serve()
+    _main()

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
-from benchmarks.worker import close_workers, worker_of_this_thread
+from benchmarks.worker import Worker, Workers
 from tests.conftest import ROOT
 
 REPORT: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_arms_can_be_picked_and_keep_what_those_above_them_add() -> None:
 def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def fake(base: str, overrides: list[str]) -> dict[str, Any]:
+    def fake(base: str, overrides: list[str], workers: Workers) -> dict[str, Any]:
         order.append(overrides[-1])
         if overrides[-1] == "y=1":
             return {"error": "exit status 1: CUDA out of memory"}
@@ -89,7 +89,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(base: str, overrides: list[str]) -> dict[str, Any]:
+    def fake(base: str, overrides: list[str], workers: Workers) -> dict[str, Any]:
         if overrides[-1] == "x=1":
             raise KeyboardInterrupt
         return REPORT
@@ -120,14 +120,17 @@ def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_one_arm_runs_in_a_process_of_its_own() -> None:
+def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
-    report = runner.run_once("yamls/quickstart.yaml", [*brief, f"data.cache_dir={Path.cwd()}/cache"])
+    workers = Workers(ahead=2)
+    report = runner.run_once("yamls/quickstart.yaml", [*brief, f"data.cache_dir={Path.cwd()}/cache"], workers)
     assert report["training"]["batches"] == 1
-    error = runner.run_once("yamls/quickstart.yaml", ["data.bach_size=1"])["error"]
+    error = runner.run_once("yamls/quickstart.yaml", ["data.bach_size=1"], workers)["error"]
     assert error.startswith("exit status 2: ")
     assert "data.bach_size" in error
-    ended = worker_of_this_thread()
-    close_workers()
-    with pytest.raises(RuntimeError, match="the worker ended with status -9"):
-        ended.run([], {})
+    workers.close()
+    ended = Worker()
+    ended._process.kill()
+    with pytest.raises(RuntimeError, match="a worker ended with status -9 before its run"):
+        ended.wait_until_ready()
+    ended.close()
