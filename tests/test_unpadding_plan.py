@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import nn
 
-from composer_speedups.algorithms.unpadding.plan import gather_tokens, make_plan, row_counts, scatter_tokens
+from composer_speedups.algorithms.unpadding.attention import takes_flash, unpadded_attention
+from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
 from tests.encoders import random_masks
 
 
@@ -33,3 +37,23 @@ def test_moving_tokens_out_and_back_has_the_right_gradients() -> None:
     assert torch.autograd.gradcheck(lambda x: scatter_tokens(x, indices, slots), x_TH)
     back = scatter_tokens(gather_tokens(x_NH, indices), indices, slots)
     torch.testing.assert_close(back, x_NH * plan.mask_BS.flatten()[:, None])
+
+
+def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, torch's meta kernel takes the call and gives the shapes."""
+    monkeypatch.setattr("composer_speedups.algorithms.unpadding.attention.takes_flash", lambda *_: True)
+    meta: dict[str, Any] = {"device": "meta"}
+    mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
+    plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
+    output, weights = unpadded_attention(nn.Identity(), query, query, query, None, 0.1, 0.25, plan)
+    assert (output.shape, output.dtype, weights) == ((1, 64, 2, 16), torch.bfloat16, None)
+    output.sum().backward()
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+
+
+def test_the_flash_kernel_is_for_half_precision_on_a_gpu() -> None:
+    assert not takes_flash(torch.device("cpu"), torch.bfloat16, 64)
+    assert not takes_flash(torch.device("cuda"), torch.float32, 64)
+    assert not takes_flash(torch.device("cuda"), torch.bfloat16, 20)

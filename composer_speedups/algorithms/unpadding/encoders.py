@@ -107,15 +107,15 @@ class UnpaddedEncoder(nn.Module):
         return make_plan(mask_BS, sum(map(abs, counts)), self.pad_to_multiple_of)
 
 
-class UnpaddedBertEncoder(UnpaddedEncoder, BertEncoder):
+class UnpaddedBertEncoder(UnpaddedEncoder, BertEncoder):  # type: ignore[misc]
     pass
 
 
-class UnpaddedRobertaEncoder(UnpaddedEncoder, RobertaEncoder):
+class UnpaddedRobertaEncoder(UnpaddedEncoder, RobertaEncoder):  # type: ignore[misc]
     pass
 
 
-class UnpaddedElectraEncoder(UnpaddedEncoder, ElectraEncoder):
+class UnpaddedElectraEncoder(UnpaddedEncoder, ElectraEncoder):  # type: ignore[misc]
     pass
 
 

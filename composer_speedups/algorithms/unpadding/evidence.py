@@ -39,7 +39,7 @@ class FirstForward:
         if self._done:
             return
         self._done, self._encoders = True, encoders
-        self._plan = encoders[0].plan
+        self._plan = getattr(encoders[0], "plan", None)
         for encoder in encoders:
             encoder.ran = None
         self._compiled = is_compiled(state.model)
