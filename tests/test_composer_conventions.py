@@ -34,8 +34,9 @@ every_class = pytest.mark.parametrize("name", technique_names())
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every technique on composer.algorithms, and in its ``__all__``."""
     classes = [technique_class(name) for name in technique_names()]
-    for cls in [*classes, Widening]:
+    for cls in classes:
         monkeypatch.setattr(composer.algorithms, cls.__name__, cls, raising=False)
+    monkeypatch.setattr(composer.algorithms, "Widening", Widening, raising=False)
     monkeypatch.setattr(composer.algorithms, "__all__", [*composer.algorithms.__all__, *(c.__name__ for c in classes)])
 
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from benchmarks import run as runner
-from composer_speedups.algorithms.registry import technique_class
+from composer_speedups import FastLayerNorm, FusedOptimizer, MixedPrecision, SDPAAttention, TorchCompile
 from composer_speedups.config import load_config
 from composer_speedups.config.schema import DataConfig
 from composer_speedups.data import build_data
@@ -116,11 +116,11 @@ def test_the_whole_suite_together_keeps_the_head_tied(family: Family) -> None:
     """What bert_mlm.yaml asks for, as far as a CPU goes, with LayerNorm's technique."""
     model: Any = tiny_model(family, "mlm", dropout=0.1)
     techniques = [
-        technique_class("mixed_precision")(dtype="bf16", allow_cpu=True),
-        technique_class("fast_layernorm")(),
-        technique_class("fused_optimizer")(),
-        technique_class("sdpa_attention")(),
-        technique_class("torch_compile")(backend="aot_eager"),
+        MixedPrecision("bf16", allow_cpu=True),
+        FastLayerNorm(),
+        FusedOptimizer(),
+        SDPAAttention(),
+        TorchCompile(backend="aot_eager"),
     ]
     names = [name for name, _ in model.named_parameters()]
     before = model.get_input_embeddings().weight.detach().clone()
