@@ -26,8 +26,9 @@ from composer_speedups import SparseUpcycling, apply_sparse_upcycling
 from composer_speedups.algorithms.sparse_upcycling import load_balancing_loss, load_sparse_upcycling
 from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss
 from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, sparse_layers
-from composer_speedups.errors import NotEngagedError, TechniqueError
+from composer_speedups.errors import ConfigError, NotEngagedError, TechniqueError
 from composer_speedups.flops import batch_lengths, training_flops
+from composer_speedups.models import _loaded
 from tests.common import Recorder, awkward_batches, batch, learnable_batches, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
@@ -238,6 +239,8 @@ def test_an_export_loads_again_and_stock_loading_is_refused(tmp_path: Path) -> N
     again = load_sparse_upcycling(tmp_path)
     torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
     assert_near(eval_logits(again, awkward_batches()), eval_logits(model, awkward_batches()), what="logits")
+    with pytest.raises(ConfigError, match=r"lacks .* encoder weights, bert\.encoder\.layer\.0\.intermediate"):
+        _loaded(AutoModelForSequenceClassification, str(tmp_path), {}, random=False)
     tiny_bert().save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match="no exported model with experts"):
         load_sparse_upcycling(tmp_path / "dense")
@@ -382,7 +385,8 @@ class DropsTheLoss(Algorithm):
         return event == Event.BEFORE_BACKWARD
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        state.loss = state.outputs["loss"]
+        outputs: Any = state.outputs
+        state.loss = outputs["loss"]
 
 
 def test_a_load_balancing_loss_that_gets_lost_is_noticed() -> None:
