@@ -106,7 +106,7 @@ ENTRIES: dict[str, Entry] = {
         gpu_variants=[{"recipe": "tensorwise"}, {"recipe": "rowwise"}, {"recipe": "rowwise_with_gw_hp"}],
         needs=BF16,
         dtype=torch.float8_e4m3fn,
-        loss_bound=0.1,
+        loss_bound=0.06,
         evidence=("modules", "float8_matmuls", "seen_in"),
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),

@@ -33,7 +33,8 @@ def find_blocks(model: nn.Module) -> list[Block]:
     """The feed-forward blocks of a model from its first layer to its last, dense or sparse already."""
     found = []
     for name, module in model.named_modules():
-        intermediate, output = getattr(module, "intermediate", None), getattr(module, "output", None)
+        intermediate: Any = getattr(module, "intermediate", None)
+        output: Any = getattr(module, "output", None)
         if hasattr(intermediate, "dense") and hasattr(output, "dense"):  # BERT, RoBERTa, ELECTRA
             attributes = ("dense", "intermediate_act_fn", "dense")
             found.append(Block(name, (intermediate, intermediate, output), attributes))
@@ -74,5 +75,5 @@ def upcycle(block: Block, routing: Routing, *, experts: int, top_k: int) -> dict
     for part, dense in (("up", up), ("down", down)):
         for name, old in dense.named_parameters():
             replaced[old] = [expert.get_submodule(part).get_parameter(name) for expert in sparse.experts]
-    replaced[up.weight].append(sparse.router.weight)
+    replaced[up.weight].append(sparse.router.get_parameter("weight"))
     return replaced
