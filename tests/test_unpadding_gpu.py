@@ -87,7 +87,8 @@ def test_a_batch_of_nothing_but_padding_gives_no_nan_on_the_flash_kernel() -> No
 
 
 def test_a_planned_step_never_waits_for_the_gpu() -> None:
-    model: Any = tiny_bert(dropout=0.1).cuda().train()
+    model: Any = tiny_bert(dropout=0.1)
+    model.cuda().train()
     model.config.problem_type = "single_label_classification"
     apply_unpadding(model)
     steps = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
