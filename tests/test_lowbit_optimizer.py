@@ -61,6 +61,7 @@ def test_four_bits_have_no_code_for_zero_in_the_second_moment() -> None:
 @cache
 def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
     """The furthest that a word embedding moves in 16 steps at 1e-3, words drawn by Zipf's law."""
+    torch.set_num_threads(1)  # on tensors this small, two wait for one another
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=512,
