@@ -34,7 +34,7 @@ def export_model(state: State, folder: Path) -> Path:
         raise ValueError(f"only a HuggingFaceModel can be exported, not {type(wrapped).__name__}")
     if state.fsdp_enabled:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(wrapped.model, options=options)
+        weights: Any = get_model_state_dict(wrapped.model, options=options)
     else:
         weights = wrapped.model.state_dict()
     for technique in techniques_of(state.algorithms):

@@ -62,7 +62,8 @@ def test_state_is_8_bit_but_for_embeddings_and_small_tensors() -> None:
     trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()
-    optimizer, model = trainer.state.optimizers[0], trainer.state.model.model
+    optimizer = trainer.state.optimizers[0]
+    model: Any = trainer.state.model.model
     for name, parameter in model.named_parameters():
         matrix = "embeddings" not in name and parameter.numel() >= 1024
         assert state_bits(optimizer, parameter) == (8 if matrix else 32), name
@@ -245,9 +246,10 @@ def test_the_export_is_the_stock_model_with_the_rows_normalised(tmp_path: Path) 
     trainer.fit()
     export_model(trainer.state, tmp_path / "export")
     trainer.close()
-    stock, info = BertForSequenceClassification.from_pretrained(
+    loaded: Any = BertForSequenceClassification.from_pretrained(
         tmp_path / "export", attn_implementation="eager", output_loading_info=True
     )
+    stock, info = loaded
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     batches = plain_batches(2)
     assert_near(eval_logits(stock, batches), eval_logits(model, batches), what="logits of the export")

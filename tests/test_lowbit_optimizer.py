@@ -109,7 +109,8 @@ def test_state_is_quantised_but_for_embeddings_and_small_tensors(bits: Any) -> N
     trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()
-    optimizer, model = trainer.state.optimizers[0], trainer.state.model.model
+    optimizer = trainer.state.optimizers[0]
+    model: Any = trainer.state.model.model
     width = 4 if bits == 4 else 8
     for name, parameter in model.named_parameters():
         matrix = "embeddings" not in name and parameter.numel() >= 1024
