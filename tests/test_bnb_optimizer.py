@@ -154,6 +154,7 @@ def test_paged_state_needs_a_gpu() -> None:
 def test_paged_state_is_paged_also_after_resuming(bits: Any, tmp_path: Path) -> None:
     from bitsandbytes.functional import GlobalPageManager
 
+    before = len(GlobalPageManager.get_instance().paged_tensors)
     config = BertConfig(
         vocab_size=64, hidden_size=384, num_hidden_layers=1, num_attention_heads=2, intermediate_size=768
     )
@@ -167,7 +168,7 @@ def test_paged_state_is_paged_also_after_resuming(bits: Any, tmp_path: Path) -> 
         trainer.fit()
         assert len(paged_tensors(trainer.state.optimizers[0])) == technique.evidence["paged_tensors"] > 0
         trainer.close()
-        assert not GlobalPageManager.get_instance().paged_tensors
+        assert len(GlobalPageManager.get_instance().paged_tensors) == before
         return final_weights(trainer), technique.evidence["paged_tensors"]
 
     uninterrupted, count = run()
