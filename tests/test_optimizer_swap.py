@@ -25,6 +25,8 @@ from composer_speedups.algorithms.optimizer_swap import (
 from composer_speedups.errors import NotEngagedError, TechniqueError
 from tests.common import make_trainer
 
+pytestmark = pytest.mark.pins
+
 
 class OtherAdamW(AdamW):
     """AdamW under another name."""

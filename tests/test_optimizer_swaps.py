@@ -68,11 +68,10 @@ def schedule(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     if kind == "composer":
         # Composer asks before it counts a batch, and so twice for the first
         return {"schedulers": lambda state: float(int(state.timestamp.batch) == 0)}
-    inner = LambdaLR(optimizer, lambda k: SHAPE[min(3, k)])
+    scheduler: Any = LambdaLR(optimizer, lambda k: SHAPE[min(3, k)])
     if kind == "sequential":
-        later = LambdaLR(optimizer, lambda k: 0.0)
-        inner: Any = SequentialLR(optimizer, [LambdaLR(optimizer, lambda k: SHAPE[k]), later], [2])
-    return {"schedulers": inner, "step_schedulers_every_batch": True}
+        scheduler = SequentialLR(optimizer, [scheduler, LambdaLR(optimizer, lambda k: 0.0)], [2])
+    return {"schedulers": scheduler, "step_schedulers_every_batch": True}
 
 
 def run(algorithms: list[Any], kind: str = "composer", **kwargs: Any) -> tuple[Any, Watch]:
@@ -103,15 +102,16 @@ def test_groups_and_schedules_survive(case: Case, kind: str) -> None:
     assert [r[0] for r in seen.rates] == pytest.approx([2e-3 * factor for factor in shape])
     if "weights" in case.entry.same:
         assert_near(seen.weights[-1], expected.weights[-1], case.entry.dtype, "weights")
-    _check_effect(seen)
+    _check_effect(seen, case)
 
 
-def _check_effect(seen: Watch) -> None:
+def _check_effect(seen: Watch, case: Case) -> None:
     """The rates are those that the update uses: at 0 weights stand still, before that they do not."""
-    start = {f"model.{n}": p.detach() for n, p in tiny_bert().named_parameters()}
-    assert any((seen.weights[0][n].float() != w).any() for n, w in start.items())
-    assert any((seen.weights[1][n] != w).any() for n, w in seen.weights[0].items())
-    torch.testing.assert_close(seen.weights[3], seen.weights[1], rtol=0, atol=0)
+    moved = [(seen.weights[1][n] - w).abs().max() for n, w in seen.weights[0].items()]
+    assert max(moved) > 1e-4
+    low = case.entry.weight_dtype != torch.float32  # a compensation still owed may change the last bit
+    tolerance = {"rtol": 2**-7, "atol": 1e-6} if low else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(seen.weights[3], seen.weights[1], **tolerance)
 
 
 @every_optimizer

@@ -51,8 +51,9 @@ class HostAdamW(Optimizer):
                 loss = closure()
         chunks = list(self._chunks())
         self.copied_bytes = 2 * sum(p.nbytes for _, chunk in chunks for p in chunk)
-        for stream in {self._stream(p.device) for _, chunk in chunks for p in chunk} - {None}:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        for stream in {self._stream(chunk[0].device) for _, chunk in chunks}:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(stream.device))
         arrived = [self._fetch(chunk) for _, chunk in chunks]
         for (group, chunk), event in zip(chunks, arrived, strict=True):
             if event is not None:
@@ -111,7 +112,8 @@ class HostAdamW(Optimizer):
         adamw(
             [weight for weight, _ in hosts],
             [gradient for _, gradient in hosts],
-            *([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq")),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             [state["step"] for state in states],
             fused=True,
