@@ -1,4 +1,4 @@
-"""Fixtures: no network, two threads, a fresh compiler, and no test without a GPU where one is needed."""
+"""Fixtures: no network, one thread, a fresh compiler, and no test without a GPU where one is needed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test in a folder of its own, with nothing compiled and full float32 matmuls."""
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two tests run at a time
     torch.set_float32_matmul_precision("highest")
     yield
     torch._dynamo.reset()

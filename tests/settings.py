@@ -77,7 +77,7 @@ ENTRIES: dict[str, Entry] = {
         [BNB, {**BNB, "embeddings_32bit": False}],
         exactness="recipe",
         same=("logits", "gradients"),
-        loss_bound=0.05,
+        loss_bound=0.01,
         evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
         also=(
             Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits")),
@@ -134,7 +134,7 @@ ENTRIES: dict[str, Entry] = {
         [{"bits": 8, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
         exactness="recipe",
         same=("logits", "gradients"),
-        loss_bound=0.05,
+        loss_bound=0.01,
         evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
         also=(
             Entry(

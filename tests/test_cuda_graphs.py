@@ -217,6 +217,7 @@ def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> N
     assert technique.engaged is False
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
     assert torch.rand(3, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 @pytest.mark.gpu

@@ -170,6 +170,8 @@ def test_a_swap_that_something_undoes_is_noticed(case: Case, back: str) -> None:
 @every_swap
 def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -> None:
     """Composer files states by class name, and the techniques agree: only the state itself is AdamW's."""
+    if not case.entry.stock_checkpoint:
+        pytest.skip("torch itself refuses a state that lacks parameters")
     saving: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
     trainer = make_trainer(case.build_all(), save_folder=str(tmp_path), **saving)
     trainer.fit()

@@ -18,8 +18,8 @@ _FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsan
 
 def embedding_weights(model: nn.Module) -> list[nn.Parameter]:
     """The weights of all ``nn.Embedding`` modules, each once; a decoder tied to one of them is that weight."""
-    weights = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)]
-    return list({id(w): w for w in weights}.values())
+    embeddings: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    return list(dict.fromkeys(e.weight for e in embeddings))
 
 
 def state_bits(optimizer: Optimizer, parameter: Tensor) -> int | None:

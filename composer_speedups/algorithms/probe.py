@@ -57,11 +57,11 @@ _apart = CompileCounts(0, 0, 0, 0, 0.0)  # what counted_apart() has set aside
 def counted_apart() -> Iterator[None]:
     """Leave what is compiled in here out of :func:`compile_counts`: an optimizer's step is not the model."""
     global _apart
-    before = compile_counts()
+    before = compile_counts()  # less what was set aside until now
     try:
         yield
     finally:
-        _apart = CompileCounts(*map(sum, zip(_apart, compile_counts().since(before), strict=True)))
+        _apart = _all_counts().since(before)
 
 
 def compile_counts() -> CompileCounts:

@@ -11,6 +11,7 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from composer_speedups.algorithms.optimizer_evidence import state_tensors
 from composer_speedups.state import device_of, is_compiled
 
 __all__ = ["MemoryAnatomy"]
@@ -91,8 +92,7 @@ class MemoryAnatomy(Callback):
 
     def _end_batch(self, state: State, logger: Logger) -> None:
         self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
-        states = (s for o in state.optimizers for s in o.state.values())
-        tensors = (t for s in states for t in s.values() if isinstance(t, torch.Tensor))
+        tensors = (tensor for optimizer in state.optimizers for _, tensor in state_tensors(optimizer))
         self._put("optimizer", _bytes(t for t in tensors if t.device.type == device_of(state).type))
         self._put("peak", _peak(device_of(state)))
         logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})

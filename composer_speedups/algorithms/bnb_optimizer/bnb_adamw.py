@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["bnb_adamw", "forget_paged", "page_again", "paged_tensors"]
+__all__ = ["bnb_adamw", "page_again", "paged_tensors"]
 
 _PAGED = ("state1", "state2")
 _LEAST_PAGED = 100_000  # values; bitsandbytes leaves smaller tensors in GPU memory
@@ -34,15 +34,19 @@ def bnb_adamw(
 
     Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
     """
+    from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import AdamW, GlobalOptimManager
 
     # bitsandbytes keeps overrides by id() in one manager for the whole process, where they would outlive the
-    # run and hit whichever parameter gets that id next. This optimizer gets a manager of its own.
+    # run and hit whichever parameter gets that id next, and paged tensors in another one, which would keep
+    # them alive. This optimizer gets managers of its own.
     manager = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
     manager.override_config(list(full_precision), "optim_bits", 32)
+    pages = GlobalPageManager.__new__(GlobalPageManager)
+    pages.initialize()
     optimizer: Any = AdamW(list(groups), optim_bits=bits, min_8bit_size=min_8bit_size, is_paged=paged)
-    optimizer.mng = manager
+    optimizer.mng, optimizer.page_mng = manager, pages
     return optimizer
 
 
@@ -69,11 +73,3 @@ def page_again(optimizer: Any) -> int:
             state[name].copy_(loaded)
             moved += 1
     return moved
-
-
-def forget_paged(optimizer: Optimizer) -> None:
-    """Take the optimizer's tensors out of bitsandbytes' process-wide list of paged ones."""
-    ours = set(map(id, paged_tensors(optimizer)))
-    manager = getattr(optimizer, "page_mng", None)
-    if manager is not None and ours:
-        manager.paged_tensors[:] = [t for t in manager.paged_tensors if id(t) not in ours]

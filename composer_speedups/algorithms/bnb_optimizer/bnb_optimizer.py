@@ -10,7 +10,7 @@ from composer.core import State
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import bnb_adamw, forget_paged, page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import bnb_adamw, page_again, paged_tensors
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     apply_stable_embedding,
     folded_weights,
@@ -175,11 +175,6 @@ class BnbOptimizer(OptimizerSwapTechnique):
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
         return folded_weights(model_of(state).model, weights) if self.stable_embedding else weights
-
-    def close(self) -> None:
-        super().close()
-        if self._new is not None:
-            forget_paged(self._new)
 
 
 def _trained_norms(model: nn.Module, optimizer: Optimizer) -> list[str]:

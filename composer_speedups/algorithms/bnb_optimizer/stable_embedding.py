@@ -47,7 +47,8 @@ def apply_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
 
 
 def _word_embedding(model: nn.Module) -> nn.Module:
-    for module in model.modules():
+    modules: list[Any] = list(model.modules())
+    for module in modules:
         if hasattr(module, "get_input_embeddings"):
             try:
                 return module.get_input_embeddings()

@@ -119,7 +119,7 @@ class _Graph:
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
         buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
         try:
-            with _random_numbers_go_on(), warnings.catch_warnings():
+            with _undone_when_it_fails(), warnings.catch_warnings():
                 # torch's own warm-up keeps nodes of its stream alive while the capture runs on another.
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
                 # The cache of autocast would hand tensors of one replay to the next.
@@ -139,17 +139,18 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def _random_numbers_go_on() -> Iterator[None]:
-    """A capture that fails leaves the GPU's generator in its capturing state, in which nothing else can draw."""
+def _undone_when_it_fails() -> Iterator[None]:
+    """A capture that fails leaves its stream the current one, and the generator where nothing else can draw."""
     if not torch.cuda.is_available():
         yield
         return
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    before = generator.clone_state()
+    numbers, stream = generator.clone_state(), torch.cuda.current_stream()
     try:
         yield
     except BaseException:
-        generator.graphsafe_set_state(before)
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(numbers)
         raise
 
 

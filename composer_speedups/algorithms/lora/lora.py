@@ -109,6 +109,7 @@ class LoRA(Technique):
 
     name = "lora"
     stage = Stage.ADAPTERS
+    changes_structure = True
     clashes: ClassVar[dict[str, str]] = {
         "sparse_upcycling": "LoRA freezes the weights, and upcycling makes more of them to train"
     }
