@@ -33,7 +33,6 @@ PARTS = [
 
 FOR_A_TINY_MODEL_ON_THE_CPU = {
     'MixedPrecision("bf16")': 'MixedPrecision("bf16", allow_cpu=True)',
-    "OffloadedOptimizer()": "OffloadedOptimizer(allow_cpu=True)",
     "BnbOptimizer(bits=8)": "BnbOptimizer(bits=8, min_8bit_size=1024)",
     "Float8Linear()": "Float8Linear(emulate=True)",
     "OffloadedOptimizer()": "OffloadedOptimizer(allow_cpu=True)",
