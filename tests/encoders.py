@@ -26,7 +26,7 @@ HEADS = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelF
 def tiny_encoder(family: str, head: str = "classification", *, attention_dropout: float = 0.0) -> Any:
     """Two layers of 32 with eager attention, and weights large enough that a wrong mask shows."""
     torch.manual_seed(0)
-    shared: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 64}
+    shared: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 80}
     if family == "distilbert":
         sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "seq_classif_dropout": 0.0}
         config: Any = DistilBertConfig(**shared, **sizes, dropout=0.0, attention_dropout=attention_dropout)
