@@ -1,4 +1,4 @@
-"""CUDA graphs: what is captured, what is left to the original, and what is refused. Replays need a GPU."""
+"""CUDA graphs: what is captured, what is left to the original, and what is refused; test_cuda_graphs_gpu.py replays."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, apply_cuda_graphs
+from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.ordering import refuse_clashes, screen
 from composer_speedups.algorithms.requirements import Context
-from composer_speedups.errors import NotEngagedError, TechniqueError
-from tests.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
-from tests.reference.loop import gradients, train_plainly
+from composer_speedups.errors import TechniqueError
+from tests.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 
@@ -144,119 +144,3 @@ def test_a_compile_mode_with_graphs_of_its_own_clashes() -> None:
     with pytest.raises(TechniqueError, match=r"clashes with cuda_graphs: modes reduce-overhead.*capture graphs"):
         screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
     refuse_clashes([CUDAGraphs(), TorchCompile()])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("compiled", [False, True])
-def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
-    model, batches = tiny_bert(), plain_batches(6)
-    expected = train_plainly(model, batches)
-    technique = CUDAGraphs()
-    algorithms: list[Any] = [technique, SDPAAttention(), *([TorchCompile()] if compiled else [])]
-    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
-    trainer.fit()
-    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
-        "graphs": 1,
-        "replays": 5,
-        "eager_calls": 1,
-    }
-    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
-    assert_near(trained, expected.weights, what="weights")
-    trainer.close()
-    assert technique._calls is not None
-    assert technique._calls.graphs == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_dropout_differs_from_replay_to_replay_in_mixed_precision(dtype: Any) -> None:
-    one = plain_batches(1)[0]
-    losses: list[float] = []
-    technique = CUDAGraphs()
-    trainer = make_trainer(
-        [technique, MixedPrecision(dtype), SDPAAttention()],
-        model=tiny_bert(dropout=0.3),
-        batches=[one] * 6,
-        gpu=True,
-        optimizer=None,
-    )
-    for group in trainer.state.optimizers[0].param_groups:
-        group["lr"] = 0.0
-    composer_model: Any = trainer.state.model
-    original = composer_model.loss
-
-    def loss(outputs: Any, batch: Any) -> Any:
-        losses.append(float(original(outputs, batch).detach()))
-        return original(outputs, batch)
-
-    composer_model.loss = loss
-    trainer.fit()
-    trainer.close()
-    assert technique.evidence["replays"] == 5
-    assert len(set(losses)) == 6
-
-
-@pytest.mark.gpu
-def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
-    trainer = make_trainer([CUDAGraphs(), SDPAAttention()], gpu=True)
-    bert: Any = trainer.state.model.model
-    original = bert.bert.pooler.forward
-    bert.bert.pooler.forward = lambda hidden: original(hidden * float(hidden.abs().max().item() > -1))
-    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured"):
-        trainer.fit()
-    trainer.close()
-
-
-@pytest.mark.gpu
-def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> None:
-    technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
-    trainer = make_trainer([technique], model=model, batches=plain_batches(4), gpu=True)
-    with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
-        trainer.fit()
-    trainer.close()
-    assert technique.engaged is False
-    assert all(w.isfinite().all() for w in final_weights(trainer).values())
-    assert torch.rand(3, device="cuda").isfinite().all()
-    assert torch.cuda.current_stream() == torch.cuda.default_stream()
-
-
-@pytest.mark.gpu
-def test_a_model_called_past_its_forward_is_noticed() -> None:
-    technique = CUDAGraphs()
-    trainer = make_trainer([technique, SDPAAttention()], gpu=True)
-    composer_model: Any = trainer.state.model
-    composer_model.forward = composer_model.forward.original  # what replaced it was taken out again
-    with pytest.raises(NotEngagedError, match="no training batch replayed a graph"):
-        trainer.fit()
-    trainer.close()
-
-
-@pytest.mark.gpu
-def test_a_run_of_one_batch_is_too_short() -> None:
-    trainer = make_trainer([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
-    with pytest.raises(NotEngagedError, match=r"no training batch replayed a graph; train longer"):
-        trainer.fit()
-    trainer.close()
-
-
-@pytest.mark.gpu
-def test_eager_attention_is_refused_with_the_reason() -> None:
-    trainer = make_trainer([CUDAGraphs()], gpu=True)
-    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
-        trainer.fit()
-    trainer.close()
-
-
-@pytest.mark.gpu
-def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
-    reference, model = tiny_bert().cuda(), tiny_bert().cuda()
-    model.compile()
-    calls = apply_cuda_graphs(model)
-    assert apply_cuda_graphs(model) is calls
-    for seed in range(3):
-        one = {k: v.cuda() for k, v in batch([12, 7], seed=seed).items()}
-        for each in (reference, model):
-            each.zero_grad()
-            each(**one).loss.backward()
-        assert_near(gradients(model), gradients(reference))
-    assert (calls.graphs, calls.replays) == (1, 3)

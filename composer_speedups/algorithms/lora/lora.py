@@ -180,9 +180,13 @@ class LoRA(Technique):
         if left_out := _left_out(trained, state):
             raise self.not_engaged(f"the optimizer does not hold {left_out}", "leave its groups as they are after INIT")
         skipped = any(not bool(g.isfinite().all()) for g in gradients)  # fp16 skips a step that overflowed
-        if not moved and self._rate > 0 and not skipped:
-            raise self.not_engaged("the first step moved no adapter", "leave the optimizer as it is after INIT")
-        return {"adapters_with_gradient": len(gradients), "parameters_moved": len(moved), "base_unchanged": True}
+        evidence = {"adapters_with_gradient": len(gradients), "base_unchanged": True}
+        if not moved and self._rate == 0 and state.timestamp.batch.value <= 2:
+            self._before = before  # a warm-up begins at 0: look again at the end
+            return evidence
+        if not moved and not skipped and _peak_rate(state) > 0:
+            raise self.not_engaged("no step moved an adapter", "leave the optimizer as it is after INIT")
+        return {**evidence, "parameters_moved": len(moved)}
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
         """The adapters go to ``adapter/`` beside ``folder``; the merged weights are returned."""
@@ -209,6 +213,11 @@ def _matrix(layer: Any, which: str) -> nn.Module:
 def _sums(parameters: dict[str, Parameter]) -> dict[str, Tensor]:
     """A float64 sum each, which every update changes; weights changed through ``.data`` keep their version count."""
     return {name: p.sum(dtype=torch.float64) for name, p in parameters.items()}
+
+
+def _peak_rate(state: State) -> float:
+    groups = [group for optimizer in state.optimizers for group in optimizer.param_groups]
+    return max(float(group.get("initial_lr", group["lr"])) for group in groups)  # the latter may have decayed to 0
 
 
 def _left_out(trained: dict[str, Parameter], state: State) -> str | None:
