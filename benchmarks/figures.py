@@ -49,6 +49,8 @@ def _median(rows: Sequence[Row], name: str) -> float:
 
 
 def _spell(rates: Sequence[float]) -> str:
+    if len(rates) == 1:
+        return f"{rates[0]:,.0f}, one run"
     return f"{statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
 
 
@@ -68,7 +70,7 @@ def accuracy(table: str, only: Sequence[str] = ()) -> list[str]:
     for row in rows:
         arms.setdefault(row["arm"], {}).setdefault(row["seed"], []).extend(row["accuracy"]["runs"])
     timed = all(row["samples_per_sec"] for row in rows)
-    seeds = sorted({seed for by_seed in arms.values() for seed in by_seed})
+    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in arms.values())))  # means of the same seeds compare
     lines = [
         f"| arm | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |{' samples/s |' if timed else ''}",
         "|---" * (len(seeds) + 2 + timed) + "|",
@@ -90,6 +92,8 @@ def effect(table: str, arm: str, before: str) -> list[str]:
     compared: list[Row] = []
     for batch in sorted({row["data.batch_size"] for row in rows}):
         calls = {row["call"] for row in _find(rows, arm, batch)} & {row["call"] for row in _find(rows, before, batch)}
+        if not calls:
+            continue
         old, new = ([row for row in _find(rows, name, batch) if row["call"] in calls] for name in (before, arm))
         compared += old + new
         lines.append(
@@ -126,6 +130,9 @@ def summary(table: str) -> list[str]:
         cells, warmup = [], 0.0
         for batch in batches:
             found = [row for row in _find(rows, arm, batch) if row["samples_per_sec"]]
+            if not found:
+                cells.append("– | – | –")
+                continue
             rate, peak = (_median(found, name) for name in ("samples_per_sec", "peak_memory_gib"))
             cells.append(f"{rate:,.0f} | {_ratio(rows, arm, arms[0], batch):.2f} | {peak:.1f}")
             warmup = max(warmup, _median(found, "warmup_seconds"))

@@ -104,8 +104,8 @@ def test_it_matches_init_and_not_every_event(case: Case) -> None:
     assert matched < set(Event)
     assert Event.BATCH_END in matched
     trainer.fit()
-    assert not technique.match(Event.BEFORE_FORWARD, trainer.state), "done after the first batch"
-    assert not technique.match(Event.BATCH_END, trainer.state)
+    after = {event for event in Event if technique.match(event, trainer.state)}
+    assert after < matched, "less to do after the first batch"
     trainer.close()
 
 
