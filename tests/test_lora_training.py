@@ -75,14 +75,28 @@ def test_a_weight_decayed_behind_our_back_is_noticed() -> None:
         sabotaged(decay)
 
 
-def test_a_first_step_with_a_rate_of_zero_is_no_failure() -> None:
+@pytest.mark.parametrize("undone", [False, True])
+def test_after_a_first_step_at_a_rate_of_zero_the_end_of_the_run_decides(undone: bool) -> None:
+    """A warm-up begins at 0, where no step can move anything."""
     technique = LoRA()
     trainer = make_trainer([technique])
-    for group in trainer.state.optimizers[0].param_groups:
-        group["lr"] = group["initial_lr"] = 0.0
-    trainer.fit()
+    optimizer = trainer.state.optimizers[0]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0  # the schedule sets it anew from the second batch on
+    if undone:
+        before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+
+        def put_back(*_: Any) -> None:
+            for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
+                p.data.copy_(old)
+
+        optimizer.register_step_post_hook(put_back)
+        with pytest.raises(NotEngagedError, match="no step moved an adapter"):
+            trainer.fit()
+    else:
+        trainer.fit()
+        assert (technique.evidence["parameters_moved"], technique.evidence["adapters_with_gradient"]) == (10, 4)
     trainer.close()
-    assert (technique.evidence["parameters_moved"], technique.evidence["adapters_with_gradient"]) == (0, 4)
 
 
 def test_a_torch_scheduler_goes_on_with_the_groups_it_knows() -> None:
