@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, apply_cuda_graphs
 from composer_speedups.errors import NotEngagedError, TechniqueError
@@ -118,7 +119,7 @@ def test_eager_attention_is_refused_with_the_reason() -> None:
 
 @pytest.mark.gpu
 def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
-    reference, model = tiny_bert().cuda(), tiny_bert().cuda()
+    reference, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
     model.compile()
     calls = apply_cuda_graphs(model)
     assert apply_cuda_graphs(model) is calls

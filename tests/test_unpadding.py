@@ -17,7 +17,8 @@ from composer_speedups.algorithms.unpadding.attention import unpadded_attention
 from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.algorithms.unpadding.plan import make_plan
 from tests.common import batch, tiny_bert
-from tests.encoders import FAMILIES, HEADS, masked_batch, random_masks, real_logits, tiny_encoder
+from tests.masks import masked_batch, random_masks, real_logits
+from tests.models import FAMILIES, HEADS, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -30,7 +31,7 @@ def _one_thread() -> None:
 
 def pair(family: str, head: str = "classification", multiple: int = 8) -> tuple[Any, Any]:
     """An untouched model and an unpadded one with the same weights."""
-    reference = tiny_encoder(family, head)
+    reference = tiny_model(family, head)
     model = copy.deepcopy(reference)
     assert len(apply_unpadding(model, multiple)) == 1
     return reference, model
@@ -167,7 +168,7 @@ def test_another_attention_set_later_is_the_stock_model_again() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_attention_drops_weights_in_training_only(family: str) -> None:
-    model = tiny_encoder(family, attention_dropout=0.5)
+    model = tiny_model(family, attention_dropout=0.5)
     apply_unpadding(model)
     inputs = batch([6, 9, 12])
     assert not torch.equal(model.train()(**inputs).logits, model(**inputs).logits)

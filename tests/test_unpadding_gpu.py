@@ -17,7 +17,8 @@ from composer_speedups.algorithms.unpadding import plan_unpadding
 from composer_speedups.algorithms.unpadding.attention import FLASH, operators_among
 from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
 from tests.common import Batch, batch, make_trainer, tiny_bert
-from tests.encoders import FAMILIES, HEADS, masked_batch, random_masks, real_logits, tiny_encoder
+from tests.masks import masked_batch, random_masks, real_logits
+from tests.models import FAMILIES, HEADS, tiny_model
 from tests.reference.loop import gradients
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str, head: str) -> None:
     """Over random masks, logits and gradients in bf16 stray from float32 no further than the padded model's."""
-    padded = tiny_encoder(family, head).cuda()
+    padded = tiny_model(family, head).cuda()
     unpadded = copy.deepcopy(padded)
     apply_unpadding(unpadded)
     exact, padded_bf16, unpadded_bf16 = [], [], []
@@ -66,7 +67,7 @@ def _distance(actual: Tensor, expected: Tensor) -> float:
 
 
 def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:
-    model = tiny_encoder("bert", attention_dropout=0.5).cuda().train()
+    model = tiny_model("bert", attention_dropout=0.5).cuda().train()
     apply_unpadding(model)
     inputs = {k: v.cuda() for k, v in batch([6, 9, 12]).items()}
     with torch.autocast("cuda", torch.bfloat16):
@@ -76,7 +77,7 @@ def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:
 
 
 def test_a_batch_of_nothing_but_padding_gives_no_nan_on_the_flash_kernel() -> None:
-    model = tiny_encoder("bert", "mlm").cuda()
+    model = tiny_model("bert", "mlm").cuda()
     apply_unpadding(model)
     inputs = {k: v.cuda() for k, v in masked_batch(torch.zeros(3, 5, dtype=torch.long), "mlm").items()}
     with torch.autocast("cuda", torch.bfloat16):

@@ -10,7 +10,7 @@ from torch import nn
 
 from composer_speedups.algorithms.unpadding.attention import takes_flash, unpadded_attention
 from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
-from tests.encoders import random_masks
+from tests.masks import random_masks
 
 
 def test_a_plan_by_hand() -> None:

@@ -24,8 +24,9 @@ from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unp
 from composer_speedups.errors import NotEngagedError, TechniqueError
 from tests.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
 from tests.conftest import ROOT
-from tests.encoders import masked_batch, tiny_encoder
 from tests.jobs import SHORT
+from tests.masks import masked_batch
+from tests.models import tiny_model
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -119,7 +120,7 @@ def test_rows_that_begin_with_padding_stop_a_classifier_and_not_a_masked_lm() ->
     with pytest.raises(NotEngagedError, match=r"rows begin with padding.*pad on the right"):
         fit(Unpadding(), batches=[left])
     technique = Unpadding()
-    fit(technique, model=tiny_encoder("bert", "mlm"), batches=[masked_batch(left["attention_mask"], "mlm")])
+    fit(technique, model=tiny_model("bert", "mlm"), batches=[masked_batch(left["attention_mask"], "mlm")])
     assert technique.engaged
     later = Unpadding()
     fit(later, batches=[batch([3, 4]), left])  # a later batch runs padded, and right

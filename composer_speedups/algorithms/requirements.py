@@ -39,7 +39,7 @@ class Context:
     precision: str = "fp32"
     techniques: frozenset[str] = frozenset()
     ranks: int = 1
-    microbatch_size: int | str | None = None
+    microbatch_size: int | float | str | None = None
 
     @classmethod
     def of(cls, state: State) -> Context:

@@ -113,7 +113,7 @@ class CUDAGraphs(Technique):
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BEFORE_FORWARD and self.engaged:
             # What is left of the last backward pass belongs to the main stream, where nothing can be captured.
-            state.outputs, state.loss = None, None
+            state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
         self._ended = event == Event.FIT_END
         super().apply(event, state, logger)
 

@@ -1,4 +1,4 @@
-"""Tiny models of each family that unpadding knows, and masks of every kind."""
+"""Masks of every kind, and batches and logits to go with them."""
 
 from __future__ import annotations
 
@@ -6,37 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    BertConfig,
-    DistilBertConfig,
-    ElectraConfig,
-    RobertaConfig,
-)
 
 from tests.common import VOCABULARY, Batch
 
-__all__ = ["FAMILIES", "HEADS", "masked_batch", "random_masks", "real_logits", "tiny_encoder"]
-
-FAMILIES = ["bert", "roberta", "electra", "distilbert"]
-HEADS = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
-
-
-def tiny_encoder(family: str, head: str = "classification", *, attention_dropout: float = 0.0) -> Any:
-    """Two layers of 32 with eager attention, and weights large enough that a wrong mask shows."""
-    torch.manual_seed(0)
-    shared: dict[str, Any] = {"vocab_size": VOCABULARY, "initializer_range": 0.2, "max_position_embeddings": 80}
-    if family == "distilbert":
-        sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, "seq_classif_dropout": 0.0}
-        config: Any = DistilBertConfig(**shared, **sizes, dropout=0.0, attention_dropout=attention_dropout)
-    else:
-        shared |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
-        shared |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": attention_dropout}
-        if family == "electra":
-            shared["embedding_size"] = 16
-        config = {"bert": BertConfig, "roberta": RobertaConfig, "electra": ElectraConfig}[family](**shared)
-    return HEADS[head].from_config(config, attn_implementation="eager")
+__all__ = ["masked_batch", "random_masks", "real_logits"]
 
 
 def random_masks(count: int, *, seed: int = 0, widest: int = 17) -> list[Tensor]:
