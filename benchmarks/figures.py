@@ -15,7 +15,8 @@ Row = dict[str, Any]
 
 
 def _rows(table: str) -> list[Row]:
-    return [json.loads(line) for line in (RESULTS / f"{table}.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (RESULTS / f"{table}.jsonl").read_text().splitlines()]
+    return [row for row in rows if row["environment"]]  # a row of failed runs alone has none
 
 
 def ladder() -> list[str]:

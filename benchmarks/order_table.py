@@ -9,7 +9,7 @@ from composer_speedups.algorithms.ordering import Stage
 from composer_speedups.algorithms.registry import technique_class
 from composer_speedups.algorithms.technique import Technique
 
-__all__ = ["order_table"]
+__all__ = ["clashes_of", "order_table"]
 
 _STAGES = {
     Stage.FLAGS: "process-wide flags and precision",
@@ -43,3 +43,14 @@ def order_table() -> list[str]:
 def _reason(one: type[Technique], other: type[Technique]) -> str | None:
     always = one.clashes.get(other.name) or other.clashes.get(one.name)
     return always or one.clashes_with_settings.get(other.name) or other.clashes_with_settings.get(one.name)
+
+
+def clashes_of(name: str) -> list[str]:
+    """The lines of a card's section: every technique that this one cannot go with, and why."""
+    one = technique_class(name)
+    others = [technique_class(other) for other in technique_names() if other != name]
+    lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
+    same = [f"`{other.name}`" for other in others if one.slot is not None and other.slot == one.slot]
+    if same:
+        lines.append(f"- {', '.join(same)}: each sets the {one.slot}")
+    return lines or ["None."]

@@ -3,6 +3,7 @@
 A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``:
 
 - ``order``: the order of techniques and their clashes, from the code;
+- ``clashes NAME``: what one technique cannot go with, from the code;
 - ``ladder``: the whole first table;
 - ``summary TABLE``: every arm of a table beside its first one;
 - ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figures import accuracy, effect, ladder, summary
-from benchmarks.order_table import order_table
+from benchmarks.order_table import clashes_of, order_table
 
 __all__ = ["documents", "render"]
 
@@ -39,6 +40,8 @@ def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
     if kind == "order":
         return "\n".join(order_table())
+    if kind == "clashes":
+        return "\n".join(clashes_of(rest))
     if kind == "ladder":
         return "\n".join(ladder())
     table, _, names = rest.partition(" ")

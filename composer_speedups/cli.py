@@ -30,7 +30,7 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """A user's mistake becomes one line on stderr and exit status 2; a technique failing in mid-run, 1.
+    """A user's mistake becomes one line on stderr and exit status 2; a technique that had no effect, 1.
 
     Any other exception keeps its traceback and Python's status 1.
     """

@@ -38,7 +38,7 @@ def export_model(state: State, folder: Path) -> Path:
     if dist.get_global_rank() == 0:
         weights = wrapped.model.state_dict() if weights is None else weights
         for technique in techniques_of(state.algorithms):
-            if technique.engaged:
+            if technique.applied:
                 weights = technique.export(state, weights, folder)
         with replace_folder(folder) as partial:
             wrapped.model.save_pretrained(str(partial), state_dict=weights)

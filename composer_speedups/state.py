@@ -8,7 +8,7 @@ import torch
 from composer.core import State
 from composer.devices import Device
 
-__all__ = ["device_of", "is_compiled", "model_of", "torch_device"]
+__all__ = ["compute_dtype", "device_of", "is_compiled", "model_of", "torch_device"]
 
 
 def torch_device(device: Device) -> torch.device:
@@ -26,6 +26,15 @@ def device_of(state: State) -> torch.device:
 def model_of(state: State) -> Any:
     """The ComposerModel, out of its DistributedDataParallel wrapper where it has one."""
     return state.model.module if state.is_model_ddp else state.model
+
+
+def compute_dtype(state: State) -> torch.dtype:
+    """What a matmul of the model computes in: autocast's dtype, or that of its weights; call it under autocast."""
+    kind = device_of(state).type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    dtypes = (p.dtype for p in state.model.parameters() if p.is_floating_point())
+    return next(dtypes, torch.float32)
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

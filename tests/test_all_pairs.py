@@ -134,8 +134,9 @@ def test_techniques_engage_in_the_stated_order_without_passes() -> None:
 def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> None:
     clipping = GradientClipping("norm", clipping_threshold=1.0)
     fused, sdpa = FusedOptimizer(), SDPAAttention()
-    for event in (Event.INIT, Event.AFTER_LOAD):
+    for event in (Event.INIT, Event.AFTER_LOAD, Event.BEFORE_FORWARD):
         assert list(sort_techniques([fused, clipping, sdpa], event)) == [sdpa, clipping, fused]
+    assert list(sort_techniques([fused, clipping, sdpa], Event.AFTER_FORWARD)) == [fused, clipping, sdpa]
     assert [t.stage for t in techniques_of([fused, clipping, sdpa])] == [Stage.SURGERY, Stage.OPTIMIZER]
 
 

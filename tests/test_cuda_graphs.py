@@ -26,6 +26,53 @@ def pretend(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: boo
     return flat
 
 
+def replay(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool) -> Any:
+    """In place of a capture, with what makes real ones dangerous: every backward pass writes to the same buffers."""
+    parameters = tuple(flat.parameters())
+    buffers = [torch.zeros_like(p) for p in parameters]
+
+    class Replay(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+            with torch.enable_grad():
+                ctx.outputs = flat(*inputs[: len(static)])
+            return tuple(o.detach() for o in ctx.outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+            found = torch.autograd.grad(ctx.outputs, parameters, gradients, allow_unused=allow_unused_input)
+            for buffer, gradient in zip(buffers, found, strict=True):
+                buffer.copy_(gradient)
+            return (*(None for _ in static), *(buffer.detach() for buffer in buffers))
+
+    return lambda *tensors: Replay.apply(*tensors, *parameters)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_several_calls_add_up(set_to_none: bool) -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    calls = GraphedCalls(model, model.forward, 2, capture=replay)
+    calls.install("forward")
+    for step in range(2):
+        for each in (reference, model):
+            each.zero_grad(set_to_none=set_to_none)
+            for seed in range(3):
+                each(**batch([5, 4], seed=10 * step + seed)).loss.backward()
+        assert_near(gradients(model), gradients(reference))
+    assert (calls.graphs, calls.replays) == (1, 6)
+
+
+def test_a_released_model_is_its_own_again() -> None:
+    model = tiny_bert()
+    original = model.forward
+    calls = GraphedCalls(model, original, 2, capture=pretend)
+    calls.install("forward")
+    model(**batch([4, 4]))
+    calls.release()
+    assert model.forward == original
+    assert calls.graphs == 0
+
+
 def graphed(model: Any, max_graphs: int = 2) -> GraphedCalls:
     calls = GraphedCalls(model, model.forward, max_graphs, capture=pretend)
     model.forward = calls

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Literal
 
 import torch
-from composer.core import State
+from composer.core import Precision, State
 
 from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
@@ -44,8 +44,7 @@ def set_implementation(optimizer: torch.optim.Optimizer, implementation: Impleme
     before = sorted({_implementation(group) for group in optimizer.param_groups})
     for group in [*optimizer.param_groups, optimizer.defaults]:
         group["foreach"], group["fused"] = implementation == "foreach", implementation == "fused"
-    if implementation == "fused":
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # torch's own constructor does
+    optimizer._step_supports_amp_scaling = implementation == "fused"  # type: ignore[attr-defined]  # as torch's own does
     _move_step_counts(optimizer, fused=implementation == "fused")
     return {"optimizer": name, "groups": len(optimizer.param_groups), "before": before}
 
@@ -125,8 +124,10 @@ class OptimizerFlagTechnique(Technique):
             self._recording, self._recorded = False, True
 
     def verify(self, state: State) -> dict[str, Any]:
-        if not self._recorded:  # fp16 skips steps whose gradients overflowed
-            return {}
+        if not self._recorded:
+            if state.precision == Precision.AMP_FP16:  # it skips steps whose gradients overflowed
+                return {}
+            raise self.not_engaged("the optimizer it changed never stepped", "leave state.optimizers after INIT")
         for hook in self._hooks:
             hook.remove()
         ran = {name: n for name, n in self._recorder.counts.items() if name.startswith(self.operator)}
@@ -138,3 +139,6 @@ class OptimizerFlagTechnique(Technique):
 
     def close(self) -> None:
         self._after_step()  # a step that raised left the recorder on
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

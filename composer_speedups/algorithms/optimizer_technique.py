@@ -69,7 +69,7 @@ class OptimizerSwapTechnique(Technique):
             new = self.swap(state)
         except UnfitOptimizerError as error:
             raise TechniqueError(self.name, error.reason, f"{error.fix}, or take it out") from error
-        if new is not old:
+        if self._new is not new:  # engaging twice finds it swapped
             self._old, self._new, self._label = old, new, label_of(new) or ""
             self._watch, self._old_watch = StepWatch(new), StepWatch(old)
             state.optimizers = new
@@ -110,7 +110,7 @@ class OptimizerSwapTechnique(Technique):
         fix = "leave state.optimizers as it is after INIT"
         if self._new is None or self._old is None:
             raise self.not_engaged("the optimizer was not swapped", "build the Trainer with torch.optim.AdamW")
-        if self._old_watch.steps:
+        if self._old_watch.steps and self._old is not self._new:  # the same: swapped earlier
             raise self.not_engaged("the optimizer that it replaced is the one that steps", fix)
         if not self._watch.steps:
             if state.precision.value == "amp_fp16":  # steps whose gradients overflowed are skipped
@@ -124,3 +124,8 @@ class OptimizerSwapTechnique(Technique):
         evidence["state_dtypes"] = state_dtypes(self._new)
         evidence["state_bytes"] = state_bytes(self._new)
         return evidence | self.effect(self._new, state)
+
+    def close(self) -> None:
+        if self._new is not None:
+            self._watch.remove()
+            self._old_watch.remove()

@@ -45,8 +45,10 @@ def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
 
 def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
     """Composer pass: the techniques in their one order, in the places that techniques held before."""
-    del event  # the same order at every event, Composer's reversal of AFTER_* included
-    ordered = iter(techniques_of(algorithms))
+    techniques = techniques_of(algorithms)
+    if event.name.startswith("AFTER_") and event != Event.AFTER_LOAD:
+        techniques.reverse()  # what was opened last before is closed first after, as Composer does it
+    ordered = iter(techniques)
     ours = set(map(id, techniques_of(algorithms)))
     return [next(ordered) if id(a) in ours else a for a in algorithms]
 
@@ -104,7 +106,7 @@ def engage_all(state: State) -> None:
         if technique.engaged is None:
             try:
                 technique.evidence.update(technique.engage(state))
-                technique.engaged = True
+                technique.engaged = technique.applied = True
             except TechniqueError as error:
                 technique.unavailable(error)
 

@@ -35,6 +35,7 @@ class Technique(Algorithm):
 
     Attributes:
         engaged: None before INIT, then whether the technique is in force.
+        applied: Whether it changed the run at INIT; stays True when it later turns out to have had no effect.
         evidence: What was replaced, seen or counted; goes to report.json.
     """
 
@@ -50,6 +51,7 @@ class Technique(Algorithm):
             raise ValueError(f"on_unavailable must be 'stop' or 'warn', not {on_unavailable!r}")
         self.on_unavailable = on_unavailable
         self.engaged: bool | None = None
+        self.applied = False
         self.evidence: dict[str, Any] = {}
         self.peers: list[str] = []
         self._verified = False
@@ -135,7 +137,8 @@ class Technique(Algorithm):
         if self.on_unavailable == "stop":
             raise error
         if self.engaged is not False:
-            warnings.warn(f"going on without {error}", UserWarning, stacklevel=3)
+            going_on = "although" if isinstance(error, NotEngagedError) else "without"
+            warnings.warn(f"going on {going_on} {error}", UserWarning, stacklevel=3)
         self.engaged = False
         self.evidence = {"unavailable": error.reason, "fix": error.fix}
 

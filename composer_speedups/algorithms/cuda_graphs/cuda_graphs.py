@@ -45,7 +45,8 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
     current = getattr(model, attribute)
     if not isinstance(current, GraphedCalls):
         current = GraphedCalls(model, current, max_graphs)
-        setattr(model, attribute, current)
+        current.install(attribute)
+    current.max_graphs = max_graphs
     return current
 
 

@@ -47,6 +47,8 @@ class GraphedCalls:
     ) -> None:
         self.model, self.original, self.max_graphs, self._capture = model, original, max_graphs, capture
         self._graphs: dict[Hashable, _Graph] = {}
+        self._owned: dict[nn.Parameter, int] = {}  # where gradients are that lie in no graph's buffers
+        self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
         self.on_failure: Callable[[CaptureError], None] = _raise
 
@@ -76,11 +78,31 @@ class GraphedCalls:
                 self.eager_calls += 1
                 return self.original(*args, **kwargs)
         self.replays += 1
+        self._own_gradients()
         return self._graphs[key](leaves)
 
+    def _own_gradients(self) -> None:
+        """Take gradients that wait to be added to out of the graphs' buffers.
+
+        autograd makes the buffer of a backward graph itself the parameter's gradient, and the next replay would
+        write over what earlier micro-batches left there.
+        """
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and self._owned.get(parameter) != parameter.grad.data_ptr():
+                parameter.grad = parameter.grad.clone()
+                self._owned[parameter] = parameter.grad.data_ptr()
+
+    def install(self, attribute: str) -> None:
+        """Become ``model.<attribute>``."""
+        setattr(self.model, attribute, self)
+        self._attribute = attribute
+
     def release(self) -> None:
-        """Drop the graphs and their memory, and capture no more."""
+        """Give the model its original function back, drop the graphs and their memory, and capture no more."""
+        if self._attribute is not None and getattr(self.model, self._attribute) is self:
+            setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
+        self._owned.clear()
         self.max_graphs = 0
 
 

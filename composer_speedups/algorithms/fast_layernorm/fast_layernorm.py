@@ -143,7 +143,7 @@ class FastLayerNorm(Technique):
             try:
                 apply_fast_layernorm(state.model, state.optimizers, self.implementation)
             except ValueError as error:
-                raise TechniqueError(self.name, str(error), "or take it out") from error
+                raise TechniqueError(self.name, str(error), "take it out for this model") from error
         modules, left = self._modules(state), _left_alone(state.model)
         if not modules:
             reason = f" that fits: {_unfit(self.implementation)}" if left else ""

@@ -126,7 +126,7 @@ class Float8Linear(Technique):
     name = "float8_linear"
     stage = Stage.SURGERY
     clashes: ClassVar[dict[str, str]] = {
-        "kahan_optimizer": "it trains in pure bf16 without autocast, and float8_linear takes the autocast dtype",
+        "kahan_optimizer": "kahan_optimizer trains without autocast, whose dtype float8_linear takes",
     }
 
     def __init__(
@@ -160,7 +160,7 @@ class Float8Linear(Technique):
         try:
             apply_float8_linear(state.model, self.recipe, self.min_features, self.emulate)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "or take it out") from error
+            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         modules = len(_converted(state.model))
         if modules == 0:
             raise TechniqueError(
@@ -179,7 +179,7 @@ class Float8Linear(Technique):
         if event == Event.BEFORE_FORWARD:
             if not self._operators:
                 self._note(self._probe(state), "probe")
-            if not is_compiled(state.model):
+            if self._recorder is None and not is_compiled(state.model):
                 self._recorder = _modules().Float8Recorder()
                 self._recorder.__enter__()
         elif self._recorder is not None:
@@ -201,6 +201,8 @@ class Float8Linear(Technique):
             with get_precision_context(state.precision, state.precision_config), torch.enable_grad(), recorder:
                 output = type(module).forward(module, sample)  # the module's own hooks are not called
                 torch.autograd.grad(output.float().sum(), wanted)
+        except torch.OutOfMemoryError:
+            raise  # Composer's automatic micro-batches want to see it
         except RuntimeError as error:
             raise TechniqueError(
                 self.name,

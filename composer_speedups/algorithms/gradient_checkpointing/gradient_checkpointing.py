@@ -79,7 +79,7 @@ class GradientCheckpointing(Technique):
         try:
             apply_gradient_checkpointing(state.model, self.every)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "or take it out") from error
+            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         return {"blocks": sum(is_checkpointed(module) for module in model_of(state).modules())}
 
     def observe(self, event: Event, state: State) -> None:

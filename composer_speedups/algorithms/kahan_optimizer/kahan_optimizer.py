@@ -91,8 +91,8 @@ class KahanOptimizer(OptimizerSwapTechnique):
     name = "kahan_optimizer"
     must_move = False  # updates smaller than a bfloat16 step wait in the compensation
     clashes: ClassVar[dict[str, str]] = {
-        "mixed_precision": "it makes the weights bfloat16, and autocast has nothing left to lower",
-        "tf32_matmul": "it makes the weights bfloat16, and no float32 matmul is left",
+        "mixed_precision": "kahan_optimizer makes the weights bfloat16, and autocast has nothing left to lower",
+        "tf32_matmul": "kahan_optimizer makes the weights bfloat16, and no float32 matmul is left",
     }
 
     def requirements(self, context: Context) -> Iterable[Requirement]:

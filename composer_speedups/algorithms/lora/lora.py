@@ -141,7 +141,7 @@ class LoRA(Technique):
         try:
             apply_lora(state.model, state.optimizers, *settings)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "or take it out") from error
+            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         inner = host(state.model)
         trained, frozen = _split(inner)
         return {

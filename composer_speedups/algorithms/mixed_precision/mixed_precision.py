@@ -109,13 +109,16 @@ class MixedPrecision(Technique):
         """Collect the dtypes of the model's outputs, and in eager mode those of its first Linear."""
         if event == Event.BEFORE_FORWARD:
             linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
-            if linear is not None and not is_compiled(state.model):  # a hook would stay in a compiled graph
+            if self._hook is None and linear is not None and not is_compiled(state.model):  # or it stays in its graph
                 self._hook = linear.register_forward_hook(lambda _m, _i, out: self._note(out))
         else:
             self._note(state.outputs)
-            if self._hook is not None:
-                self._hook.remove()
-                self._hook = None
+            self.close()
+
+    def close(self) -> None:
+        if self._hook is not None:  # also after a forward pass that raised
+            self._hook.remove()
+            self._hook = None
 
     def _note(self, outputs: Any) -> None:
         values = outputs.values() if isinstance(outputs, Mapping) else outputs

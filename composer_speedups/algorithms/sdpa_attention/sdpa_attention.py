@@ -20,7 +20,7 @@ from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
-from composer_speedups.state import device_of, is_compiled
+from composer_speedups.state import compute_dtype, device_of, is_compiled
 
 __all__ = ["SDPAAttention", "apply_sdpa_attention"]
 
@@ -146,6 +146,8 @@ class SDPAAttention(Technique):
         if event == Event.BEFORE_FORWARD and self._kernel is None:
             try:
                 self._kernel = self._kernel_for(state)
+            except torch.OutOfMemoryError:
+                raise  # Composer's automatic micro-batches want to see it
             except RuntimeError as error:
                 raise TechniqueError(
                     self.name,
@@ -185,8 +187,7 @@ class SDPAAttention(Technique):
         recorder = OperatorRecorder()
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), get_precision_context(state.precision, state.precision_config):
-            dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-            query = torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
+            query = torch.randn(shape, device=device, dtype=compute_dtype(state), requires_grad=True)
             with recorder:
                 function(attention, query, query, query, mask, dropout=_attention_dropout(config))
         return _kernel_among(recorder)

@@ -135,7 +135,7 @@ class SparseUpcycling(Technique):
         try:
             apply_sparse_upcycling(state.model, state.optimizers, self.experts, self.every, self.top_k)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "or take it out") from error
+            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         return {
             "layers": len(sparse_layers(state.model)),
             "experts": self.experts,

@@ -144,7 +144,7 @@ class TorchCompile(Technique):
         try:
             apply_torch_compile(state.model, self.scope, self.backend, self.mode, self.dynamic)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "or take it out") from error
+            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         return {"scope": self.scope, "backend": self.backend}
 
     def verify(self, state: State) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.unpadding.attention import operators_among, unpadded_attention
 from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
 from composer_speedups.algorithms.unpadding.plan import Plan, make_plan
-from composer_speedups.state import device_of, is_compiled
+from composer_speedups.state import compute_dtype, device_of, is_compiled
 
 __all__ = ["FirstForward"]
 
@@ -106,9 +106,8 @@ def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
     plan = make_plan(torch.ones(2, 4, dtype=torch.bool, device=device), 8)
     recorder = OperatorRecorder()
     with torch.no_grad(), get_precision_context(state.precision, state.precision_config):
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
         shape = (1, heads, len(plan.indices_T), config.hidden_size // heads)
-        query = torch.ones(shape, device=device, dtype=dtype)
+        query = torch.ones(shape, device=device, dtype=compute_dtype(state))
         with recorder:
             unpadded_attention(encoder, query, query, query, None, unpadding=plan)
     return operators_among(recorder.counts)

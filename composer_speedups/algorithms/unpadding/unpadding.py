@@ -68,6 +68,10 @@ class Unpadding(Technique):
         "cuda_graphs": "the number of real tokens changes with every batch, and a graph has fixed shapes",
     }
 
+    clashes_with_settings: ClassVar[dict[str, str]] = {
+        "torch_compile": "dynamic: false and modes that capture graphs begin anew with every number of tokens"
+    }
+
     def __init__(self, pad_to_multiple_of: int = 64, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
         if pad_to_multiple_of < 1:
@@ -76,6 +80,11 @@ class Unpadding(Technique):
         self._encoders: list[UnpaddedEncoder] = []
         self._first = FirstForward()
         self._tokens = self._slots = self._padded = 0  # of all training batches
+
+    def clash(self, other: Technique) -> str | None:
+        if getattr(other, "makes_graphs", False) or getattr(other, "dynamic", None) is False:
+            return self.clashes_with_settings[other.name]
+        return super().clash(other)
 
     def engage(self, state: State) -> dict[str, Any]:
         try:
