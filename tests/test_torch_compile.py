@@ -131,8 +131,7 @@ def test_a_second_trainer_may_reuse_what_the_first_compiled() -> None:
         assert technique.evidence["graphs"] > 0 or technique.evidence["reused_from_this_process"]
 
 
-@pytest.mark.pins
-def test_a_run_without_a_compiled_graph_stops() -> None:
+def test_a_run_without_a_compiled_graph_stops() -> None:  # not in pins: torch 2.7 would compile nothing afterwards
     technique = TorchCompile(backend="aot_eager")
     trainer = make_trainer([technique])
     with (
