@@ -30,10 +30,11 @@ class Stage(IntEnum):
 
     FLAGS = 0  # process-wide flags and precision
     SURGERY = 1  # modules replaced
-    ADAPTERS = 2  # parameters frozen or added
-    OPTIMIZER = 3  # sees the final parameters
-    COMPILE = 4  # sees the final modules
-    GRAPHS = 5  # captures the final step
+    KERNELS = 2  # layers computed by kernels that build on what surgery did
+    ADAPTERS = 3  # parameters frozen or added
+    OPTIMIZER = 4  # sees the final parameters
+    COMPILE = 5  # sees the final modules
+    GRAPHS = 6  # captures the final step
 
 
 def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:

@@ -1,0 +1,144 @@
+"""Each encoder layer as one autograd function with fused kernels, on packed tokens."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from composer.core import State
+from torch import nn
+from transformers import PreTrainedModel
+
+from composer_speedups.algorithms.fused_layers.families import FAMILIES, FusedLayer
+from composer_speedups.algorithms.requirements import Context, Requirement, needs_autocast, needs_cuda
+from composer_speedups.algorithms.surgery import swap_class
+from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.errors import TechniqueError
+
+__all__ = ["FusedLayers", "apply_fused_layers"]
+
+_OWN = "fused_layers computes the whole layer itself"
+_SIZES = (16, 32, 64, 128)
+# Their heads read the first token of each row, and nothing else of the last layer.
+_FIRST_TOKEN_HEADS = {
+    f"{family}ForSequenceClassification" for family in ("Bert", "Roberta", "Electra", "DistilBert")
+}
+
+
+def apply_fused_layers(model: nn.Module, last_layer: str = "needed") -> list[str]:
+    """Make the encoder layers of an unpadded model compute with fused kernels.
+
+    Args:
+        model: What :func:`apply_unpadding` changed; changed in place. Its parameters, their names and its
+            ``state_dict`` stay.
+        last_layer: ``"needed"`` computes in the last layer only what the head reads, where that is known to be each
+            row's first token; ``"all"`` computes it like the others.
+
+    Returns:
+        Names of the layers changed; those that already were are left out.
+
+    Raises:
+        ValueError: The model has no unpadded encoder, or layers that the kernels cannot take, or has another
+            ``last_layer`` already.
+    """
+    if last_layer not in ("needed", "all"):
+        raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
+    encoders = unpadded_encoders(model)
+    if not encoders:
+        raise ValueError("fused_layers computes packed tokens, and the model has no unpadded encoder; add unpadding")
+    for encoder in encoders:
+        _check(encoder)
+    fused = [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
+    wanted = last_layer == "needed" and _reads_first_tokens_only(model)
+    if fused and wanted != any(layer.first_tokens_only for layer in fused):
+        raise ValueError(f"the model's layers are fused already, with another last_layer than {last_layer!r}")
+    names = [name for old, new in FAMILIES.items() for name in swap_class(model, old, new)]
+    for encoder in encoders:
+        encoder.layer[-1].first_tokens_only = wanted  # type: ignore[assignment]
+    return names
+
+
+def _check(encoder: UnpaddedEncoder) -> None:
+    config = encoder.model_config
+    activation = getattr(config, "hidden_act", getattr(config, "activation", None))
+    if activation != "gelu":
+        raise ValueError(f"fused_layers knows the exact GELU, and this model's activation is {activation!r}")
+    size = config.hidden_size // config.num_attention_heads
+    if size not in _SIZES:
+        raise ValueError(f"fused_layers takes heads of {', '.join(map(str, _SIZES))} units, and these have {size}")
+    for layer in encoder.layer:
+        if type(layer) not in FAMILIES and not isinstance(layer, FusedLayer):
+            raise ValueError(f"fused_layers does not know {type(layer).__name__}; it knows BERT's family of layers")
+        changed = [type(m) for m in layer.modules() if type(m).__module__ != "torch.nn.modules.linear"
+                   and isinstance(m, nn.Linear)] + [type(m) for m in layer.modules()
+                   if isinstance(m, nn.LayerNorm) and type(m) is not nn.LayerNorm]  # fmt: skip
+        if changed:
+            raise ValueError(f"{_OWN}, and its {changed[0].__name__} has a forward of its own")
+
+
+def _reads_first_tokens_only(model: nn.Module) -> bool:
+    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    known = outermost is not None and type(outermost).__module__.startswith("transformers.models.")
+    return known and type(outermost).__name__ in _FIRST_TOKEN_HEADS
+
+
+class FusedLayers(Technique):
+    """Each encoder layer as one function: one QKV product, and fused kernels for all that is no matrix product.
+
+    Args:
+        last_layer: ``"needed"`` (default) computes in the last layer only what a classification head reads, each
+            row's first token; ``"all"`` computes it like the others.
+        on_unavailable: See :class:`Technique`.
+
+    Raises:
+        ValueError: Another ``last_layer``.
+        TechniqueError: At INIT, without ``unpadding``, for a model whose layers the kernels cannot take, and on a
+            GPU in fp32 or without Triton.
+    """
+
+    name = "fused_layers"
+    stage = Stage.KERNELS
+    clashes: ClassVar[dict[str, str]] = {
+        "fast_layernorm": f"{_OWN}, LayerNorms included",
+        "float8_linear": f"{_OWN}, matrix products included",
+        "lora": f"{_OWN}, and would leave the adapters out",
+        "sparse_upcycling": f"{_OWN}, and would leave the experts out",
+        "torch_compile": f"{_OWN}, with kernels that are compiled already",
+        "cuda_graphs": "the number of real tokens changes with every batch, and a graph has fixed shapes",
+    }
+
+    def __init__(self, last_layer: str = "needed", *, on_unavailable: OnUnavailable = "stop") -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        if last_layer not in ("needed", "all"):
+            raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
+        self.last_layer = last_layer
+        self._layers: list[FusedLayer] = []
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        yield Requirement(
+            "unpadding" in context.techniques, "it computes packed tokens, and nothing packs them", "add unpadding"
+        )
+        if context.device.type == "cuda":
+            yield needs_autocast(context, "its kernels compute in 16 bits: it")
+            yield needs_cuda(context, "a Triton kernel", (8, 0))
+            found = importlib.util.find_spec("triton") is not None
+            yield Requirement(found, "the package 'triton' is not installed", "pip install 'triton'")
+
+    def engage(self, state: State) -> dict[str, Any]:
+        try:
+            apply_fused_layers(state.model, self.last_layer)
+        except ValueError as error:
+            raise TechniqueError(self.name, str(error), "take it out for this model") from error
+        self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
+        return {"layers": len(self._layers)}
+
+    def verify(self, state: State) -> dict[str, Any]:
+        ran = [layer.ran for layer in self._layers]
+        wrong = [way for way in ran if way in (None, "stock")]
+        if wrong:
+            went = "not at all" if wrong[0] is None else "as the stock model's"
+            raise self.not_engaged(f"{len(wrong)} of {len(ran)} layers ran {went}", "keep unpadding engaged")
+        ways = {way: ran.count(way) for way in sorted(set(filter(None, ran)))}
+        return {"ran": ", ".join(f"{count} {way}" for way, count in ways.items())}

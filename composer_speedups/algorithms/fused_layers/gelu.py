@@ -1,0 +1,89 @@
+"""GELU whose backward pass also recomputes its result and sums the gradient over tokens, all in one pass over memory.
+
+Shapes: T tokens, F units of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+__all__ = ["column_sums", "gelu_backward"]
+
+_ROWS, _COLUMNS = 16, 128
+
+
+def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the exact GELU, x · Φ(x).
+
+    Args:
+        grad_TF: Gradient of its result; contiguous, and overwritten with the first of the results.
+        x_TF: Its input; contiguous.
+
+    Returns:
+        The gradient of x (T, F), GELU of x (T, F), and the sum over tokens of the gradient, float32 (F,), which is
+        the gradient of a bias that was added to x.
+    """
+    tokens, features = x_TF.shape
+    result = torch.empty_like(x_TF)
+    groups = _groups(x_TF)
+    partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
+    _gelu_backward[(triton.cdiv(features, _COLUMNS), groups)](
+        grad_TF, x_TF, result, partial, tokens, features, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4
+    )
+    return grad_TF, result, partial.sum(0)
+
+
+def column_sums(x_TF: Tensor) -> Tensor:
+    """Sum over tokens, float32 (F,), of a contiguous (T, F)."""
+    tokens, features = x_TF.shape
+    groups = _groups(x_TF)
+    partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
+    _column_sums[(triton.cdiv(features, _COLUMNS), groups)](
+        x_TF, partial, tokens, features, ROWS=4 * _ROWS, COLUMNS=_COLUMNS, num_warps=4
+    )
+    return partial.sum(0)
+
+
+def _groups(x_TF: Tensor) -> int:
+    """Into how many parts the tokens fall, each summed by a program of its own."""
+    if not x_TF.is_cuda:
+        return 3
+    programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
+    return max(1, programs // triton.cdiv(x_TF.shape[1], _COLUMNS))
+
+
+@triton.jit
+def _gelu_backward(
+    grad_ptr, x_ptr, result_ptr, partial_ptr, tokens, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * features + columns[None, :]
+        valid = (rows < tokens)[:, None] & (columns < features)[None, :]
+        x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        below = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)  # the normal distribution up to x
+        tl.store(result_ptr + at, (x * below).to(result_ptr.dtype.element_ty), mask=valid)
+        grad *= below + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=valid)
+        total += grad
+    tl.store(partial_ptr + group * features + columns, tl.sum(total, 0), mask=columns < features)
+
+
+@triton.jit
+def _column_sums(x_ptr, partial_ptr, tokens, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    group = tl.program_id(1)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
+        rows = start + tl.arange(0, ROWS)
+        at = rows.to(tl.int64)[:, None] * features + columns[None, :]
+        valid = (rows < tokens)[:, None] & (columns < features)[None, :]
+        total += tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    tl.store(partial_ptr + group * features + columns, tl.sum(total, 0), mask=columns < features)

@@ -1,0 +1,117 @@
+"""One encoder layer of the BERT family as one autograd function: four matrix products and three kernels forward.
+
+Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
+from composer_speedups.algorithms.fused_layers.gelu import column_sums, gelu_backward
+from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
+from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
+
+__all__ = ["fused_layer"]
+
+
+def fused_layer(x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, longest: int) -> Tensor:
+    """The layer's output (T, H) for packed tokens on a GPU.
+
+    Args:
+        x_TH: bf16 or fp16; the products are computed in its dtype, sums and statistics in float32.
+        parts, rates: The layer.
+        cu_seqlens, longest: See :class:`~composer_speedups.algorithms.unpadding.plan.Plan`.
+    """
+    return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, *parts.parameters())
+
+
+class _Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cu: Tensor, longest: int, parts: Parts, rates: Rates, *parameters: Tensor
+    ) -> Tensor:
+        x = x.contiguous()
+        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = _products(parameters, x.dtype)
+        norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
+        seeds = _seeds(rates, x.device)
+        qkv = torch.addmm(qkv_b, x, qkv_w.t())
+        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
+        summed1 = torch.addmm(out_b, attended, out_w.t())
+        eps = parts.attention_norm.eps, parts.output_norm.eps
+        hidden, summed1, stats1 = add_norm_forward(
+            summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1]
+        )
+        up = torch.addmm(up_b, hidden, up_w.t())
+        summed2 = torch.addmm(down_b, F.gelu(up), down_w.t())
+        out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
+        ctx.save_for_backward(
+            x, qkv, attended, logs, summed1, stats1, hidden, up, summed2, stats2, cu, *seeds,
+            qkv_w, out_w, up_w, down_w, norm1_w, norm2_w,
+        )  # fmt: skip
+        ctx.longest, ctx.rates = longest, rates
+        ctx.dtypes = [p.dtype for p in parameters]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (x, qkv, attended, logs, summed1, stats1, hidden, up, summed2, stats2, cu, seed0, seed1, seed2,
+         qkv_w, out_w, up_w, down_w, norm1_w, norm2_w) = ctx.saved_tensors  # fmt: skip
+        rates = ctx.rates
+        # Without dropout, the first two of a norm's gradients are one tensor: it is added to when the products
+        # that read it are done.
+        d_hidden, d_down, norm2 = add_norm_backward(
+            grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2
+        )
+        d_up, activated, d_up_b = gelu_backward(torch.mm(d_down, down_w), up)
+        d_down_w = _weight_gradient(d_down, activated, ctx.dtypes[12])
+        del activated
+        d_up_w = _weight_gradient(d_up, hidden, ctx.dtypes[10])
+        d_hidden.addmm_(d_up, up_w)
+        del d_up, d_down
+        d_x, d_out, norm1 = add_norm_backward(d_hidden, summed1, stats1, norm1_w, rates.attention, seed1)
+        d_out_w = _weight_gradient(d_out, attended, ctx.dtypes[6])
+        d_qkv = attention_backward(
+            torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0
+        )
+        d_qkv_w = _weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
+        d_qkv_b = column_sums(d_qkv).chunk(3)
+        d_x.addmm_(d_qkv, qkv_w)
+        gradients = [g for pair in zip(d_qkv_w, d_qkv_b, strict=True) for g in pair]
+        gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
+        wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return d_x, None, None, None, None, *wanted
+
+
+def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and biases of the four products in a dtype; those of query, key and value are one."""
+    features = parameters[0].shape[0]
+    targets: list[Tensor] = []
+    products: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for kind, found in enumerate(products):
+        three = parameters[0].new_empty(3 * features, *parameters[kind].shape[1:], dtype=dtype)
+        others = [torch.empty_like(parameters[i + kind], dtype=dtype) for i in (6, 10, 12)]
+        found += [three, *others]
+        targets += [*three.chunk(3), *others]
+    sources = [parameters[i + kind] for kind in (0, 1) for i in (0, 2, 4, 6, 10, 12)]
+    torch._foreach_copy_(targets, sources)
+    return products
+
+
+def _seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
+    """A seed for each place of dropout, from torch's generator of the device, without waiting for it."""
+    if not any(rates):
+        return (torch.zeros(1, dtype=torch.int32, device=device),) * 3
+    return torch.randint(-(2**31), 2**31 - 1, (3,), dtype=torch.int32, device=device).split(1)
+
+
+def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+    """(O, I), straight into float32 where torch's matmul can write it (2.8 and newer)."""
+    if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
+        return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)
+    return torch.mm(grad_TO.t(), x_TI)

@@ -1,0 +1,157 @@
+"""Dropout + residual + LayerNorm in one pass over memory, forward and backward.
+
+Shapes: T tokens, H hidden units, P programs that share the rows. Sums are in float32, tensors in the dtype they come in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits
+
+__all__ = ["add_norm_backward", "add_norm_forward", "threshold_of"]
+
+
+def add_norm_forward(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, bias_H: Tensor, eps: float, dropout: float, seed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm(dropout(x) + residual).
+
+    Args:
+        x_TH, residual_TH: Contiguous, of one dtype; the sum before the norm is written over x.
+        weight_H, bias_H: Of the LayerNorm.
+        eps: Added to the variance.
+        dropout: Probability of dropping a number of x.
+        seed: int32 (1,), on the device; the same one gives the same mask.
+
+    Returns:
+        The result (T, H), the sum before the norm (T, H, in x's memory), and its mean and 1/deviation, float32 (2, T).
+    """
+    tokens, hidden = x_TH.shape
+    out = torch.empty_like(x_TH)
+    statistics = torch.empty(2, tokens, device=x_TH.device, dtype=torch.float32)
+    block = triton.next_power_of_2(hidden)
+    _forward[(tokens,)](
+        x_TH, residual_TH, weight_H, bias_H, out, statistics, seed,
+        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
+        DROPOUT=dropout > 0, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return out, x_TH, statistics
+
+
+def add_norm_backward(
+    grad_TH: Tensor, summed_TH: Tensor, statistics: Tensor, weight_H: Tensor, dropout: float, seed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`add_norm_forward`.
+
+    Args:
+        grad_TH: Of the result; contiguous.
+        summed_TH, statistics: What the forward pass returned.
+        weight_H: Of the LayerNorm.
+        dropout, seed: As in the forward pass.
+
+    Returns:
+        Gradients of the residual (T, H) and of x (T, H; without dropout they are one tensor), and float32 (3, H):
+        of the weight, of the bias, and the sum over tokens of x's, which is that of a bias added to x before.
+    """
+    tokens, hidden = grad_TH.shape
+    grad_residual = torch.empty_like(grad_TH)
+    grad_x = torch.empty_like(grad_TH) if dropout > 0 else grad_residual
+    block = triton.next_power_of_2(hidden)
+    programs = min(tokens, _programs(grad_TH))
+    partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
+    _backward[(programs,)](
+        grad_TH, summed_TH, statistics, weight_H, grad_residual, grad_x, partial, seed,
+        tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
+        DROPOUT=dropout > 0, BLOCK=block, num_warps=_warps(block),
+    )  # fmt: skip
+    return grad_residual, grad_x, partial.sum(0)
+
+
+def threshold_of(dropout: float) -> int:
+    """Of numbers of 31 bits, those below it are dropped."""
+    return min(round(dropout * 2**31), 2**31 - 1)
+
+
+def _warps(block: int) -> int:
+    return max(1, min(8, block // 256))
+
+
+def _programs(x: Tensor) -> int:
+    """As many as fill the device some times over; a row of partial sums is written for each."""
+    return 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+
+
+@triton.jit
+def _kept(seed, row, columns, threshold):
+    rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
+    return mix_bits(rows, hash_bits(columns.to(tl.uint32) ^ 0x9E3779B9)) >= threshold
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
+    tokens, hidden, eps, threshold, scale,
+    DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    valid = columns < hidden
+    at = columns.to(tl.int64) + row * hidden
+    x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    if DROPOUT:
+        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        x = tl.where(_kept(seed, row, columns, threshold), x * scale, 0.0)
+    x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    x = x.to(x_ptr.dtype.element_ty)  # the backward pass reads it so
+    tl.store(x_ptr + at, x, mask=valid)
+    x = x.to(tl.float32)
+    mean = tl.sum(x, 0) / hidden
+    centred = tl.where(valid, x - mean, 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(statistics_ptr + row, mean)
+    tl.store(statistics_ptr + tokens + row, inverse)
+
+
+@triton.jit
+def _backward(
+    grad_ptr, summed_ptr, statistics_ptr, weight_ptr, grad_residual_ptr, grad_x_ptr, partial_ptr, seed_ptr,
+    tokens, hidden, threshold, scale,
+    DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    valid = columns < hidden
+    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+    sum_weight = tl.zeros((BLOCK,), tl.float32)
+    sum_bias = tl.zeros((BLOCK,), tl.float32)
+    sum_x = tl.zeros((BLOCK,), tl.float32)
+    for row in range(program, tokens, tl.num_programs(0)):
+        at = columns.to(tl.int64) + row * hidden
+        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        summed = tl.load(summed_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        mean = tl.load(statistics_ptr + row)
+        inverse = tl.load(statistics_ptr + tokens + row)
+        normed = tl.where(valid, (summed - mean) * inverse, 0.0)
+        sum_weight += grad * normed
+        sum_bias += grad
+        weighted = grad * weight
+        along = tl.sum(weighted * normed, 0) / hidden
+        across = tl.sum(weighted, 0) / hidden
+        grad_sum = (weighted - normed * along - across) * inverse
+        tl.store(grad_residual_ptr + at, grad_sum.to(grad_residual_ptr.dtype.element_ty), mask=valid)
+        if DROPOUT:
+            grad_sum = tl.where(_kept(seed, row, columns, threshold), grad_sum * scale, 0.0)
+            tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
+        sum_x += tl.where(valid, grad_sum, 0.0)
+    at = partial_ptr + program * 3 * hidden + columns
+    tl.store(at, sum_weight, mask=valid)
+    tl.store(at + hidden, sum_bias, mask=valid)
+    tl.store(at + 2 * hidden, sum_x, mask=valid)
