@@ -19,7 +19,7 @@ from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
 from composer_speedups.algorithms.fused_layers.plain import first_tokens_layer, plain_layer
 from composer_speedups.algorithms.unpadding.plan import Plan
 
-__all__ = ["FAMILIES", "FusedLayer"]
+__all__ = ["FAMILIES", "FusedLayer", "compute_dtype"]
 
 
 class FusedLayer(nn.Module):
@@ -50,7 +50,7 @@ class FusedLayer(nn.Module):
         if self.first_tokens_only:
             self.ran = "first tokens"
             return first_tokens_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
-        dtype = _compute_dtype(x_TH)
+        dtype = compute_dtype(x_TH)
         if not x_TH.is_cuda or dtype == torch.float32:
             self.ran = "torch"
             return plain_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
@@ -60,7 +60,7 @@ class FusedLayer(nn.Module):
         return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest).unsqueeze(0)
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """That of autocast, or the tensor's own."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)

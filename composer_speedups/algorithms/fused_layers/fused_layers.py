@@ -10,6 +10,7 @@ from composer.core import State
 from torch import nn
 from transformers import PreTrainedModel
 
+from composer_speedups.algorithms.fused_layers.embedding_families import EMBEDDINGS, FusedEmbeddings
 from composer_speedups.algorithms.fused_layers.families import FAMILIES, FusedLayer
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_autocast, needs_cuda
 from composer_speedups.algorithms.surgery import swap_class
@@ -54,7 +55,7 @@ def apply_fused_layers(model: nn.Module, last_layer: str = "needed") -> list[str
     wanted = last_layer == "needed" and _reads_first_tokens_only(model)
     if fused and wanted != any(layer.first_tokens_only for layer in fused):
         raise ValueError(f"the model's layers are fused already, with another last_layer than {last_layer!r}")
-    names = [name for old, new in FAMILIES.items() for name in swap_class(model, old, new)]
+    names = [name for old, new in (FAMILIES | EMBEDDINGS).items() for name in swap_class(model, old, new)]
     for encoder in encoders:
         encoder.layer[-1].first_tokens_only = wanted  # type: ignore[assignment]
     return names

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits
 
-__all__ = ["add_norm_backward", "add_norm_forward", "threshold_of"]
+__all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
 
 
 def add_norm_forward(
@@ -66,14 +66,14 @@ def add_norm_backward(
     _backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, grad_residual, grad_x, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, BLOCK=block, num_warps=_warps(block),
+        DROPOUT=dropout > 0, BLOCK=block, num_warps=1 if block <= 1024 else 4,
     )  # fmt: skip
     return grad_residual, grad_x, partial.sum(0)
 
 
 def threshold_of(dropout: float) -> int:
-    """Of numbers of 31 bits, those below it are dropped."""
-    return min(round(dropout * 2**31), 2**31 - 1)
+    """Of random numbers of 32 bits, those below it are dropped."""
+    return min(round(dropout * 2**32), 2**32 - 1)
 
 
 def _warps(block: int) -> int:
@@ -86,7 +86,8 @@ def _programs(x: Tensor) -> int:
 
 
 @triton.jit
-def _kept(seed, row, columns, threshold):
+def kept(seed, row, columns, threshold):
+    """Whether dropout keeps each number of a row."""
     rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
     return mix_bits(rows, hash_bits(columns.to(tl.uint32) ^ 0x9E3779B9)) >= threshold
 
@@ -104,7 +105,7 @@ def _forward(
     x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
     if DROPOUT:
         seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-        x = tl.where(_kept(seed, row, columns, threshold), x * scale, 0.0)
+        x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
     x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
     x = x.to(x_ptr.dtype.element_ty)  # the backward pass reads it so
     tl.store(x_ptr + at, x, mask=valid)
@@ -148,7 +149,7 @@ def _backward(
         grad_sum = (weighted - normed * along - across) * inverse
         tl.store(grad_residual_ptr + at, grad_sum.to(grad_residual_ptr.dtype.element_ty), mask=valid)
         if DROPOUT:
-            grad_sum = tl.where(_kept(seed, row, columns, threshold), grad_sum * scale, 0.0)
+            grad_sum = tl.where(kept(seed, row, columns, threshold), grad_sum * scale, 0.0)
             tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
         sum_x += tl.where(valid, grad_sum, 0.0)
     at = partial_ptr + program * 3 * hidden + columns

@@ -1,0 +1,98 @@
+"""Embedding modules of BERT, RoBERTa, ELECTRA and DistilBERT that compute in one kernel.
+
+Each is a subclass that a module is turned into (see :mod:`..surgery`). Where the kernel does not run (CPU, float32,
+embeddings given as such, deterministic mode), the original forward does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.bert.modeling_bert import BertEmbeddings
+from transformers.models.distilbert.modeling_distilbert import Embeddings as DistilBertEmbeddings
+from transformers.models.electra.modeling_electra import ElectraEmbeddings
+from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
+
+from composer_speedups.algorithms.fused_layers.families import compute_dtype
+
+__all__ = ["EMBEDDINGS", "FusedEmbeddings"]
+
+
+class FusedEmbeddings(nn.Module):
+    """What the modules share.
+
+    Attributes:
+        ran: How the last forward pass went: ``"triton"``, ``"stock"``, or None before there was one.
+    """
+
+    ran: str | None = None
+    word_embeddings: nn.Embedding
+    position_embeddings: nn.Embedding
+    LayerNorm: nn.LayerNorm
+    dropout: nn.Dropout
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Ids (B, S) → (B, S, H), in the autocast dtype where the kernel runs."""
+        if input_ids is None or not self._can_run(input_ids, others):
+            self.ran = "stock"
+            given = {"input_ids": input_ids, "token_type_ids": token_type_ids, "position_ids": position_ids}
+            return super().forward(**{k: v for k, v in given.items() if v is not None}, **others)
+        from composer_speedups.algorithms.fused_layers.embeddings import embed
+
+        self.ran = "triton"
+        width = input_ids.shape[1]
+        positions = self._positions(input_ids) if position_ids is None else position_ids.contiguous()
+        zeros = input_ids.new_zeros(1, width)
+        types = zeros if token_type_ids is None else token_type_ids.contiguous()
+        kinds = getattr(self, "token_type_embeddings", None)
+        table = self.LayerNorm.weight.new_zeros(1, self.LayerNorm.weight.shape[0]) if kinds is None else kinds.weight
+        unused = [-1 if m.padding_idx is None else m.padding_idx for m in (self.word_embeddings, self.position_embeddings)]
+        return embed(
+            input_ids.contiguous(), positions, types, self.word_embeddings.weight, self.position_embeddings.weight,
+            table, self.LayerNorm.weight, self.LayerNorm.bias, self.LayerNorm.eps,
+            self.dropout.p if self.training else 0.0, compute_dtype(self.LayerNorm.weight), (unused[0], unused[1]),
+        )  # fmt: skip
+
+    def _can_run(self, ids: Tensor, others: dict[str, Any]) -> bool:
+        return (
+            ids.is_cuda
+            and compute_dtype(self.LayerNorm.weight) != torch.float32
+            and not any(value is not None and value != 0 for value in others.values())
+            and not torch.are_deterministic_algorithms_enabled()  # its atomic additions are in no fixed order
+        )
+
+    def _positions(self, ids: Tensor) -> Tensor:
+        return self.position_ids[:, : ids.shape[1]].contiguous()  # type: ignore[index, union-attr]
+
+
+class FusedBertEmbeddings(FusedEmbeddings, BertEmbeddings):  # type: ignore[misc]
+    pass
+
+
+class FusedElectraEmbeddings(FusedEmbeddings, ElectraEmbeddings):  # type: ignore[misc]
+    pass
+
+
+class FusedRobertaEmbeddings(FusedEmbeddings, RobertaEmbeddings):  # type: ignore[misc]
+    def _positions(self, ids: Tensor) -> Tensor:
+        return self.create_position_ids_from_input_ids(ids, self.padding_idx)
+
+
+class FusedDistilBertEmbeddings(FusedEmbeddings, DistilBertEmbeddings):  # type: ignore[misc]
+    pass
+
+
+EMBEDDINGS: dict[type[nn.Module], type[FusedEmbeddings]] = {
+    BertEmbeddings: FusedBertEmbeddings,
+    ElectraEmbeddings: FusedElectraEmbeddings,
+    RobertaEmbeddings: FusedRobertaEmbeddings,
+    DistilBertEmbeddings: FusedDistilBertEmbeddings,
+}
