@@ -152,6 +152,18 @@ def test_a_clash_names_both_and_the_fix() -> None:
         screen([FusedOptimizer(), FusedOptimizer()], CPU)
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[str, str]) -> None:
+    one, other = map(technique_class, pair)
+    reasons = [a.clashes[b.name] for a, b in ((one, other), (other, one)) if b.name in a.clashes]
+    assert len(reasons) <= 1, f"stated twice: {reasons}"
+    for reason in reasons:
+        for techniques in ([build(pair[0]), build(pair[1])], [build(pair[1]), build(pair[0])]):
+            with pytest.raises(TechniqueError) as error:
+                refuse_clashes(techniques)
+            assert all(name in str(error.value) for name in (*pair, reason))
+
+
 def test_a_clash_stops_an_ordinary_trainer_too() -> None:
     with pytest.raises(TechniqueError, match="clashes with fused_optimizer"):
         make_trainer([FusedOptimizer(), ForEachOptimizer()])

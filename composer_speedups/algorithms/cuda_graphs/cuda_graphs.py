@@ -66,12 +66,6 @@ class CUDAGraphs(Technique):
 
     name = "cuda_graphs"
     stage = Stage.GRAPHS
-    clashes: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": "recomputing reads the random state, which a capture forbids",
-        "sparse_upcycling": "routing waits for the GPU to count each expert's tokens, which a capture forbids",
-        "unpadding": "the number of real tokens, and so every shape, changes from batch to batch",
-    }
-
     clashes_with_settings: ClassVar[dict[str, str]] = {
         "torch_compile": "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves"
     }

@@ -111,7 +111,7 @@ class LoRA(Technique):
     stage = Stage.ADAPTERS
     changes_structure = True
     clashes: ClassVar[dict[str, str]] = {
-        "sparse_upcycling": "LoRA freezes the weights, and upcycling makes more of them to train"
+        "sparse_upcycling": "LoRA freezes the experts and the router, which would stay the copies they are"
     }
 
     def __init__(

@@ -104,8 +104,7 @@ class SparseUpcycling(Technique):
     stage = Stage.SURGERY
     changes_structure = True
     clashes: ClassVar[dict[str, str]] = {
-        "cuda_graphs": "each layer of experts reads on the host how many tokens go where",
-        "lora": "it freezes the experts and the router, which would stay the copies they are",
+        "cuda_graphs": "each layer of experts reads on the host how many tokens go where, which a capture forbids"
     }
 
     def __init__(
