@@ -131,6 +131,42 @@ def test_techniques_engage_in_the_stated_order_without_passes() -> None:
     ]
 
 
+def test_techniques_close_in_the_reverse_order_and_one_that_raises_stops_no_other() -> None:
+    closed: list[str] = []
+
+    def note(technique: Technique) -> Technique:
+        def close(*, original: Any = technique.close) -> None:
+            closed.append(technique.name)
+            original()
+            if technique.name == "sdpa_attention":
+                raise RuntimeError("no way back")
+
+        technique.close = close  # type: ignore[method-assign]
+        return technique
+
+    trainer = make_trainer([note(build(n)) for n in ("fused_optimizer", "sdpa_attention", "mixed_precision")])
+    (closer,) = (c for c in trainer.state.callbacks if type(c).__name__ == "_Closer")
+    with pytest.raises(RuntimeError, match="no way back"):
+        closer.close(trainer.state, trainer.logger)
+    assert closed == ["fused_optimizer", "sdpa_attention", "mixed_precision"]
+    trainer.state.callbacks.remove(closer)
+    trainer.close()
+
+
+def test_a_later_trainer_undoes_what_an_earlier_one_left_in_the_reverse_order() -> None:
+    closed: list[str] = []
+    names = ("fused_optimizer", "sdpa_attention", "mixed_precision")
+    techniques = [build(name) for name in names]
+    earlier = make_trainer(techniques)
+    for technique in techniques:
+        original = technique.close
+        technique.close = lambda n=technique.name, o=original: closed.append(n) or o()  # type: ignore
+    later = make_trainer(techniques)
+    assert closed == list(names)
+    later.close()
+    earlier.close()
+
+
 def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> None:
     clipping = GradientClipping("norm", clipping_threshold=1.0)
     fused, sdpa = FusedOptimizer(), SDPAAttention()
