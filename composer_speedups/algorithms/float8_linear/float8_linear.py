@@ -12,7 +12,7 @@ import torch
 from composer.core import Event, Precision, State, get_precision_context
 from torch import nn
 
-from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
 from composer_speedups.algorithms.requirements import (
     Context,
     Requirement,
@@ -197,18 +197,15 @@ class Float8Linear(Technique):
         recorder = _modules().Float8Recorder()
         sample = torch.ones(_MULTIPLE + 1, module.in_features, device=device_of(state), requires_grad=True)
         wanted = [sample, *(p for p in module.parameters() if p.requires_grad)]
-        try:
-            with get_precision_context(state.precision, state.precision_config), torch.enable_grad(), recorder:
-                output = type(module).forward(module, sample)  # the module's own hooks are not called
-                torch.autograd.grad(output.float().sum(), wanted)
-        except torch.OutOfMemoryError:
-            raise  # Composer's automatic micro-batches want to see it
-        except RuntimeError as error:
-            raise TechniqueError(
-                self.name,
-                f"a float8 matmul cannot run here ({str(error).splitlines()[0]})",
-                "try another recipe, or take it out",
-            ) from error
+        precision = get_precision_context(state.precision, state.precision_config)
+        with (
+            cannot_run(self.name, "a float8 matmul cannot run here", "try another recipe, or take it out"),
+            precision,
+            torch.enable_grad(),
+            recorder,
+        ):
+            output = type(module).forward(module, sample)  # the module's own hooks are not called
+            torch.autograd.grad(output.float().sum(), wanted)
         return recorder
 
     def close(self) -> None:

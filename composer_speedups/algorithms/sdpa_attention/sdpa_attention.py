@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
@@ -144,16 +144,9 @@ class SDPAAttention(Technique):
         cannot run here from any other failure. Compiled code cannot be recorded, and there the probe decides.
         """
         if event == Event.BEFORE_FORWARD and self._kernel is None:
-            try:
+            reason = f"the {self.backend} kernel cannot run on the first batch"
+            with cannot_run(self.name, reason, "use backend: auto"):
                 self._kernel = self._kernel_for(state)
-            except torch.OutOfMemoryError:
-                raise  # Composer's automatic micro-batches want to see it
-            except RuntimeError as error:
-                raise TechniqueError(
-                    self.name,
-                    f"the {self.backend} kernel cannot run on the first batch ({str(error).splitlines()[0]})",
-                    "use backend: auto",
-                ) from error
             if not is_compiled(state.model):
                 self._recorder = OperatorRecorder()
                 self._recorder.__enter__()
