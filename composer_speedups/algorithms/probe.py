@@ -12,7 +12,7 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import CannotRunError
 
 __all__ = ["CompileCounts", "OperatorRecorder", "cannot_run", "compile_counts", "counted_apart", "matmul_error"]
 
@@ -39,7 +39,7 @@ def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
     Running out of memory stays what it is, for Composer's automatic micro-batches want to see it.
 
     Raises:
-        TechniqueError: ``reason``, with the first line of torch's own in brackets, and ``fix``.
+        CannotRunError: ``reason``, with the first line of torch's own in brackets, and ``fix``.
     """
     try:
         yield
@@ -47,7 +47,7 @@ def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
         raise
     except RuntimeError as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise TechniqueError(technique, f"{reason} ({first})", fix) from error
+        raise CannotRunError(technique, f"{reason} ({first})", fix) from error
 
 
 class CompileCounts(NamedTuple):

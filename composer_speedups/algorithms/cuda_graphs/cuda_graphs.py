@@ -12,7 +12,7 @@ from torch import nn
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import CannotRunError
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
@@ -114,7 +114,7 @@ class CUDAGraphs(Technique):
 
     def _cannot_capture(self, error: CaptureError) -> None:
         self.unavailable(
-            TechniqueError(
+            CannotRunError(
                 self.name, f"the step cannot be captured ({error})", "take it out, or what waits for the GPU"
             )
         )

@@ -21,7 +21,7 @@ from composer_speedups.algorithms.requirements import (
     needs_package,
 )
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import CannotRunError, TechniqueError
 from composer_speedups.state import device_of, is_compiled
 
 __all__ = ["Float8Linear", "apply_float8_linear"]
@@ -106,6 +106,14 @@ def _converted(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, _modules().RowPaddedFloat8Linear)}
 
 
+def _undo(model: nn.Module) -> int:
+    """Turn the float8 Linears back into plain ones; returns how many."""
+    converted = _converted(model)
+    for module in converted.values():
+        _modules().to_plain(module)
+    return len(converted)
+
+
 class Float8Linear(Technique):
     """The encoder's matmuls in float8 (torchao), on Ada, Hopper and newer.
 
@@ -120,7 +128,7 @@ class Float8Linear(Technique):
     Raises:
         ValueError: An unknown recipe.
         TechniqueError: At INIT, without torchao, bf16 mixed precision or such a GPU, or without a Linear that fits;
-            in the first batch, when the kernel cannot run.
+            in the first batch, when the kernel cannot run (with ``"warn"``, the Linears are plain again from then on).
     """
 
     name = "float8_linear"
@@ -178,7 +186,12 @@ class Float8Linear(Technique):
         """
         if event == Event.BEFORE_FORWARD:
             if not self._operators:
-                self._note(self._probe(state), "probe")
+                try:
+                    self._note(self._probe(state), "probe")
+                except CannotRunError as error:
+                    self.unavailable(error)
+                    self.evidence["linears_turned_back"] = _undo(state.model)
+                    return
             if self._recorder is None and not is_compiled(state.model):
                 self._recorder = _modules().Float8Recorder()
                 self._recorder.__enter__()

@@ -16,9 +16,10 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from composer_speedups.algorithms.probe import OperatorRecorder
 
-__all__ = ["Float8Recorder", "RowPaddedFloat8Linear", "float8_config", "to_float8"]
+__all__ = ["Float8Recorder", "RowPaddedFloat8Linear", "float8_config", "to_float8", "to_plain"]
 
 _ROWS = 16  # inner dimensions of torch._scaled_mm are multiples of it; in the weight's gradient that is rows
+_ADDED = "_added_for_float8"  # attributes that a plain Linear has not
 
 
 class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
@@ -51,8 +52,16 @@ def float8_config(recipe: str) -> Float8LinearConfig:
 def to_float8(module: nn.Linear, config: Any) -> None:
     """Turn a Linear into a float8 one in place, with torchao's own state: the module, its hooks and mode stay."""
     state = RowPaddedFloat8Linear.from_float(module, config).__dict__
-    module.__dict__.update({key: value for key, value in state.items() if key not in module.__dict__})
+    added = {key: value for key, value in state.items() if key not in module.__dict__}
+    module.__dict__.update(added, **{_ADDED: tuple(added)})
     module.__class__ = RowPaddedFloat8Linear
+
+
+def to_plain(module: nn.Linear) -> None:
+    """Undo :func:`to_float8`."""
+    for key in module.__dict__.pop(_ADDED):
+        del module.__dict__[key]
+    module.__class__ = nn.Linear
 
 
 class Float8Recorder(OperatorRecorder):
