@@ -50,16 +50,26 @@ def apply_torch_compile(
         Names of the modules compiled; those that already were are left out.
 
     Raises:
-        ValueError: An unknown scope, or no repeated block for ``"blocks"``.
+        ValueError: An unknown scope, no repeated block for ``"blocks"``, or torch is told to compile nothing.
 
     Source: torch.nn.Module.compile.
     """
+    if (off := _switched_off()) is not None:
+        raise ValueError(f"{off} is set, and torch compiles nothing; unset it")
     changed = []
     for name, module in _targets(model, scope).items():
         if module._compiled_call_impl is None:
             module.compile(backend=backend, mode=mode, dynamic=dynamic)
             changed.append(name)
     return changed
+
+
+def _switched_off() -> str | None:
+    """What tells torch to compile nothing; None when nothing does."""
+    variables = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
+    if getattr(torch._dynamo.config, "disable", False):
+        variables.append("torch._dynamo.config.disable")
+    return next(iter(variables), None)
 
 
 def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
@@ -87,7 +97,8 @@ class TorchCompile(Technique):
 
     Raises:
         ValueError: An unknown scope.
-        TechniqueError: At INIT, for an unknown backend, or inductor without Triton (GPU) or a C++ compiler.
+        TechniqueError: At INIT, for an unknown backend, with TORCHDYNAMO_DISABLE or its like set, or inductor without
+            Triton (GPU) or a C++ compiler.
     """
 
     name = "torch_compile"
@@ -112,6 +123,8 @@ class TorchCompile(Technique):
         self._before: CompileCounts | None = None
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
+        off = _switched_off()
+        yield Requirement(off is None, f"{off} is set, and torch compiles nothing", "unset it, or take it out")
         known = torch._dynamo.list_backends(exclude_tags=())
         yield Requirement(
             self.backend in known, f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}"
@@ -151,10 +164,12 @@ class TorchCompile(Technique):
         assert self._before is not None
         since = compile_counts().since(self._before)
         compiled = {n: m for n, m in model_of(state).named_modules() if m._compiled_call_impl is not None}
-        reused = since.graphs == 0 and any(map(_has_compiled_code, compiled.values()))
+        off = _switched_off()  # then code compiled before proves nothing about this run
+        reused = since.graphs == 0 and off is None and any(map(_has_compiled_code, compiled.values()))
         if not compiled or (since.graphs == 0 and not reused):
             raise self.not_engaged(
-                "the first batch ran without a compiled graph", "unset TORCHDYNAMO_DISABLE, or take it out"
+                "the first batch ran without a compiled graph" + (f": {off} is set" if off else ""),
+                f"unset {off}" if off else "leave the model compiled after INIT, or take it out",
             )
         return {
             "modules": len(compiled),
