@@ -12,6 +12,7 @@ import torch
 from composer.core import Event, Precision, State, get_precision_context
 from torch import nn
 
+from composer_speedups.algorithms.applied import refuse_other_settings
 from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
 from composer_speedups.algorithms.requirements import (
     Context,
@@ -53,10 +54,11 @@ def apply_float8_linear(
             to a model. Default False.
 
     Returns:
-        Names of the modules changed; those that already were are left out.
+        Names of the modules changed; none when the model has the same float8 Linears already.
 
     Raises:
-        ValueError: An unknown recipe, or a device without float8 matmuls.
+        ValueError: An unknown recipe, a device without float8 matmuls, or a model that has float8 Linears of other
+            settings.
 
     Source: torchao.float8; Micikevicius et al., arXiv 2209.05433.
     """
@@ -65,11 +67,17 @@ def apply_float8_linear(
     if not emulate:
         _check_device(next(model.parameters()).device, recipe)
     modules, names = _modules(), []
+    settings = {"recipe": recipe, "min_features": min_features, "emulate": emulate}
+    converted = _converted(model)
+    for module in converted.values():
+        refuse_other_settings("float8 Linears", modules.settings_of(module), settings)
+    if converted:
+        return []
     config = dataclasses.replace(modules.float8_config(recipe), emulate=emulate)
     for name, module in _linears_of_blocks(model).items():
         weight = module.weight
         if min(weight.shape) >= min_features and all(size % _MULTIPLE == 0 for size in weight.shape):
-            modules.to_float8(module, config)
+            modules.to_float8(module, config, settings)
             names.append(name)
     return names
 

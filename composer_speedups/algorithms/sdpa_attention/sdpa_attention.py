@@ -41,7 +41,7 @@ def apply_sdpa_attention(
     Args:
         model: A PreTrainedModel, or a module that holds some; only their attention setting changes.
         backend: ``"auto"`` lets torch choose; any other name allows that kernel alone, and torch raises
-            where it cannot run. flash takes no padding mask.
+            where it cannot run. flash takes no padding mask. A second call's replaces the first's.
 
     Returns:
         Name of each model (``""`` is ``model`` itself) → the attention implementation it had before; empty, with
