@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.config import Config, Origins, help_text, load_with_origins, parse_command_line
-from composer_speedups.errors import ConfigError, NotEngagedError, UserError
+from composer_speedups.errors import CannotRunError, ConfigError, NotEngagedError, UserError
 
 __all__ = ["exit_codes", "read_command_line"]
 
@@ -30,8 +30,9 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
-    """A user's mistake becomes one line on stderr and exit status 2; a technique that had no effect, 1.
+    """A user's mistake becomes one line on stderr and exit status 2.
 
+    A run that failed is one line and 1: a technique had no effect, or its first batches showed that it cannot run.
     Any other exception keeps its traceback and Python's status 1.
     """
     try:
@@ -40,4 +41,4 @@ def exit_codes() -> Iterator[None]:
         print(f"train.py: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
-        os._exit(1 if isinstance(error, NotEngagedError) else 2)
+        os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError)) else 2)

@@ -5,7 +5,15 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["ConfigError", "DataError", "NotEngagedError", "TechniqueError", "UserError", "did_you_mean"]
+__all__ = [
+    "CannotRunError",
+    "ConfigError",
+    "DataError",
+    "NotEngagedError",
+    "TechniqueError",
+    "UserError",
+    "did_you_mean",
+]
 
 
 class UserError(ValueError):
@@ -29,6 +37,10 @@ class TechniqueError(UserError):
     def __init__(self, technique: str, reason: str, fix: str) -> None:
         self.technique, self.reason, self.fix = technique, reason, fix
         super().__init__(f"{technique}: {reason}; {fix}")
+
+
+class CannotRunError(TechniqueError):
+    """A technique that engaged, and that the first batches show cannot run here."""
 
 
 class NotEngagedError(TechniqueError):

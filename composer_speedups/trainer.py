@@ -21,9 +21,11 @@ from composer.optim import (
 )
 from composer.utils import dist
 
+from composer_speedups.algorithms.flags import Float32Matmuls
 from composer_speedups.algorithms.ordering import refuse_clashes, sort_techniques
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
+from composer_speedups.algorithms.tf32_matmul import TF32Matmul
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
@@ -40,7 +42,8 @@ __all__ = ["build_trainer", "context_of", "open_device"]
 def open_device(config: TrainerConfig) -> Device:
     """The device to train on, with TF32 off: Composer turns it on, and fp32 should mean float32.
 
-    The ``tf32_matmul`` technique turns it on where it is asked for.
+    The ``tf32_matmul`` technique turns it on where it is asked for; without it :class:`Float32Matmuls` keeps it off
+    whatever other Trainers of the process do.
 
     Raises:
         ConfigError: No GPU, where one is asked for or where Composer's mixed precision, FSDP or automatic
@@ -93,7 +96,7 @@ def build_trainer(
         schedulers=build_scheduler(config.scheduler),
         algorithms=algorithms,
         algorithm_passes=[refuse_clashes, sort_techniques],
-        callbacks=_callbacks(config),
+        callbacks=_callbacks(config, techniques),
         loggers=_loggers(config, folder),
         run_name=config.run_name,
         progress_bar=settings.progress_bar,
@@ -143,8 +146,10 @@ def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
     return ConstantWithWarmupScheduler(config.warmup)
 
 
-def _callbacks(config: Config) -> list[Callback]:
+def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     callbacks: list[Callback] = [EngagementReport()]
+    if not any(isinstance(t, TF32Matmul) and t.engaged is not False for t in techniques):
+        callbacks.append(Float32Matmuls())
     if config.callbacks.throughput is not None:
         callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
     if config.callbacks.memory is not None:

@@ -23,20 +23,23 @@ Batch = dict[str, Tensor]
 VOCABULARY = 64
 
 
-def tiny_bert(*, dropout: float = 0.0, seed: int = 0) -> BertForSequenceClassification:
-    """Two layers of 32, with eager attention. Weights large enough that a wrong mask shows in the logits."""
-    torch.manual_seed(seed)
-    config = BertConfig(
+def tiny_config(**settings: Any) -> BertConfig:
+    """Two layers of 32; all else is BERT's own unless it is given."""
+    return BertConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
-        initializer_range=0.2,
-        hidden_dropout_prob=dropout,
-        attention_probs_dropout_prob=dropout,
+        **settings,
     )
+
+
+def tiny_bert(*, dropout: float = 0.0, seed: int = 0) -> BertForSequenceClassification:
+    """Two layers of 32, with eager attention. Weights large enough that a wrong mask shows in the logits."""
+    torch.manual_seed(seed)
+    config = tiny_config(initializer_range=0.2, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout)
     return BertForSequenceClassification._from_config(config, attn_implementation="eager")
 
 

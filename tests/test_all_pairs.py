@@ -131,6 +131,42 @@ def test_techniques_engage_in_the_stated_order_without_passes() -> None:
     ]
 
 
+def test_techniques_close_in_the_reverse_order_and_one_that_raises_stops_no_other() -> None:
+    closed: list[str] = []
+
+    def note(technique: Technique) -> Technique:
+        def close(*, original: Any = technique.close) -> None:
+            closed.append(technique.name)
+            original()
+            if technique.name == "sdpa_attention":
+                raise RuntimeError("no way back")
+
+        technique.close = close  # type: ignore[method-assign]
+        return technique
+
+    trainer = make_trainer([note(build(n)) for n in ("fused_optimizer", "sdpa_attention", "mixed_precision")])
+    (closer,) = (c for c in trainer.state.callbacks if type(c).__name__ == "_Closer")
+    with pytest.raises(RuntimeError, match="no way back"):
+        closer.close(trainer.state, trainer.logger)
+    assert closed == ["fused_optimizer", "sdpa_attention", "mixed_precision"]
+    trainer.state.callbacks.remove(closer)
+    trainer.close()
+
+
+def test_a_later_trainer_undoes_what_an_earlier_one_left_in_the_reverse_order() -> None:
+    closed: list[str] = []
+    names = ("fused_optimizer", "sdpa_attention", "mixed_precision")
+    techniques = [build(name) for name in names]
+    earlier = make_trainer(techniques)
+    for technique in techniques:
+        original = technique.close
+        technique.close = lambda n=technique.name, o=original: closed.append(n) or o()  # type: ignore
+    later = make_trainer(techniques)
+    assert closed == list(names)
+    later.close()
+    earlier.close()
+
+
 def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> None:
     clipping = GradientClipping("norm", clipping_threshold=1.0)
     fused, sdpa = FusedOptimizer(), SDPAAttention()
@@ -150,6 +186,18 @@ def test_a_clash_names_both_and_the_fix() -> None:
     assert "take" in message
     with pytest.raises(TechniqueError, match="twice"):
         screen([FusedOptimizer(), FusedOptimizer()], CPU)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[str, str]) -> None:
+    one, other = map(technique_class, pair)
+    reasons = [a.clashes[b.name] for a, b in ((one, other), (other, one)) if b.name in a.clashes]
+    assert len(reasons) <= 1, f"stated twice: {reasons}"
+    for reason in reasons:
+        for techniques in ([build(pair[0]), build(pair[1])], [build(pair[1]), build(pair[0])]):
+            with pytest.raises(TechniqueError) as error:
+                refuse_clashes(techniques)
+            assert all(name in str(error.value) for name in (*pair, reason))
 
 
 def test_a_clash_stops_an_ordinary_trainer_too() -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import DataSpec
 from torch import nn
+from torch.utils.data import DataLoader
 
 from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, apply_cuda_graphs
 from composer_speedups.errors import NotEngagedError, TechniqueError
-from tests.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -35,6 +37,34 @@ def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
     trainer.close()
     assert technique._calls is not None
     assert technique._calls.graphs == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_micro_batches_of_replays_train_like_those_without_graphs(compiled: bool) -> None:
+    """Two replays a step write their gradients to the same buffers, and both must arrive."""
+    weights, technique = [], CUDAGraphs()
+    for algorithms in ([], [technique]):
+        others: list[Any] = [SDPAAttention(), *([TorchCompile()] if compiled else [])]
+        trainer = make_trainer(
+            [*algorithms, *others],
+            model=tiny_bert(),
+            train_dataloader=DataSpec(
+                DataLoader(Batches(plain_batches(4)), batch_size=None),  # 4 rows each
+                get_num_samples_in_batch=lambda b: len(b["labels"]),
+            ),
+            device_train_microbatch_size=2,
+            gpu=True,
+        )
+        trainer.fit()
+        weights.append(final_weights(trainer))
+        trainer.close()
+    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
+        "graphs": 1,
+        "replays": 7,  # two a batch, but for the first of all
+        "eager_calls": 1,
+    }
+    assert_near(weights[1], weights[0], what="weights")
 
 
 @pytest.mark.gpu

@@ -23,14 +23,14 @@ from composer.models import ComposerClassifier, HuggingFaceModel
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import AutoModelForSequenceClassification, BertConfig
+from transformers import AutoModelForSequenceClassification
 
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.ordering import refuse_clashes
 from composer_speedups.algorithms.registry import technique_class
 from composer_speedups.algorithms.technique import Technique
 from composer_speedups.errors import TechniqueError
-from tests.common import VOCABULARY, final_weights, plain_batches
+from tests.common import final_weights, plain_batches, tiny_config
 from tests.settings import ENTRIES, Case
 
 # The functions' own advice when there is nothing for them to do
@@ -68,16 +68,8 @@ def convnet() -> tuple[Any, Any]:
 def bert() -> tuple[Any, Any]:
     """As users build it: no attention implementation named, no tokenizer, rows collated by the DataLoader."""
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=64,
-    )
     rows: Any = [{k: v[i] for k, v in batch.items()} for batch in plain_batches(3) for i in range(4)]
-    model = AutoModelForSequenceClassification.from_config(config)
+    model = AutoModelForSequenceClassification.from_config(tiny_config())
     return HuggingFaceModel(model, use_logits=True), DataLoader(rows, batch_size=4)
 
 

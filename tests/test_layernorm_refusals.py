@@ -43,7 +43,7 @@ def test_layernorms_that_do_not_fit_are_left_alone_by_name() -> None:
     assert len(apply_fast_layernorm(model())) == 4
     lowered = model()
     apply_fast_layernorm(lowered)
-    with pytest.raises(ValueError, match="are LowPrecisionLayerNorm already; build the model anew"):
+    with pytest.raises(ValueError, match="fast LayerNorms already, with implementation='low_precision' and not"):
         apply_fast_layernorm(lowered, implementation="triton")
 
 

@@ -56,19 +56,6 @@ def test_the_flag_is_set_while_fitting_and_evaluating_only(monkeypatch: pytest.M
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_an_old_trainers_clean_up_does_not_take_a_new_ones_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
-    monkeypatch.setattr(TF32Matmul, "verify", lambda *_: {})
-    old = make_trainer([TF32Matmul()])
-    old.fit()
-    new = make_trainer([TF32Matmul()])
-    old.close()
-    assert torch.get_float32_matmul_precision() == "high"
-    new.fit()
-    new.close()
-    assert torch.get_float32_matmul_precision() == "highest"
-
-
 def test_a_flag_that_does_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU float32 matmuls do not round, whatever "high" says: just the case to catch."""
     monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())

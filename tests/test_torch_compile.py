@@ -131,19 +131,38 @@ def test_a_second_trainer_may_reuse_what_the_first_compiled() -> None:
         assert technique.evidence["graphs"] > 0 or technique.evidence["reused_from_this_process"]
 
 
-def test_a_run_without_a_compiled_graph_stops() -> None:  # not in pins: torch 2.7 would compile nothing afterwards
-    technique = TorchCompile(backend="aot_eager")
-    trainer = make_trainer([technique])
-    with (
-        torch._dynamo.config.patch(disable=True) if hasattr(torch._dynamo.config, "disable") else _disabled(),
-        pytest.raises(NotEngagedError, match="without a compiled graph"),
-    ):
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_run_without_a_compiled_graph_stops(compiled_before: bool) -> None:
+    """Not in pins: torch 2.7 would compile nothing afterwards, as it remembers what it ran while switched off."""
+    if compiled_before:  # by an earlier run of the process, whose code would be found
+        earlier = make_trainer([TorchCompile(backend="aot_eager")])
+        earlier.fit()
+        earlier.close()
+    trainer = make_trainer([TorchCompile(backend="aot_eager")])
+    said = r"without a compiled graph: torch\._dynamo\.config\.disable is set; unset torch\._dynamo\.config\.disable"
+    with torch._dynamo.config.patch(disable=True), pytest.raises(NotEngagedError, match=said):
         trainer.fit()
     trainer.close()
 
 
-def _disabled() -> Any:
-    raise NotImplementedError("this torch has no torch._dynamo.config.disable")
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+@pytest.mark.pins
+def test_a_process_that_compiles_nothing_is_refused_before_anything_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(TechniqueError, match=f"torch_compile: {name} is set, and torch compiles nothing; unset it"):
+        make_trainer([TorchCompile(backend="aot_eager")])
+    with pytest.raises(ValueError, match=f"{name} is set"):
+        apply_torch_compile(tiny_bert(), backend="aot_eager")
+    monkeypatch.delenv(name)
+    technique = TorchCompile(backend="aot_eager", on_unavailable="warn")
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.warns(UserWarning, match=r"going on without torch_compile: torch\._dynamo\.config\.disable is set"),
+    ):
+        make_trainer([technique]).close()
+    assert technique.engaged is False
 
 
 def test_bad_settings_are_refused() -> None:

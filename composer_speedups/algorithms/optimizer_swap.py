@@ -61,7 +61,7 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
     """
     if label_of(old) == label:
         return old
-    _check_source(old)
+    _check_source(old, label)
     new = factory([_carried(group, old) for group in old.param_groups])
     assert len(new.param_groups) == len(old.param_groups)
     for ours, theirs in zip(new.param_groups, old.param_groups, strict=True):
@@ -121,11 +121,13 @@ def _with_inner(schedulers: Iterable[Any]) -> Iterable[Any]:
         yield from _with_inner(getattr(scheduler, "_schedulers", ()))  # SequentialLR and ChainedScheduler
 
 
-def _check_source(old: Optimizer) -> None:
+def _check_source(old: Optimizer, label: str) -> None:
     fix = "use torch.optim.AdamW"
     name = f"{type(old).__module__}.{type(old).__qualname__}"
     if label_of(old) is not None:
-        raise UnfitOptimizerError(f"the optimizer is {label_of(old)} already", "swap a fresh torch.optim.AdamW")
+        raise UnfitOptimizerError(
+            f"the optimizer is {label_of(old)} already, and {label} is asked for", "swap a fresh torch.optim.AdamW"
+        )
     if type(old) not in (Adam, AdamW, DecoupledAdamW):
         raise UnfitOptimizerError(f"{name} is not AdamW, whose settings it takes over", fix)
     if any(len(state) for state in old.state.values()):

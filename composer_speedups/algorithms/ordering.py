@@ -8,6 +8,7 @@ them through :func:`engage_all`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from enum import IntEnum
 from itertools import combinations
@@ -96,7 +97,7 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
 def engage_all(state: State) -> None:
     """Engage every technique of ``state.algorithms`` in the one order; a second call does nothing."""
     techniques = techniques_of(state.algorithms)
-    for technique in techniques:
+    for technique in reversed(techniques):  # it undoes what an earlier Trainer left, as closing that one would
         technique.begin(state)
     if all(t.engaged is not None for t in techniques):
         return
@@ -113,12 +114,16 @@ def engage_all(state: State) -> None:
 
 
 class _Closer(Callback):
-    """Closes techniques with the Trainer: algorithms have no close event, callbacks do."""
+    """Closes techniques with the Trainer, in the reverse of the order they engaged in.
+
+    Algorithms have no close event, callbacks do.
+    """
 
     def __init__(self, techniques: Sequence[Technique]) -> None:
         self._techniques = techniques
 
     def close(self, state: State, logger: Logger) -> None:
-        for technique in self._techniques:
-            if technique.belongs_to(state):  # not to a later Trainer, which closes it itself
-                technique.close()
+        with ExitStack() as stack:  # the last engaged is undone first, and one that raises keeps no other from it
+            for technique in self._techniques:
+                if technique.belongs_to(state):  # not to a later Trainer, which closes it itself
+                    stack.callback(technique.close)

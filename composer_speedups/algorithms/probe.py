@@ -12,7 +12,9 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CompileCounts", "OperatorRecorder", "compile_counts", "counted_apart", "matmul_error"]
+from composer_speedups.errors import CannotRunError
+
+__all__ = ["CompileCounts", "OperatorRecorder", "cannot_run", "compile_counts", "counted_apart", "matmul_error"]
 
 
 _COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")  # the second compiles at the first backward
@@ -28,6 +30,24 @@ class OperatorRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.counts[str(func.overloadpacket.__name__)] += 1
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
+    """Around a probe: what torch cannot run becomes one line in the technique's name.
+
+    Running out of memory stays what it is, for Composer's automatic micro-batches want to see it.
+
+    Raises:
+        CannotRunError: ``reason``, with the first line of torch's own in brackets, and ``fix``.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise CannotRunError(technique, f"{reason} ({first})", fix) from error
 
 
 class CompileCounts(NamedTuple):

@@ -42,7 +42,7 @@ class Technique(Algorithm):
     name: ClassVar[str]
     stage: ClassVar[Stage]
     slot: ClassVar[str | None] = None  # two techniques with one slot set the same thing, and clash
-    clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why
+    clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why; on one side of a pair
     clashes_with_settings: ClassVar[dict[str, str]] = {}  # likewise, where clash() looks at settings
     changes_structure: ClassVar[bool] = False  # a checkpoint's weights fit no model without the technique
 

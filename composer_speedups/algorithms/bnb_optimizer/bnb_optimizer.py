@@ -17,7 +17,7 @@ from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     stable_embeddings,
 )
 from composer_speedups.algorithms.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
-from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, swap_optimizer
+from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
 from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable
@@ -57,10 +57,16 @@ def apply_bnb_optimizer(
     Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
     """
     _check(bits, min_8bit_size)
+    label = f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})"
+    if label_of(optimizer) == label and optimizer.is_paged != paged:  # type: ignore[attr-defined]
+        raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
+            f"the optimizer is bitsandbytes AdamW with paged={not paged} already, and paged={paged} is asked for",
+            "swap a fresh torch.optim.AdamW",
+        )
     norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
     new = swap_optimizer(
         optimizer,
-        f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})",
+        label,
         lambda groups: bnb_adamw(
             groups,
             bits,

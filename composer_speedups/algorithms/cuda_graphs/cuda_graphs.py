@@ -12,7 +12,7 @@ from torch import nn
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import CannotRunError
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
@@ -66,12 +66,6 @@ class CUDAGraphs(Technique):
 
     name = "cuda_graphs"
     stage = Stage.GRAPHS
-    clashes: ClassVar[dict[str, str]] = {
-        "gradient_checkpointing": "recomputing reads the random state, which a capture forbids",
-        "sparse_upcycling": "routing waits for the GPU to count each expert's tokens, which a capture forbids",
-        "unpadding": "the number of real tokens, and so every shape, changes from batch to batch",
-    }
-
     clashes_with_settings: ClassVar[dict[str, str]] = {
         "torch_compile": "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves"
     }
@@ -120,7 +114,7 @@ class CUDAGraphs(Technique):
 
     def _cannot_capture(self, error: CaptureError) -> None:
         self.unavailable(
-            TechniqueError(
+            CannotRunError(
                 self.name, f"the step cannot be captured ({error})", "take it out, or what waits for the GPU"
             )
         )

@@ -12,6 +12,7 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State, get_precision_context
 from torch import nn
 
+from composer_speedups.algorithms.applied import refuse_other_settings
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation, LowPrecisionLayerNorm, fits
 from composer_speedups.algorithms.fast_layernorm.outputs import Outputs, in_compiled_graphs, is_of
 from composer_speedups.algorithms.requirements import (
@@ -56,9 +57,9 @@ def apply_fast_layernorm(
     for met, reason, fix in _requirements(implementation, Context(_any_device())):
         if not met:
             raise ValueError(f"{reason}; {fix}")
-    others = {type(m) for i, cls in LAYERS.items() if i != implementation for m in _of_class(model, cls)}
-    if others:
-        raise ValueError(f"the model's LayerNorms are {others.pop().__name__} already; build the model anew")
+    for other, cls in LAYERS.items():
+        if _of_class(model, cls):
+            refuse_other_settings("fast LayerNorms", {"implementation": other}, {"implementation": implementation})
     names = swap_class(model, nn.LayerNorm, LAYERS[implementation], lambda module: fits(module, implementation))
     left = _left_alone(model)
     if left:

@@ -12,7 +12,8 @@ import torch
 from composer.core import Event, Precision, State, get_precision_context
 from torch import nn
 
-from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.applied import refuse_other_settings
+from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
 from composer_speedups.algorithms.requirements import (
     Context,
     Requirement,
@@ -21,7 +22,7 @@ from composer_speedups.algorithms.requirements import (
     needs_package,
 )
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import CannotRunError, TechniqueError
 from composer_speedups.state import device_of, is_compiled
 
 __all__ = ["Float8Linear", "apply_float8_linear"]
@@ -53,10 +54,11 @@ def apply_float8_linear(
             to a model. Default False.
 
     Returns:
-        Names of the modules changed; those that already were are left out.
+        Names of the modules changed; none when the model has the same float8 Linears already.
 
     Raises:
-        ValueError: An unknown recipe, or a device without float8 matmuls.
+        ValueError: An unknown recipe, a device without float8 matmuls, or a model that has float8 Linears of other
+            settings.
 
     Source: torchao.float8; Micikevicius et al., arXiv 2209.05433.
     """
@@ -65,11 +67,17 @@ def apply_float8_linear(
     if not emulate:
         _check_device(next(model.parameters()).device, recipe)
     modules, names = _modules(), []
+    settings = {"recipe": recipe, "min_features": min_features, "emulate": emulate}
+    converted = _converted(model)
+    for module in converted.values():
+        refuse_other_settings("float8 Linears", modules.settings_of(module), settings)
+    if converted:
+        return []
     config = dataclasses.replace(modules.float8_config(recipe), emulate=emulate)
     for name, module in _linears_of_blocks(model).items():
         weight = module.weight
         if min(weight.shape) >= min_features and all(size % _MULTIPLE == 0 for size in weight.shape):
-            modules.to_float8(module, config)
+            modules.to_float8(module, config, settings)
             names.append(name)
     return names
 
@@ -106,6 +114,14 @@ def _converted(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in model.named_modules() if isinstance(m, _modules().RowPaddedFloat8Linear)}
 
 
+def _undo(model: nn.Module) -> int:
+    """Turn the float8 Linears back into plain ones; returns how many."""
+    converted = _converted(model)
+    for module in converted.values():
+        _modules().to_plain(module)
+    return len(converted)
+
+
 class Float8Linear(Technique):
     """The encoder's matmuls in float8 (torchao), on Ada, Hopper and newer.
 
@@ -120,7 +136,7 @@ class Float8Linear(Technique):
     Raises:
         ValueError: An unknown recipe.
         TechniqueError: At INIT, without torchao, bf16 mixed precision or such a GPU, or without a Linear that fits;
-            in the first batch, when the kernel cannot run.
+            in the first batch, when the kernel cannot run (with ``"warn"``, the Linears are plain again from then on).
     """
 
     name = "float8_linear"
@@ -178,7 +194,12 @@ class Float8Linear(Technique):
         """
         if event == Event.BEFORE_FORWARD:
             if not self._operators:
-                self._note(self._probe(state), "probe")
+                try:
+                    self._note(self._probe(state), "probe")
+                except CannotRunError as error:
+                    self.unavailable(error)
+                    self.evidence["linears_turned_back"] = _undo(state.model)
+                    return
             if self._recorder is None and not is_compiled(state.model):
                 self._recorder = _modules().Float8Recorder()
                 self._recorder.__enter__()
@@ -197,18 +218,15 @@ class Float8Linear(Technique):
         recorder = _modules().Float8Recorder()
         sample = torch.ones(_MULTIPLE + 1, module.in_features, device=device_of(state), requires_grad=True)
         wanted = [sample, *(p for p in module.parameters() if p.requires_grad)]
-        try:
-            with get_precision_context(state.precision, state.precision_config), torch.enable_grad(), recorder:
-                output = type(module).forward(module, sample)  # the module's own hooks are not called
-                torch.autograd.grad(output.float().sum(), wanted)
-        except torch.OutOfMemoryError:
-            raise  # Composer's automatic micro-batches want to see it
-        except RuntimeError as error:
-            raise TechniqueError(
-                self.name,
-                f"a float8 matmul cannot run here ({str(error).splitlines()[0]})",
-                "try another recipe, or take it out",
-            ) from error
+        precision = get_precision_context(state.precision, state.precision_config)
+        with (
+            cannot_run(self.name, "a float8 matmul cannot run here", "try another recipe, or take it out"),
+            precision,
+            torch.enable_grad(),
+            recorder,
+        ):
+            output = type(module).forward(module, sample)  # the module's own hooks are not called
+            torch.autograd.grad(output.float().sum(), wanted)
         return recorder
 
     def close(self) -> None:

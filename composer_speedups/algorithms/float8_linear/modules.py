@@ -16,9 +16,11 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from composer_speedups.algorithms.probe import OperatorRecorder
 
-__all__ = ["Float8Recorder", "RowPaddedFloat8Linear", "float8_config", "to_float8"]
+__all__ = ["Float8Recorder", "RowPaddedFloat8Linear", "float8_config", "settings_of", "to_float8", "to_plain"]
 
 _ROWS = 16  # inner dimensions of torch._scaled_mm are multiples of it; in the weight's gradient that is rows
+_ADDED = "_added_for_float8"  # attributes that a plain Linear has not
+_SETTINGS = "_float8_settings"  # one of them
 
 
 class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
@@ -48,11 +50,29 @@ def float8_config(recipe: str) -> Float8LinearConfig:
     return Float8LinearConfig.from_recipe_name(recipe)
 
 
-def to_float8(module: nn.Linear, config: Any) -> None:
-    """Turn a Linear into a float8 one in place, with torchao's own state: the module, its hooks and mode stay."""
+def to_float8(module: nn.Linear, config: Any, settings: dict[str, Any] | None = None) -> None:
+    """Turn a Linear into a float8 one in place, with torchao's own state: the module, its hooks and mode stay.
+
+    ``settings`` are for :func:`settings_of` to read back.
+    """
     state = RowPaddedFloat8Linear.from_float(module, config).__dict__
-    module.__dict__.update({key: value for key, value in state.items() if key not in module.__dict__})
+    added = {key: value for key, value in state.items() if key not in module.__dict__}
+    added[_SETTINGS] = settings or {}
+    module.__dict__.update(added, **{_ADDED: tuple(added)})
     module.__class__ = RowPaddedFloat8Linear
+
+
+def settings_of(module: nn.Linear) -> dict[str, Any]:
+    """The settings that :func:`to_float8` was given."""
+    settings: dict[str, Any] = module.__dict__[_SETTINGS]
+    return settings
+
+
+def to_plain(module: nn.Linear) -> None:
+    """Undo :func:`to_float8`."""
+    for key in module.__dict__.pop(_ADDED):
+        del module.__dict__[key]
+    module.__class__ = nn.Linear
 
 
 class Float8Recorder(OperatorRecorder):

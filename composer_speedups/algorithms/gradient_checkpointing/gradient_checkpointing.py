@@ -26,10 +26,11 @@ def apply_gradient_checkpointing(model: nn.Module, every: int = 1) -> list[str]:
         every: Every how many blocks one is recomputed. Default 1, all of them.
 
     Returns:
-        Names of the blocks changed; those that already were are left out.
+        Names of the blocks changed; none when the same ones were already.
 
     Raises:
-        ValueError: ``every`` below 1, no repeated block, or transformers' own checkpointing is on.
+        ValueError: ``every`` below 1, no repeated block, transformers' own checkpointing is on, or other blocks are
+            recomputed already, by another ``every``.
 
     Source: arXiv 1604.06174; torch.utils.checkpoint without re-entrant autograd.
     """
@@ -40,7 +41,14 @@ def apply_gradient_checkpointing(model: nn.Module, every: int = 1) -> list[str]:
             "transformers' own gradient checkpointing is on, and blocks would be recomputed twice; "
             "call gradient_checkpointing_disable() on the model"
         )
-    return [name for name, block in list(repeated_blocks(model).items())[::every] if wrap(block)]
+    blocks = repeated_blocks(model)
+    chosen, before = list(blocks)[::every], [name for name, block in blocks.items() if is_checkpointed(block)]
+    if before and before != chosen:
+        raise ValueError(
+            f"{len(before)} of the model's {len(blocks)} blocks are recomputed already, and every={every} asks for "
+            f"{len(chosen)}; call undo_gradient_checkpointing(model) first"
+        )
+    return [name for name in chosen if wrap(blocks[name])]
 
 
 def undo_gradient_checkpointing(model: nn.Module) -> list[str]:

@@ -9,9 +9,19 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["ADAPTER", "adapted_layers", "head_names", "host", "insert", "settings_of", "trained_copies"]
+__all__ = [
+    "ADAPTER",
+    "adapted_layers",
+    "head_names",
+    "host",
+    "insert",
+    "settings_of",
+    "trained_copies",
+    "wanted_settings",
+]
 
 ADAPTER = "default"  # PEFT's name for a single adapter
+_SETTINGS = "_lora_settings"  # the model's attribute that keeps them
 
 # What PEFT has no default for: the same projections under the names of other models.
 _MORE_TARGETS = {"distilbert": ["q_lin", "v_lin"], "modernbert": ["Wqkv"]}
@@ -43,11 +53,33 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """Rank, alpha and dropout of the adapters in ``model``; None without any."""
-    if not adapted_layers(model):
-        return None
-    config: Any = host(model).peft_config[ADAPTER]  # type: ignore[union-attr, index]
-    return {"rank": config.r, "alpha": config.lora_alpha, "dropout": config.lora_dropout}
+    """What :func:`insert` was given for the adapters in ``model``; None without any, or with somebody else's."""
+    settings: dict[str, Any] | None = vars(host(model)).get(_SETTINGS)
+    return settings if adapted_layers(model) else None
+
+
+def wanted_settings(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: str | Sequence[str] | None,
+    modules_to_save: Sequence[str] | None,
+) -> dict[str, Any]:
+    """The settings of adapters, with what None stands for in this model.
+
+    Raises:
+        ValueError: Targets that are missing.
+    """
+    saved = head_names(model) if modules_to_save is None else modules_to_save
+    names = _target_names(model, targets)
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "dropout": dropout,
+        "targets": names if isinstance(names, str) else sorted(set(names)),
+        "modules_to_save": sorted(set(saved)),
+    }
 
 
 def head_names(model: nn.Module) -> list[str]:
@@ -66,30 +98,21 @@ def head_names(model: nn.Module) -> list[str]:
     ]
 
 
-def insert(
-    model: nn.Module,
-    *,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    targets: str | Sequence[str] | None,
-    modules_to_save: Sequence[str] | None,
-) -> list[str]:
-    """Freeze ``model`` and put adapters into it; returns the names of the modules adapted.
+def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
+    """Freeze ``model`` and put adapters of :func:`wanted_settings` into it; returns the names of those adapted.
 
     Raises:
-        ValueError: Targets that are missing, match no Linear, or match something else.
+        ValueError: Targets that match no Linear, or match something else.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    saved = head_names(model) if modules_to_save is None else list(modules_to_save)
-    names = _target_names(model, targets)
+    names, saved = settings["targets"], settings["modules_to_save"]
     task = next((t for end, t in _TASKS.items() if type(model).__name__.endswith(f"For{end}")), None)
     config = LoraConfig(
         task_type=task,  # PEFT's class for it, when the adapter is loaded again
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # a float is fine: it is only divided by the rank
-        lora_dropout=dropout,
+        r=settings["rank"],
+        lora_alpha=settings["alpha"],  # a float is fine: it is only divided by the rank
+        lora_dropout=settings["dropout"],
         target_modules=names,
         modules_to_save=saved or None,
         base_model_name_or_path=getattr(model, "name_or_path", None) or None,
@@ -100,6 +123,7 @@ def insert(
         if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
             raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {_children(model)}")
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    vars(model)[_SETTINGS] = settings
     return list(adapted_layers(model))
 
 

@@ -11,6 +11,7 @@ from composer.core import Event, State
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from composer_speedups.algorithms.applied import refuse_other_settings
 from composer_speedups.algorithms.lora.adapters import (
     ADAPTER,
     adapted_layers,
@@ -18,6 +19,7 @@ from composer_speedups.algorithms.lora.adapters import (
     insert,
     settings_of,
     trained_copies,
+    wanted_settings,
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
 from composer_speedups.algorithms.lora.regroup import regroup
@@ -63,13 +65,15 @@ def apply_lora(
     """
     _check(rank, alpha, dropout)
     inner = host(model)
+    wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
     before = settings_of(model)
-    wanted: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout}
-    if before not in (None, wanted) or _is_peft_model(model):
+    if _is_peft_model(model) or (adapted_layers(model) and before is None):
         raise ValueError("the model has PEFT adapters already; give its base model, or take the technique out")
     names = []
     if before is None:
-        names = insert(inner, **wanted, targets=targets, modules_to_save=modules_to_save)
+        names = insert(inner, wanted)
+    else:
+        refuse_other_settings("LoRA's adapters", before, wanted)
     if optimizers is not None:
         regroup(inner, [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
     return names
@@ -111,7 +115,7 @@ class LoRA(Technique):
     stage = Stage.ADAPTERS
     changes_structure = True
     clashes: ClassVar[dict[str, str]] = {
-        "sparse_upcycling": "LoRA freezes the weights, and upcycling makes more of them to train"
+        "sparse_upcycling": "LoRA freezes the experts and the router, which would stay the copies they are"
     }
 
     def __init__(

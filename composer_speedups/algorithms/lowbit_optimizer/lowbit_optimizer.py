@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from composer_speedups.algorithms.lowbit_optimizer.torchao_adamw import Bits, lowbit_adamw
 from composer_speedups.algorithms.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
-from composer_speedups.algorithms.optimizer_swap import swap_optimizer
+from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
 from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable
@@ -52,9 +52,15 @@ def apply_lowbit_optimizer(
     Source: torchao.optim; arXiv 2110.02861 (8 bits), arXiv 2309.01507 (4 bits).
     """
     _check(bits, min_size)
+    label = f"torchao AdamW({bits=}, {embeddings_32bit=}, {min_size=})"
+    if label_of(optimizer) == label and (before := optimizer.compiled) != compiled:  # type: ignore[attr-defined]
+        raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
+            f"the optimizer is torchao AdamW with compiled={before} already, and compiled={compiled} is asked for",
+            "swap a fresh torch.optim.AdamW",
+        )
     return swap_optimizer(
         optimizer,
-        f"torchao AdamW({bits=}, {embeddings_32bit=}, {min_size=})",
+        label,
         lambda groups: lowbit_adamw(
             groups,
             bits,

@@ -16,10 +16,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import CannotRunError, TechniqueError
 from composer_speedups.state import compute_dtype, device_of, is_compiled
 
 __all__ = ["SDPAAttention", "apply_sdpa_attention"]
@@ -41,7 +41,7 @@ def apply_sdpa_attention(
     Args:
         model: A PreTrainedModel, or a module that holds some; only their attention setting changes.
         backend: ``"auto"`` lets torch choose; any other name allows that kernel alone, and torch raises
-            where it cannot run. flash takes no padding mask.
+            where it cannot run. flash takes no padding mask. A second call's replaces the first's.
 
     Returns:
         Name of each model (``""`` is ``model`` itself) → the attention implementation it had before; empty, with
@@ -102,7 +102,8 @@ class SDPAAttention(Technique):
     Raises:
         ValueError: An unknown backend.
         TechniqueError: At INIT, when no Hugging Face model is found or the backend needs a GPU; in the first
-            batch, when the kernel cannot run on its shapes and mask.
+            batch, when the kernel cannot run on its shapes and mask (with ``"warn"``, the model goes on with the
+            attention that it had).
     """
 
     name = "sdpa_attention"
@@ -121,6 +122,7 @@ class SDPAAttention(Technique):
         self._kernel: str | None = None
         self._seen_in = "probe"
         self._recorder: OperatorRecorder | None = None
+        self._before: dict[PreTrainedModel, str] = {}  # what each had
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.backend in ("flash", "efficient", "cudnn"):
@@ -135,6 +137,8 @@ class SDPAAttention(Technique):
                 raise TechniqueError(self.name, str(error), "take it out") from error
         if not before:
             raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
+        for module, implementation in zip(_outermost(state.model).values(), before.values(), strict=True):
+            self._before.setdefault(module, implementation)  # engaging twice finds its own
         return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(before.values())))}
 
     def observe(self, event: Event, state: State) -> None:
@@ -144,22 +148,26 @@ class SDPAAttention(Technique):
         cannot run here from any other failure. Compiled code cannot be recorded, and there the probe decides.
         """
         if event == Event.BEFORE_FORWARD and self._kernel is None:
+            reason = f"the {self.backend} kernel cannot run on the first batch"
             try:
-                self._kernel = self._kernel_for(state)
-            except torch.OutOfMemoryError:
-                raise  # Composer's automatic micro-batches want to see it
-            except RuntimeError as error:
-                raise TechniqueError(
-                    self.name,
-                    f"the {self.backend} kernel cannot run on the first batch ({str(error).splitlines()[0]})",
-                    "use backend: auto",
-                ) from error
+                with cannot_run(self.name, reason, "use backend: auto"):
+                    self._kernel = self._kernel_for(state)
+            except CannotRunError as error:
+                self._go_back(error)
+                return
             if not is_compiled(state.model):
                 self._recorder = OperatorRecorder()
                 self._recorder.__enter__()
         elif event == Event.AFTER_FORWARD and self._recorder is not None:
             self._kernel, self._seen_in = _kernel_among(self._recorder), "forward pass"
             self.close()
+
+    def _go_back(self, error: CannotRunError) -> None:
+        """Stop, or train with the attention that the model had; with eager where that was this kernel too."""
+        self.unavailable(error)
+        for module, before in self._before.items():
+            module.set_attn_implementation("eager" if before == _name(self.backend) else before)
+        self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
     def close(self) -> None:
         if self._recorder is not None:  # also after a forward pass that raised

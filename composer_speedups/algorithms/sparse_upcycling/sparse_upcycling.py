@@ -10,6 +10,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch import Tensor, nn
 
+from composer_speedups.algorithms.applied import refuse_other_settings
 from composer_speedups.algorithms.groups import replace_parameters
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing
 from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, load_balancing_loss, sparse_layers
@@ -53,8 +54,7 @@ def apply_sparse_upcycling(
     blocks = find_blocks(model)
     present = getattr(encoder.config, "sparse_upcycling", None)
     if any(block.is_sparse for block in blocks):
-        if present != settings:
-            raise ValueError(f"the model's feed-forward layers are experts already, made with {present}")
+        refuse_other_settings("layers of experts", present or {}, settings)
         return []
     chosen = blocks[every - 1 :: every]
     if not chosen:
@@ -104,8 +104,7 @@ class SparseUpcycling(Technique):
     stage = Stage.SURGERY
     changes_structure = True
     clashes: ClassVar[dict[str, str]] = {
-        "cuda_graphs": "each layer of experts reads on the host how many tokens go where",
-        "lora": "it freezes the experts and the router, which would stay the copies they are",
+        "cuda_graphs": "each layer of experts reads on the host how many tokens go where, which a capture forbids"
     }
 
     def __init__(

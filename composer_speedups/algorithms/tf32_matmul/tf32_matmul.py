@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from composer.core import State
 
-from composer_speedups.algorithms.flags import FlagTechnique
+from composer_speedups.algorithms.flags import MATMUL_PRECISION, FlagTechnique
 from composer_speedups.algorithms.probe import matmul_error
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage
@@ -48,6 +48,7 @@ class TF32Matmul(FlagTechnique):
 
     name = "tf32_matmul"
     stage = Stage.FLAGS
+    flag = MATMUL_PRECISION
 
     def __init__(
         self, precision: Literal["high", "medium"] = "high", *, on_unavailable: OnUnavailable = "stop"
@@ -60,13 +61,7 @@ class TF32Matmul(FlagTechnique):
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "TF32", (8, 0))
 
-    def read_flags(self) -> str:
-        return torch.get_float32_matmul_precision()
-
-    def write_flags(self, flags: Any) -> None:
-        apply_tf32_matmul(flags)
-
-    def wanted_flags(self) -> str:
+    def wanted_flag(self) -> str:
         return self.precision
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -74,6 +69,6 @@ class TF32Matmul(FlagTechnique):
         if error < 1e-5:
             raise self.not_engaged(
                 f"a float32 matmul still has full precision (relative error {error:.1e})",
-                "look for code that sets torch's matmul precision after Composer's INIT event",
+                "look for code that sets torch's matmul precision during fit",
             )
         return {"matmul_relative_error": error}

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 import torch._inductor
@@ -15,6 +16,7 @@ from composer.models import ComposerModel
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
+from composer_speedups.algorithms.applied import refuse_other_settings
 from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.algorithms.probe import CompileCounts, compile_counts
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
@@ -25,6 +27,8 @@ from composer_speedups.state import model_of
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
 Scope = Literal["model", "blocks"]
+# Compiled module → its settings; not an attribute of the module, whose copies are not compiled.
+_APPLIED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 _PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package it imports
 
 
@@ -47,19 +51,38 @@ def apply_torch_compile(
         dynamic: True for dynamic shapes, False for static, None to go dynamic after a first recompile.
 
     Returns:
-        Names of the modules compiled; those that already were are left out.
+        Names of the modules compiled; none when the model was compiled with the same settings already.
 
     Raises:
-        ValueError: An unknown scope, or no repeated block for ``"blocks"``.
+        ValueError: An unknown scope, no repeated block for ``"blocks"``, torch is told to compile nothing, or a
+            model that is compiled with other settings, or by other code.
 
     Source: torch.nn.Module.compile.
     """
+    if (off := _switched_off()) is not None:
+        raise ValueError(f"{off} is set, and torch compiles nothing; unset it")
+    settings = {"scope": scope, "backend": backend, "mode": mode, "dynamic": dynamic}
+    targets = _targets(model, scope)
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None and module in _APPLIED:
+            refuse_other_settings("compiled modules", _APPLIED[module], settings)
+        elif module._compiled_call_impl is not None and name in targets:
+            raise ValueError(f"{name or 'the model'} is compiled already, by other code; leave that out, or this")
     changed = []
-    for name, module in _targets(model, scope).items():
+    for name, module in targets.items():
         if module._compiled_call_impl is None:
             module.compile(backend=backend, mode=mode, dynamic=dynamic)
+            _APPLIED[module] = settings
             changed.append(name)
     return changed
+
+
+def _switched_off() -> str | None:
+    """What tells torch to compile nothing; None when nothing does."""
+    variables = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
+    if getattr(torch._dynamo.config, "disable", False):
+        variables.append("torch._dynamo.config.disable")
+    return next(iter(variables), None)
 
 
 def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
@@ -87,7 +110,8 @@ class TorchCompile(Technique):
 
     Raises:
         ValueError: An unknown scope.
-        TechniqueError: At INIT, for an unknown backend, or inductor without Triton (GPU) or a C++ compiler.
+        TechniqueError: At INIT, for an unknown backend, with TORCHDYNAMO_DISABLE or its like set, or inductor without
+            Triton (GPU) or a C++ compiler.
     """
 
     name = "torch_compile"
@@ -112,6 +136,8 @@ class TorchCompile(Technique):
         self._before: CompileCounts | None = None
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
+        off = _switched_off()
+        yield Requirement(off is None, f"{off} is set, and torch compiles nothing", "unset it, or take it out")
         known = torch._dynamo.list_backends(exclude_tags=())
         yield Requirement(
             self.backend in known, f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}"
@@ -151,10 +177,12 @@ class TorchCompile(Technique):
         assert self._before is not None
         since = compile_counts().since(self._before)
         compiled = {n: m for n, m in model_of(state).named_modules() if m._compiled_call_impl is not None}
-        reused = since.graphs == 0 and any(map(_has_compiled_code, compiled.values()))
+        off = _switched_off()  # then code compiled before proves nothing about this run
+        reused = since.graphs == 0 and off is None and any(map(_has_compiled_code, compiled.values()))
         if not compiled or (since.graphs == 0 and not reused):
             raise self.not_engaged(
-                "the first batch ran without a compiled graph", "unset TORCHDYNAMO_DISABLE, or take it out"
+                "the first batch ran without a compiled graph" + (f": {off} is set" if off else ""),
+                f"unset {off}" if off else "leave the model compiled after INIT, or take it out",
             )
         return {
             "modules": len(compiled),
