@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Arm
 
-__all__ = ["Row", "markdown", "row_of", "spell"]
+__all__ = ["RESULTS", "Row", "append_rows", "markdown", "row_of", "spell"]
 
+RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 _MEASURED = {  # name in a row → where the report has it
     "samples_per_sec": ("throughput", "samples_per_sec"),
@@ -29,6 +33,17 @@ _MEASURED = {  # name in a row → where the report has it
 
 
 _TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n in ("wall_seconds", "process_seconds")]
+
+
+def append_rows(rows: Sequence[Row], name: str, results: Path = RESULTS) -> Path:
+    """Append to ``<results>/<gpu>/<name>.jsonl``, or ``cpu`` where no row has a GPU; returns that file."""
+    gpu = next((row["environment"]["gpu"] for row in rows if row["environment"]), None) or "cpu"
+    folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.jsonl"
+    with path.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return path
 
 
 def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 1) -> Row:

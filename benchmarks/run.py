@@ -40,14 +40,13 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.rows import Row, markdown, row_of, spell
+from benchmarks.rows import RESULTS, Row, append_rows, markdown, row_of, spell
 from benchmarks.table import Arm, arms_of, read_table
 from benchmarks.worker import Workers
 
 __all__ = ["Arm", "arms_of", "markdown", "read_table", "row_of", "run_once", "run_table"]
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 _QUIET = ["trainer.progress_bar=false", "export=false", "plot=false"]
 _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULTILINE)
 
@@ -89,11 +88,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
         pool.shutdown(cancel_futures=True)
         caches.cleanup()
         rows = [row_of(name, call, arm, own, jobs) for arm, own in zip(arms, runs, strict=True) if own]
-        gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
-        folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_rows(rows, name, results)
     return rows
 
 
