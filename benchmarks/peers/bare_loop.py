@@ -123,7 +123,7 @@ class _Loop:
     def fit(self, train: DataLoader[Any], evaluation: DataLoader[Any] | None, plan: Plan) -> None:
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, plan.rate)
         done = 0
-        self.meter.begin(self.optimizer)
+        self.meter.begin(self.optimizer, plan.batches)
         self.model.train()
         for epoch in range(plan.epochs):
             self.meter.between_epochs()

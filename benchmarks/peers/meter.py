@@ -57,15 +57,16 @@ class Meter:
         self.losses: list[torch.Tensor] | None = [] if config.loggers.file is not None else None
         self.metrics: dict[str, float] = {}
         self._last: torch.Tensor | None = None
+        self._batches = 0
         self._logger = Logger(self.state)
 
     def _tell(self, event: Event) -> None:
         for callback in self.state.callbacks:
             callback.run_event(event, self.state, self._logger)
 
-    def begin(self, optimizer: torch.optim.Optimizer) -> None:
-        """Training starts now."""
-        self.state.optimizers = optimizer
+    def begin(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        """Training starts now, and goes on for so many batches."""
+        self.state.optimizers, self._batches = optimizer, batches
         self._tell(Event.FIT_START)
 
     def between_epochs(self) -> None:
@@ -82,16 +83,17 @@ class Meter:
         self._tell(Event.AFTER_DATALOADER)
 
     def end_batch(self, loss: torch.Tensor) -> None:
-        """The optimizer has stepped. ``loss`` is a scalar, read at the end of the run only."""
+        """The optimizer has stepped. ``loss`` is a scalar, copied where it is kept: a CUDA graph would overwrite it."""
         batch, state = self.state.batch, self.state
         lengths = batch_lengths(batch)
         state.previous_timestamp = state.timestamp
         state.timestamp = state.timestamp.to_next_batch(
             samples=len(batch["input_ids"]), tokens=0 if lengths is None else int(lengths.sum())
         )
-        self._last = loss
         if self.losses is not None:
             self.losses.append(loss.detach().clone())
+        if state.timestamp.batch.value == self._batches:
+            self._last = loss.detach().clone()
         self._tell(Event.BATCH_END)
 
     @contextlib.contextmanager
