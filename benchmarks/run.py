@@ -6,10 +6,19 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     set: [trainer.max_duration=60ba]  # overrides of every arm
     repeats: 3                        # runs of every arm; arms take turns
     matrix: {data.batch_size: [40, 128]}  # every arm at every value
-    cumulative: true                  # an arm keeps the overrides of those above it
+    cumulative: true                  # an arm keeps the overrides of those above it; peers neither take nor add
     jobs: 4                           # runs at a time; for accuracy: speeds are then left out of the rows
     ahead: 8                          # processes that import at once and then wait for their turn
-    arms: {fp32: [], + TF32: ["algorithms.tf32_matmul={}"]}
+    fresh: true                       # cold processes instead, timed from start to end: process_seconds of a row
+    losses: true                      # rows keep the loss of every batch of the last run
+    arms:
+      fp32: []
+      + TF32: ["algorithms.tf32_matmul={}"]
+      + TF32, warm: {set: ["algorithms.torch_compile={}"], warm: true}
+      HF Trainer: {peer: hf_trainer, set: [peer.torch_compile_mode=default]}
+
+``peer`` names a module of benchmarks.peers that runs in train.py's place, with the same base and overrides. Every run
+compiles anew; the runs of an arm with ``warm`` share a compile cache, which one run that is not counted has filled.
 
 On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]"
 runs those only (the first is what the others are compared with), and other overrides come last. Rows are appended to
@@ -19,69 +28,27 @@ of its runs; rows of one call have one time in ``call``, and only those compare.
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import yaml
-
+from benchmarks.rows import RESULTS, Row, append_rows, markdown, row_of, spell
+from benchmarks.table import Arm, arms_of, read_table
 from benchmarks.worker import Workers
 
-__all__ = ["Arm", "arms_of", "read_table", "row_of", "run_table"]
+__all__ = ["Arm", "arms_of", "markdown", "read_table", "row_of", "run_once", "run_table"]
 
 ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-Row = dict[str, Any]
-_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "arms"}
 _QUIET = ["trainer.progress_bar=false", "export=false", "plot=false"]
-_MEASURED = {  # name in a row → where the report has it
-    "samples_per_sec": ("throughput", "samples_per_sec"),
-    "tokens_per_sec": ("throughput", "tokens_per_sec"),
-    "mfu": ("throughput", "mfu"),
-    "step_seconds": ("throughput", "step_seconds"),
-    "data_seconds": ("throughput", "data_seconds"),
-    "warmup_seconds": ("throughput", "warmup_seconds"),
-    "peak_memory_gib": ("memory", "peak_gib"),
-    "accuracy": ("metrics", "accuracy"),
-    "loss": ("metrics", "loss"),
-    "train_loss": ("metrics", "train_loss"),
-    "wall_seconds": ("wall_seconds",),
-}
-
-
-_TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n == "wall_seconds"]
-
-
-class Arm(NamedTuple):
-    name: str
-    point: dict[str, Any]  # its place in the matrix
-    overrides: list[str]
-
-
-def arms_of(table: Row) -> list[Arm]:
-    """Every arm at every point of the matrix."""
-    matrix = table.get("matrix", {})
-    points = [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
-    arms = []
-    for point in points:
-        kept: list[str] = []
-        for name, own in table["arms"].items():
-            kept = kept + list(own) if table.get("cumulative") else list(own)
-            placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
-            if name in (table.get("only") or table["arms"]):
-                arms.append(Arm(name, point, [*table.get("set", []), *placed, *kept, *table.get("last", [])]))
-    return arms
+_LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULTILINE)
 
 
 def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
@@ -91,19 +58,24 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     started, call = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    stopped, workers = threading.Event(), Workers(table.get("ahead", 1))
+    stopped, workers = threading.Event(), Workers(table.get("ahead", 1), fresh=table.get("fresh", False))
+    caches = tempfile.TemporaryDirectory()
 
     def run(repeat: int, index: int) -> None:
         if stopped.is_set():
             return
+        arm = arms[index]
+        cache = Path(caches.name) / f"{index}"
         try:
-            report = run_once(table["base"], arms[index].overrides, workers)
+            if arm.warm and not cache.exists():
+                run_once(table["base"], arm, workers, cache)
+            report = run_once(table["base"], arm, workers, cache if arm.warm else None)
         except BaseException:
             stopped.set()
             raise
         runs[index].append(report)
         done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-        print(f"{done}  {arms[index].name} {_spell(arms[index].point)} {_said(report)}", flush=True)
+        print(f"{done}  {arm.name} {spell(arm.point)} {_said(report)}", flush=True)
 
     pool = ThreadPoolExecutor(jobs)
     try:
@@ -114,12 +86,9 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
         stopped.set()
         workers.close()
         pool.shutdown(cancel_futures=True)
+        caches.cleanup()
         rows = [row_of(name, call, arm, own, jobs) for arm, own in zip(arms, runs, strict=True) if own]
-        gpu = next((r["environment"]["gpu"] for r in rows if r["environment"]), None) or "cpu"
-        folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{name}.jsonl").open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        append_rows(rows, name, results)
     return rows
 
 
@@ -127,106 +96,33 @@ def _said(report: Row) -> str:
     if "error" in report:
         return str(report["error"]).splitlines()[-1]
     throughput, accuracy = report["throughput"], report["metrics"].get("accuracy")
-    if accuracy is not None:
-        return f"accuracy {accuracy:.4f}"
-    return f"{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
+    said = f"accuracy {accuracy:.4f}, " if accuracy is not None else ""
+    if "process_seconds" in report:
+        said += f"{report['process_seconds']:.1f} s in all, "
+    return f"{said}{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
 
 
-def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
-    """The table; overrides replace ``repeats`` and axes of the matrix, pick arms, and others go to every arm."""
-    table = yaml.safe_load(path.read_text())
-    unknown = set(table) - _KNOWN
-    if unknown or not {"base", "arms"} <= set(table):
-        raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KNOWN))}")
-    table["last"] = []
-    for override in overrides:
-        key, _, value = override.partition("=")
-        if key in ("repeats", "jobs", "ahead"):
-            table[key] = int(value)
-        elif key == "arms":
-            table["only"] = yaml.safe_load(value)
-            if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["arms"]):
-                raise SystemExit(f"arms={value}: must be a list of {', '.join(table['arms'])}")
-        elif key in table.get("matrix", {}):
-            table["matrix"][key] = [yaml.safe_load(value)]
-        else:
-            table["last"].append(override)
-    return table
+def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -> Row:
+    """One training process; its report, or ``{"error": …}``.
 
-
-def run_once(base: str, overrides: Sequence[str], workers: Workers) -> Row:
-    """One training process; its report, or ``{"error": …}``."""
+    Args:
+        base: Config, from the repository's root.
+        arm: Its overrides, and the peer in train.py's place.
+        workers: What starts it.
+        cache: Folder of the compile cache; None for an empty one.
+    """
     with tempfile.TemporaryDirectory() as runs:
-        arguments = ["-f", str(ROOT / base), *overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
-        cold = {"TORCHINDUCTOR_CACHE_DIR": f"{runs}/inductor"}  # every run compiles anew
-        status, output = workers.run(arguments, cold)
+        arguments = ["-f", str(ROOT / base), *arm.overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
+        program = f"benchmarks.peers.{arm.peer}" if arm.peer else "train"
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache or f"{runs}/inductor")}
+        status, output, seconds = workers.run(program, arguments, environment)
         if status != 0:
             return {"error": f"exit status {status}: {output.strip()[-2000:]}"}
-        return json.loads((Path(runs) / "arm" / "report.json").read_text())
-
-
-def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 1) -> Row:
-    """What is kept of an arm: medians with their spread, evidence, and where it ran.
-
-    Runs that shared the machine (``jobs`` above 1) say nothing about speed, and their times are left out.
-    """
-    good = [r for r in reports if "error" not in r]
-    measured = {name: path for name, path in _MEASURED.items() if jobs == 1 or name not in _TIMES}
-    last = good[-1] if good else {}
-    return {
-        "table": table,
-        "call": call,
-        "arm": arm.name,
-        **arm.point,
-        **dict.fromkeys(_MEASURED),
-        **{name: _spread([_find(r, path) for r in good]) for name, path in measured.items()},
-        "step_seconds_p10_p50_p90": [_find(r, ("throughput", "step_seconds_p10_p50_p90")) for r in good],
-        "repeats": len(reports),
-        "jobs": jobs,
-        "errors": [r["error"] for r in reports if "error" in r],
-        "algorithms": last.get("algorithms", {}),
-        "numerics": last.get("numerics", {}),
-        "overrides": arm.overrides,
-        "environment": last.get("environment", {}),
-    }
-
-
-def _spread(values: Sequence[float | None]) -> dict[str, Any] | None:
-    known = [v for v in values if v is not None]
-    if not known:
-        return None
-    return {"median": statistics.median(known), "min": min(known), "max": max(known), "runs": known}
-
-
-def _find(report: dict[str, Any], path: tuple[str, ...]) -> float | None:
-    value: Any = report
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value
-
-
-def _spell(point: dict[str, Any]) -> str:
-    return " ".join(f"{key}={value}" for key, value in point.items())
-
-
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows as a Markdown table, speed-up over the first arm of each point."""
-    yield "| arm | point | samples/s (least–most) | ratio | peak GiB | warm-up s |"
-    yield "|---|---|---|---|---|---|"
-    first: dict[str, float] = {}
-    for row in rows:
-        point = _spell({k: v for k, v in row.items() if "." in k})
-        rate, memory, warmup = (row[k] for k in ("samples_per_sec", "peak_memory_gib", "warmup_seconds"))
-        if rate is None:
-            accuracy = row["accuracy"]
-            said = f"accuracy {accuracy['median']:.4f}" if accuracy else "failed"
-            yield f"| {row['arm']} | {point} | {said} | | | |"
-            continue
-        base = first.setdefault(point, rate["median"])
-        yield (
-            f"| {row['arm']} | {point} | {rate['median']:,.0f} ({rate['min']:,.0f}–{rate['max']:,.0f}) "
-            f"| {rate['median'] / base:.2f} | {memory['median']:.1f} | {warmup['median']:.1f} |"
-        )
+        report = json.loads((Path(runs) / "arm" / "report.json").read_text())
+        log = Path(runs) / "arm" / "log-rank0.txt"
+        if "losses" not in report and log.exists():
+            report["losses"] = [float(value) for value in _LOSS.findall(log.read_text())]
+        return report if seconds is None else {**report, "process_seconds": seconds}
 
 
 def main(arguments: Sequence[str]) -> None:

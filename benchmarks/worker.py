@@ -1,12 +1,14 @@
 """Training processes that have imported everything before their turn comes, so that a table takes half the time.
 
 Several start at once, import (Composer's own takes ten seconds and more) and wait; none of them runs while others of
-the same batch still import, which would disturb a measurement. Each trains once, in a process of its own.
+the same batch still import, which would disturb a measurement. Each trains once, in a process of its own. For a
+whole job, cold processes take their place, and the clock runs from their start to their end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import signal
@@ -14,8 +16,10 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Worker", "Workers"]
 
@@ -24,7 +28,7 @@ _READY = "ready\n"
 
 
 class Worker:
-    """One process for one run of ``train.py``."""
+    """One process for one run of ``train.py`` or a peer."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -46,11 +50,16 @@ class Worker:
         if self._process.stdout.readline() != _READY:
             raise RuntimeError(f"a worker ended with status {self._process.wait()} before its run")
 
-    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        """Exit status and output of ``train.py`` with these arguments; the process ends with it."""
+    def run(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+        """Exit status and output of a module's ``main`` with these arguments; the process ends with it."""
         assert self._process.stdin is not None
         with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-            request = {"arguments": list(arguments), "environment": dict(environment), "log": log.name}
+            request = {
+                "program": program,
+                "arguments": list(arguments),
+                "environment": dict(environment),
+                "log": log.name,
+            }
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.close()
@@ -58,26 +67,74 @@ class Worker:
 
     def close(self) -> None:
         """End it and whatever it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout):
-            if stream is not None:
-                with contextlib.suppress(BrokenPipeError):
-                    stream.close()
+        _end(self._process)
+
+
+class ColdRun:
+    """One process that starts now and imports everything itself."""
+
+    def __init__(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the run
+        self._started = time.perf_counter()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", program, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+
+    def wait(self) -> tuple[int, str, float]:
+        """Exit status, output, and seconds from its start to its end."""
+        status = self._process.wait()
+        seconds = time.perf_counter() - self._started
+        self._log.seek(0)
+        return status, self._log.read(), seconds
+
+    def close(self) -> None:
+        """End it and whatever it started."""
+        _end(self._process)
+        self._log.close()
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
 
 class Workers:
-    """Ready processes, started ``ahead`` at a time; any thread may take one."""
+    """Ready processes, started ``ahead`` at a time; any thread may take one.
 
-    def __init__(self, ahead: int = 1) -> None:
-        self._ahead = ahead
+    Args:
+        ahead: How many import at once.
+        fresh: Start a cold process for each run instead, and time it.
+    """
+
+    def __init__(self, ahead: int = 1, *, fresh: bool = False) -> None:
+        self._ahead, self._fresh = ahead, fresh
         self._ready: list[Worker] = []
-        self._all: list[Worker] = []
+        self._all: list[Worker | ColdRun] = []
         self._lock = threading.Lock()
 
-    def run(self, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        """:meth:`Worker.run` of the next one."""
+    def run(
+        self, program: str, arguments: Sequence[str], environment: Mapping[str, str]
+    ) -> tuple[int, str, float | None]:
+        """Exit status and output of the next one, and a cold one's seconds from start to end."""
+        if self._fresh:
+            with self._lock:
+                cold = ColdRun(program, arguments, environment)
+                self._all.append(cold)
+            try:
+                return cold.wait()
+            finally:
+                cold.close()
         with self._lock:
             if not self._ready:
                 started = [Worker() for _ in range(self._ahead)]
@@ -87,7 +144,7 @@ class Workers:
                 self._ready = started
             worker = self._ready.pop()
         try:
-            return worker.run(arguments, environment)
+            return (*worker.run(program, arguments, environment), None)
         finally:
             worker.close()
 
@@ -103,7 +160,7 @@ def _main() -> None:
     import composer_speedups.models
     import composer_speedups.report
     import composer_speedups.trainer  # noqa: F401  # imported ahead
-    import train
+    import train  # noqa: F401
     from composer_speedups.cli import exit_codes
 
     print(_READY, end="", flush=True)
@@ -116,7 +173,7 @@ def _main() -> None:
     os.dup2(log, 2)
     os.environ.update(request["environment"])
     with exit_codes():
-        train.main(request["arguments"])
+        importlib.import_module(request["program"]).main(request["arguments"])
 
 
 if __name__ == "__main__":

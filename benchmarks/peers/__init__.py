@@ -1,0 +1,1 @@
+"""What the suite is measured beside: the same job by HF Trainer, and by a plain PyTorch loop."""

@@ -1,0 +1,179 @@
+"""python -m benchmarks.peers.bare_loop -f FILE [key=value ...]: the config's job in a plain PyTorch loop.
+
+It takes train.py's config, techniques included: each is applied by its own function (``apply_unpadding``,
+``apply_torch_compile`` …) in the suite's one order. What is left out is Composer, the techniques' classes and their
+evidence. So a run of train.py beside it, with the same file, shows what the suite itself costs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+import composer_speedups
+from benchmarks.peers.job import Plan, build_job, plan_of, read_arguments
+from benchmarks.peers.meter import Meter
+from composer_speedups.algorithms.ordering import screen, techniques_of
+from composer_speedups.algorithms.probe import compile_counts
+from composer_speedups.algorithms.registry import build_techniques
+from composer_speedups.algorithms.technique import Technique
+from composer_speedups.algorithms.unpadding import plan_unpadding
+from composer_speedups.cli import exit_codes
+from composer_speedups.config import Config
+from composer_speedups.errors import ConfigError
+from composer_speedups.models import FinetuneModel
+from composer_speedups.runs import RunFolder
+from composer_speedups.state import torch_device
+from composer_speedups.trainer import build_optimizer, context_of, open_device
+
+__all__ = ["apply_all", "main"]
+
+_LEFT_OUT = {"on_unavailable", "allow_cpu"}  # a class's own, which its function does not need
+
+_BETWEEN_BATCHES = {"empty_cache"}  # applied once, its function would be of no effect
+
+
+def main(arguments: list[str]) -> None:
+    config, flags = read_arguments(arguments)
+    if flags:
+        raise ConfigError(f"unknown key 'peer.{next(iter(flags))}'; the bare loop has none of its own")
+    techniques = techniques_of(build_techniques(config.algorithms, config.on_unavailable))
+    device = open_device(config.trainer)
+    screen(techniques, context_of(config.trainer, device))
+    where = torch_device(device)
+    with RunFolder(config) as folder:
+        job = build_job(config, on_gpu=where.type == "cuda")
+        plan = plan_of(config, len(job.train))
+        model = job.model.to(where)
+        before = compile_counts()
+        optimizer, scaler = apply_all(techniques, config, model, build_optimizer(model, config.optimizer))
+        meter = Meter(config, model, device, _precision(config))
+        loop = _Loop(config, model, optimizer, scaler, where, meter)
+        loop.fit(job.train, job.eval, plan)
+        evidence = {
+            "techniques": [repr(technique) for technique in techniques],
+            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+            "graphs": compile_counts().since(before).graphs,
+        }
+        meter.write(folder, "bare_loop", evidence)
+
+
+def _precision(config: Config) -> str:
+    mixed = config.algorithms.get("mixed_precision")
+    if mixed is not None or "mixed_precision" in config.algorithms:
+        return f"amp_{(mixed or {}).get('dtype', 'bf16')}"
+    return config.trainer.precision
+
+
+def apply_all(
+    techniques: list[Technique], config: Config, model: FinetuneModel, optimizer: Optimizer
+) -> tuple[Optimizer, torch.amp.GradScaler]:
+    """Apply each technique by its function; the optimizer and the scaler to train with.
+
+    Raises:
+        ConfigError: A technique whose function does not take a setting of its class, or that acts between batches.
+    """
+    scaler = torch.amp.GradScaler(enabled=False)
+    if config.trainer.precision != "fp32":
+        dtype = config.trainer.precision.removeprefix("amp_")
+        scaler = composer_speedups.apply_mixed_precision(model, dtype)
+    for technique in techniques:
+        result = _apply(technique, config.algorithms[technique.name] or {}, model, optimizer)
+        if isinstance(result, Optimizer):
+            optimizer = result
+        elif isinstance(result, torch.amp.GradScaler):
+            scaler = result
+    return optimizer, scaler
+
+
+def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> Any:
+    function: Callable[..., Any] = getattr(composer_speedups, f"apply_{technique.name}")
+    parameters = inspect.signature(function).parameters
+    settings = {name: value for name, value in settings.items() if name not in _LEFT_OUT}
+    unknown = [f".{name}" for name in settings if name not in parameters]
+    if unknown or technique.name in _BETWEEN_BATCHES:
+        key = f"algorithms.{technique.name}{unknown[0] if unknown else ''}"
+        raise ConfigError(f"{key}: the bare loop cannot do it; take it out")
+    given = {"model": model, "optimizer": optimizer, "optimizers": optimizer}
+    return function(**{name: value for name, value in given.items() if name in parameters}, **settings)
+
+
+class _Loop:
+    def __init__(
+        self,
+        config: Config,
+        model: FinetuneModel,
+        optimizer: Optimizer,
+        scaler: torch.amp.GradScaler,
+        device: torch.device,
+        meter: Meter,
+    ) -> None:
+        self.config, self.model, self.optimizer, self.scaler = config, model, optimizer, scaler
+        self.device, self.meter = device, meter
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._unpadded = "unpadding" in config.algorithms
+
+    def fit(self, train: DataLoader[Any], evaluation: DataLoader[Any] | None, plan: Plan) -> None:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, plan.rate)
+        done = 0
+        self.meter.begin(self.optimizer, plan.batches)
+        self.model.train()
+        for epoch in range(plan.epochs):
+            self.meter.between_epochs()
+            train.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            batches = iter(train)
+            for _ in range(min(len(train), plan.batches - done)):
+                self.meter.waiting()
+                batch = next(batches)
+                self.meter.loaded(batch)
+                loss = self._step(batch)
+                scheduler.step()
+                done += 1
+                self.meter.end_batch(loss)
+                if evaluation is not None and done in plan.evaluate_after:
+                    with self.meter.evaluating():
+                        self.evaluate(evaluation)
+        self.meter.end()
+
+    def _forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+        if self._unpadded:
+            plan_unpadding(self.model, batch["attention_mask"])
+        batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
+        return self.model(batch), batch["labels"]
+
+    def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
+        outputs, _ = self._forward(batch)
+        self.scaler.scale(outputs["loss"]).backward()
+        if self.config.optimizer.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self._trained, self.config.optimizer.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return outputs["loss"].detach()
+
+    def evaluate(self, loader: DataLoader[Any]) -> None:
+        """Accuracy of the labels that count, and their mean loss."""
+        sums = torch.zeros(3, device=self.device)
+        self.model.eval()
+        with torch.no_grad():
+            for batch in loader:
+                outputs, labels = self._forward(batch)
+                counts = labels != -100
+                right = (outputs["logits"].argmax(-1) == labels) & counts
+                sums += torch.stack([right.sum(), outputs["loss"] * counts.sum(), counts.sum()])
+        self.model.train()
+        right, loss, count = sums.tolist()
+        self.meter.metrics.update({"accuracy": right / count, "loss": loss / count})
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main(sys.argv[1:])

@@ -1,0 +1,213 @@
+"""python -m benchmarks.peers.hf_trainer -f FILE [key=value ...] [peer.NAME=VALUE ...]: HF Trainer's fine-tuning.
+
+The job is the config's: the same reviews in the same order, tokens, padding, batch size, weights to start from,
+dropout, AdamW's settings, learning rate of every batch, clipping and evaluations. ``algorithms`` and
+``trainer.precision`` are the suite's and are left out; instead there are
+
+- ``peer.preset``: ``best`` (default), HF Trainer's best flags: bf16, TF32, torch.compile, fused AdamW, copies that
+  do not wait, nothing logged; off a GPU, none of those that need one. ``plain``: the flags' own defaults.
+- ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
+- ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
+- ``peer.grad_norm``: the norm of the gradients, which HF Trainer takes at every step, clipping or not; no flag turns it
+  off. Default true; false takes it out in a subclass.
+- ``peer.NAME`` for every other name: the TrainingArguments of that name, such as
+  ``peer.torch_compile_mode=reduce-overhead``.
+
+DataLoader settings are the ``data`` section's, for both. Writes report.json as train.py does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from composer.devices import DeviceCPU, DeviceGPU
+from composer.models import HuggingFaceModel
+from torch.utils.data import DataLoader
+from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.peers.hf_flags import OWN_FLAGS, training_arguments
+from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
+from benchmarks.peers.meter import Meter
+from composer_speedups.algorithms.probe import compile_counts
+from composer_speedups.cli import exit_codes
+from composer_speedups.config import Config
+from composer_speedups.errors import ConfigError
+from composer_speedups.runs import RunFolder
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> None:
+    config, flags = read_arguments(arguments)
+    own = {name: flags.pop(name, default) for name, default in OWN_FLAGS.items()}
+    config.algorithms, config.trainer.precision = {}, "fp32"  # the suite's; the report shows what was in force
+    on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+    if config.trainer.device == "gpu" and not on_gpu:
+        raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
+    if own["regional_compile"]:
+        os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
+    with RunFolder(config) as folder:
+        job = build_job(config, on_gpu=on_gpu)
+        plan = plan_of(config, len(job.train))
+        args = training_arguments(config, plan, own["preset"], flags, on_gpu, str(folder.path))
+        device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
+        meter = Meter(config, job.model, device, _precision(args))
+        _set_attention(job.model, own["attention"])
+        trainer = _Peer(job, plan, meter, args, config, grad_norm=own["grad_norm"])
+        before = compile_counts()
+        trainer.train()
+        meter.end()
+        evidence = {**own, **_evidence(trainer, args), "graphs": compile_counts().since(before).graphs}
+        meter.write(folder, "hf_trainer", evidence)
+
+
+def _precision(args: TrainingArguments) -> str:
+    return "amp_bf16" if args.bf16 else "amp_fp16" if args.fp16 else "fp32"
+
+
+def _set_attention(model: HuggingFaceModel, attention: str) -> None:
+    try:
+        model.model.set_attn_implementation(attention)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"peer.attention: {attention!r} cannot be used ({str(error).splitlines()[0]})") from error
+
+
+class _Peer(Trainer):
+    """HF Trainer on the job's own loaders and rates, with the meter told what happens."""
+
+    def __init__(
+        self, job: Job, plan: Plan, meter: Meter, args: TrainingArguments, config: Config, *, grad_norm: bool
+    ) -> None:
+        self._job, self._plan, self._meter, self._grad_norm = job, plan, meter, grad_norm
+        self._decays_all = config.optimizer.decay_bias_and_norm
+        self._on_host: deque[Any] = deque()  # batches that wait for their step
+        self._new_epoch = True
+        super().__init__(
+            model=job.model.model,
+            args=args,
+            train_dataset=job.train.dataset,
+            eval_dataset=job.eval and job.eval.dataset,
+            callbacks=[_Steps(self, plan, meter)],
+            compute_metrics=_accuracy,
+            preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        )
+        self.remove_callback(PrinterCallback)
+
+    def get_train_dataloader(self) -> DataLoader:
+        prepared = self.accelerator.prepare(self._job.train)
+        prepared.base_dataloader = _Tap(prepared.base_dataloader, self._on_host)
+        return prepared
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
+        return self._prepared_evaluation
+
+    @property
+    def _prepared_evaluation(self) -> DataLoader:
+        if not hasattr(self, "_evaluation"):  # once, so that its workers can stay
+            self._evaluation = self.accelerator.prepare(self._job.eval)
+        return self._evaluation
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or _unwrapped(self.optimizer), self._plan.rate
+            )
+        return self.lr_scheduler
+
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
+        return [name for name, p in model.named_parameters() if self._decays_all or p.ndim > 1]
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        if not self._new_epoch:
+            self._meter.waiting()
+        samples = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if self._new_epoch:  # accelerate's loader starts its workers in here, which for the suite is no wait for data
+            self._meter.waiting()
+        self._new_epoch = False
+        self._meter.loaded(self._on_host.popleft())
+        return samples
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.last_loss = super().training_step(*args, **kwargs)
+        return self.last_loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        with self._meter.evaluating():
+            metrics = super().evaluate(*args, **kwargs)
+        self._meter.metrics.update({name: metrics[f"eval_{name}"] for name in ("accuracy", "loss")})
+        return metrics
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._get_grad_norm(*args, **kwargs) if self._grad_norm else None
+
+
+class _Steps(TrainerCallback):
+    def __init__(self, trainer: _Peer, plan: Plan, meter: Meter) -> None:
+        self._trainer, self._plan, self._meter = trainer, plan, meter
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meter.begin(_unwrapped(self._trainer.optimizer), self._plan.batches)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meter.between_epochs()
+        self._trainer._new_epoch = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._meter.end_batch(self._trainer.last_loss)
+        control.should_evaluate = self._trainer._job.eval is not None and state.global_step in self._plan.evaluate_after
+
+
+class _Tap:
+    """A loader that leaves each batch in a queue, still on the host, on its way to accelerate."""
+
+    def __init__(self, loader: Any, queue: deque[Any]) -> None:
+        self._loader, self._queue = loader, queue
+
+    def __iter__(self) -> Iterator[Any]:
+        self._queue.clear()
+        for batch in self._loader:
+            self._queue.append(batch)
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer, out of accelerate's wrapper where it has one."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
+    """Of the labels that count: all of a classifier's, the masked ones of a masked LM."""
+    predicted, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+    return {"accuracy": float((predicted == labels)[labels != -100].mean())}
+
+
+def _evidence(trainer: _Peer, args: TrainingArguments) -> dict[str, Any]:
+    """What the run ran with, read from the objects where they tell."""
+    optimizer = trainer._meter.state.optimizers[0]
+    return {
+        "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        "fused": bool(optimizer.param_groups[0].get("fused")),
+        "attention": trainer._job.model.model.config._attn_implementation,
+        "bf16": args.bf16,
+        "tf32": args.tf32,
+        "torch_compile": args.torch_compile,
+        "torch_compile_mode": args.torch_compile_mode,
+        "max_grad_norm": args.max_grad_norm,
+    }
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main(sys.argv[1:])

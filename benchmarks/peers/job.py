@@ -1,0 +1,127 @@
+"""The job of a config, as train.py would do it, for a loop that is not Composer's: data, model, rates, evaluations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import yaml
+from composer.core import State, Time, Timestamp, TimeUnit
+from composer.devices import DeviceCPU
+from composer.utils import dist, reproducibility
+from torch import nn
+from torch.utils.data import DataLoader
+
+from composer_speedups.cli import read_command_line
+from composer_speedups.config import Config
+from composer_speedups.data import build_data
+from composer_speedups.errors import ConfigError
+from composer_speedups.models import FinetuneModel, build_model, resolve_name
+from composer_speedups.trainer import build_scheduler
+
+__all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments"]
+
+_PREFIX = "peer."
+
+
+class Job(NamedTuple):
+    train: DataLoader[Any]
+    eval: DataLoader[Any] | None
+    model: FinetuneModel  # on the CPU, with eager attention and the weights that train.py starts from
+
+
+class Plan(NamedTuple):
+    """How long to train, at which rates, and when to evaluate; batches count from 0 over all epochs."""
+
+    batches: int
+    batches_an_epoch: int
+    rates: list[float]  # of each batch, as a fraction of the peak
+    evaluate_after: frozenset[int]  # numbers of batches trained
+
+    @property
+    def epochs(self) -> int:
+        return math.ceil(self.batches / self.batches_an_epoch)
+
+    def rate(self, batch: int) -> float:
+        """The rate of a batch; schedulers also ask for the one after the last."""
+        return self.rates[min(batch, len(self.rates) - 1)]
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
+    """train.py's arguments, and beside them the peer's own ``peer.NAME=VALUE`` without the prefix.
+
+    Raises:
+        ConfigError: A mistake in the config, or something that the peers do not do.
+    """
+    flags: dict[str, Any] = {}
+    for argument in arguments:
+        if argument.startswith(_PREFIX):
+            name, _, value = argument.removeprefix(_PREFIX).partition("=")
+            flags[name] = yaml.safe_load(value)
+    config, _ = read_command_line([a for a in arguments if not a.startswith(_PREFIX)])
+    _refuse_the_rest(config)
+    return config, flags
+
+
+def _refuse_the_rest(config: Config) -> None:
+    trainer, warmup = config.trainer, config.scheduler.warmup
+    lengths = {"trainer.max_duration": trainer.max_duration, "scheduler.warmup": warmup}
+    for key, value in lengths.items():
+        if not value.endswith(("ep", "ba", "dur")):
+            raise ConfigError(f"{key}: a peer counts epochs and batches, not {value}; use ep or ba")
+    refused = {
+        "trainer.eval_batches": trainer.eval_batches is not None,
+        "trainer.microbatch_size": trainer.microbatch_size is not None,
+        "trainer.parallelism_config": bool(trainer.parallelism_config),
+        "checkpoint": config.checkpoint.load is not None or config.checkpoint.interval is not None,
+    }
+    for key, given in refused.items():
+        if given:
+            raise ConfigError(f"{key}: the peers under benchmarks/peers do not have it; leave it out")
+    if dist.get_world_size() > 1:
+        raise ConfigError("a peer under benchmarks/peers trains in one process; start it without composer -n")
+
+
+def build_job(config: Config, *, on_gpu: bool) -> Job:
+    """The reviews in train.py's order, and the model with the weights that train.py starts from."""
+    name = resolve_name(config.model.name)
+    data = build_data(config.data, model_name=name, task=config.model.task, on_gpu=on_gpu)
+    reproducibility.seed_all(config.seed)
+    model = build_model(config.model, data.tokenizer, config.data.max_length)
+    train, evaluation = data.train.dataloader, data.eval and data.eval.dataloader
+    assert isinstance(train, DataLoader)
+    assert evaluation is None or isinstance(evaluation, DataLoader)
+    return Job(train, evaluation, model)
+
+
+def plan_of(config: Config, batches_an_epoch: int) -> Plan:
+    """Composer's own schedule of the config, worked out batch by batch.
+
+    Composer asks for the next batch's rate before it moves its clock, so each batch but the first has the rate of
+    the one before it.
+    """
+    duration = Time.from_timestring(config.trainer.max_duration)
+    batches = int(duration) * (batches_an_epoch if duration.unit == TimeUnit.EPOCH else 1)
+    state = State(
+        model=nn.Identity(),
+        rank_zero_seed=0,
+        run_name="plan",
+        device=DeviceCPU(),
+        max_duration=duration,
+        dataloader=[None] * batches_an_epoch,
+        dataloader_len=batches_an_epoch,
+        dataloader_label="train",
+    )
+    scheduler, rates = build_scheduler(config.scheduler), []
+    for batch in (0, *range(batches)):
+        state.timestamp = Timestamp(epoch=batch // batches_an_epoch, batch=batch)
+        rates.append(scheduler(state))
+    return Plan(batches, batches_an_epoch, rates, _evaluations(config, batches, batches_an_epoch))
+
+
+def _evaluations(config: Config, batches: int, batches_an_epoch: int) -> frozenset[int]:
+    """As Composer: at every interval, and at the end."""
+    interval = Time.from_timestring(config.trainer.eval_interval)
+    every = int(interval) * (batches_an_epoch if interval.unit == TimeUnit.EPOCH else 1)
+    return frozenset({*range(every, batches + 1, every), batches})

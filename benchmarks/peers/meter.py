@@ -1,0 +1,135 @@
+"""The suite's own measurements around a loop that is not Composer's, and a report.json of the same shape."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import psutil
+import torch
+from composer.core import Callback, Event, Precision, State
+from composer.devices import Device
+from composer.loggers import Logger
+
+from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.peaks import precision_in_force
+from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.config import Config
+from composer_speedups.config.schema import MemoryConfig, ThroughputConfig
+from composer_speedups.files import write_atomically
+from composer_speedups.flops import batch_lengths
+from composer_speedups.models import FinetuneModel
+from composer_speedups.report import build_report, summary_table
+from composer_speedups.runs import RunFolder
+
+__all__ = ["Meter"]
+
+
+class Meter:
+    """Tells :class:`ThroughputMonitor` and :class:`MemoryAnatomy` what they would hear from Composer.
+
+    The same code measures the peer and the suite. A loop calls :meth:`begin` once everything is built; then, for
+    each batch, :meth:`waiting`, :meth:`loaded` and, after the optimizer's step, :meth:`end_batch`.
+
+    Args:
+        config: Of the job.
+        model: Counts FLOPs on real tokens; its parameters are those that train.
+        device: Where they are.
+        precision: Composer's name for what matmuls compute in: ``fp32``, ``amp_bf16``, ``amp_fp16``.
+    """
+
+    def __init__(self, config: Config, model: FinetuneModel, device: Device, precision: str = "fp32") -> None:
+        throughput = config.callbacks.throughput or ThroughputConfig()
+        callbacks: list[Callback] = [
+            ThroughputMonitor(**dataclasses.asdict(throughput)),
+            MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
+        ]
+        self.config = config
+        self.state = State(
+            model=model, rank_zero_seed=config.seed, run_name=config.run_name, device=device, callbacks=callbacks
+        )
+        self.state.precision = Precision(precision)
+        self.losses: list[torch.Tensor] | None = [] if config.loggers.file is not None else None
+        self.metrics: dict[str, float] = {}
+        self._last: torch.Tensor | None = None
+        self._batches = 0
+        self._logger = Logger(self.state)
+
+    def _tell(self, event: Event) -> None:
+        for callback in self.state.callbacks:
+            callback.run_event(event, self.state, self._logger)
+
+    def begin(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
+        """Training starts now, and goes on for so many batches."""
+        self.state.optimizers, self._batches = optimizer, batches
+        self._tell(Event.FIT_START)
+
+    def between_epochs(self) -> None:
+        """What follows is no part of a step: workers that start, say."""
+        self._tell(Event.EPOCH_START)
+
+    def waiting(self) -> None:
+        """The wait for a batch begins."""
+        self._tell(Event.BEFORE_DATALOADER)
+
+    def loaded(self, batch: Mapping[str, torch.Tensor]) -> None:
+        """It ends, and the step begins. ``batch`` is the one on the host, so that counting tokens waits for nothing."""
+        self.state.batch = batch
+        self._tell(Event.AFTER_DATALOADER)
+
+    def end_batch(self, loss: torch.Tensor) -> None:
+        """The optimizer has stepped. ``loss`` is a scalar, copied where it is kept: a CUDA graph would overwrite it."""
+        batch, state = self.state.batch, self.state
+        lengths = batch_lengths(batch)
+        state.previous_timestamp = state.timestamp
+        state.timestamp = state.timestamp.to_next_batch(
+            samples=len(batch["input_ids"]), tokens=0 if lengths is None else int(lengths.sum())
+        )
+        if self.losses is not None:
+            self.losses.append(loss.detach().clone())
+        if state.timestamp.batch.value == self._batches:
+            self._last = loss.detach().clone()
+        self._tell(Event.BATCH_END)
+
+    @contextlib.contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around an evaluation."""
+        self._tell(Event.EVAL_BEFORE_ALL)
+        yield
+        self._tell(Event.EVAL_AFTER_ALL)
+
+    def end(self) -> None:
+        """Training is over."""
+        self._tell(Event.FIT_END)
+        if self._last is not None:
+            self.metrics["train_loss"] = float(self._last)
+
+    def numerics(self) -> dict[str, str]:
+        """What EngagementReport says of a run of the suite."""
+        return {
+            "precision": self.state.precision.value,
+            "matmul": precision_in_force(self.state),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        }
+
+    def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> dict[str, Any]:
+        """Write report.json and print the summary; returns the report.
+
+        ``algorithms`` holds the peer's name and evidence of what it ran with; with ``loggers.file``, ``losses`` is
+        the loss of every batch.
+        """
+        wall_seconds = time.time() - psutil.Process().create_time()
+        report = build_report(self.state, self.config, wall_seconds)
+        report["metrics"] = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
+        report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": dict(evidence)}}
+        report["numerics"] = self.numerics()
+        if self.losses is not None:
+            report["losses"] = [float(loss) for loss in self.losses]
+        write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
+        print(summary_table(report, str(folder.path)), flush=True)
+        return report

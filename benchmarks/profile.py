@@ -1,0 +1,217 @@
+"""python -m benchmarks.profile -f FILE [key=value ...] [profile.NAME=N ...]: where the time of a training step goes.
+
+Trains as train.py would, without evaluations: first ``profile.warmup`` batches (default 12), in which torch.compile
+compiles, then ``profile.timed`` (20) that are timed as a whole, then ``profile.active`` (5) under torch.profiler.
+Prints Markdown, and appends a row to benchmarks/results/<gpu>/profile.jsonl:
+
+- ``step_ms``: of the timed batches, the wait for data included.
+- ``kinds``: milliseconds and launches a step by kind of kernel; ``kernels``: the slowest by name.
+- ``busy_ms`` and ``idle_ms``: a step's time with and without a kernel on the GPU, in the profiled batches.
+- ``gemm_floor_ms``: the matrix products of the encoder's Linears on the batch's real tokens by themselves, forward and
+  backward, in bf16; ``step_over_floor`` is ``step_ms`` over it.
+
+Without a GPU the kinds are those of aten operators by their own time, and the floor is in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.utils import reproducibility
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from benchmarks.gemm_floor import gemm_floor, linear_shapes
+from benchmarks.kernels import busy, by_kind, by_name, kernels_of_trace, kind_of
+from benchmarks.rows import RESULTS, Row, append_rows
+from composer_speedups.algorithms.ordering import screen
+from composer_speedups.algorithms.registry import build_techniques
+from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.cli import exit_codes, read_command_line
+from composer_speedups.data import build_data
+from composer_speedups.environment import environment
+from composer_speedups.errors import ConfigError
+from composer_speedups.flops import batch_lengths
+from composer_speedups.models import build_model, resolve_name
+from composer_speedups.runs import RunFolder
+from composer_speedups.state import device_of, torch_device
+from composer_speedups.trainer import build_trainer, context_of, open_device
+
+__all__ = ["Counts", "StepProfiler", "main", "markdown"]
+
+_PREFIX = "profile."
+_MULTIPLE = 64  # of the token count in the floor, as unpadding rounds it
+_KEPT = 40  # kernels of a row
+
+
+@dataclasses.dataclass
+class Counts:
+    """Batches of each phase; the profiler itself takes two more to warm up."""
+
+    warmup: int = 12
+    timed: int = 20
+    active: int = 5
+
+    @property
+    def batches(self) -> int:
+        return self.warmup + self.timed + 2 + self.active
+
+
+class StepProfiler(Callback):
+    """Times some steady batches as a whole, then profiles some."""
+
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
+        self.step_seconds = 0.0
+        self.tokens: list[int] = []
+        self.found: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
+        self.busy: tuple[float, float] | None = None
+        self._started = 0.0
+        self._profile: profile | None = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.AFTER_DATALOADER and (lengths := batch_lengths(state.batch)) is not None:
+            self.tokens.append(int(lengths.sum()))
+        elif event == Event.BATCH_END:
+            self._after(state.timestamp.batch.value, device_of(state))
+
+    def _after(self, trained: int, device: torch.device) -> None:
+        counts = self.counts
+        on_gpu = device.type == "cuda"
+        if trained in (counts.warmup, counts.warmup + counts.timed):
+            if on_gpu:
+                torch.cuda.synchronize(device)
+            now = time.perf_counter()
+            self.step_seconds, self._started = (now - self._started) / counts.timed, now
+        if self._profile is not None:
+            if on_gpu and trained == counts.batches:
+                torch.cuda.synchronize(device)
+            self._profile.step()
+        if trained == counts.warmup + counts.timed:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+            self._profile = profile(
+                activities=activities,
+                schedule=schedule(wait=0, warmup=2, active=counts.active, repeat=1),
+                on_trace_ready=self._read_gpu if on_gpu else self._read_cpu,
+                acc_events=True,  # there is one cycle; without it torch warns about others
+            )
+            self._profile.start()
+        if trained == counts.batches and self._profile is not None:
+            self._profile.stop()
+            self._profile = None
+
+    def _read_gpu(self, recorded: profile) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            recorded.export_chrome_trace(str(path))
+            kernels = kernels_of_trace(json.loads(path.read_text()))
+        self.found, self.busy = by_name(kernels), busy(kernels)
+
+    def _read_cpu(self, recorded: profile) -> None:
+        found = [(e.key, e.self_cpu_time_total / 1e6, e.count) for e in recorded.key_averages()]
+        operators = [entry for entry in found if not entry[0].startswith(("ProfilerStep", "Optimizer."))]
+        self.found = sorted(operators, key=lambda entry: -entry[1])
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], Counts]:
+    counts, rest = Counts(), []
+    for argument in arguments:
+        name, _, value = argument.removeprefix(_PREFIX).partition("=")
+        if not argument.startswith(_PREFIX):
+            rest.append(argument)
+        elif name not in vars(counts) or not value.isdecimal() or int(value) < 1:
+            raise ConfigError(f"{argument}: profile takes {', '.join(vars(counts))}, each with a number of batches")
+        else:
+            setattr(counts, name, int(value))
+    return rest, counts
+
+
+def main(arguments: list[str], results: Path = RESULTS) -> Row:
+    rest, counts = _split(arguments)
+    config, origins = read_command_line(rest)
+    config.trainer.max_duration = f"{counts.batches}ba"
+    config.callbacks.throughput = config.callbacks.memory = None
+    techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+    device = open_device(config.trainer)
+    screen(techniques, context_of(config.trainer, device))
+    where = torch_device(device)
+    with RunFolder(config) as folder:
+        name = resolve_name(config.model.name)
+        data = build_data(config.data, model_name=name, task=config.model.task, on_gpu=where.type == "cuda")
+        reproducibility.seed_all(config.seed)
+        model = build_model(config.model, data.tokenizer, config.data.max_length)
+        shapes = linear_shapes(model)
+        trainer = build_trainer(config, model, data._replace(eval=None), techniques, device, folder)
+        profiler = StepProfiler(counts)
+        trainer.state.callbacks.append(profiler)
+        trainer.fit()
+        row = _row(rest, profiler, shapes, where)
+        row["algorithms"] = EngagementReport.summary(trainer.state)
+        trainer.close()
+    append_rows([row], "profile", results)
+    print("\n".join(markdown(row)))
+    return row
+
+
+def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, int]], device: torch.device) -> Row:
+    tokens = round(sum(profiler.tokens) / len(profiler.tokens))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    floor = gemm_floor(shapes, -(-tokens // _MULTIPLE) * _MULTIPLE, device, dtype)
+    steps = profiler.counts.active
+    step_ms, floor_ms = 1e3 * profiler.step_seconds, 1e3 * floor
+    covered, idle = profiler.busy if profiler.busy is not None else (None, None)
+    kernels = [
+        {"name": name, "kind": kind_of(name), "ms": 1e3 * seconds / steps, "launches": launches / steps}
+        for name, seconds, launches in profiler.found[:_KEPT]
+    ]
+    return {
+        "table": "profile",
+        "call": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "arguments": arguments,
+        "step_ms": step_ms,
+        "busy_ms": None if covered is None else 1e3 * covered / steps,
+        "idle_ms": None if idle is None else 1e3 * idle / steps,
+        "kinds": by_kind(profiler.found, steps),
+        "kernels": kernels,
+        "tokens": tokens,
+        "gemm_floor_ms": floor_ms,
+        "gemm_floor_dtype": str(dtype).removeprefix("torch."),
+        "step_over_floor": step_ms / floor_ms,
+        "environment": environment(),
+    }
+
+
+def markdown(row: Row) -> Iterator[str]:
+    """A row as a table by kind, and one of its slowest kernels."""
+    total = sum(kind["ms"] for kind in row["kinds"].values())
+    yield "| kind | ms a step | share | launches |"
+    yield "|---|---|---|---|"
+    for kind, entry in row["kinds"].items():
+        yield f"| {kind} | {entry['ms']:.2f} | {entry['ms'] / total:.0%} | {entry['launches']:,.0f} |"
+    if row["idle_ms"] is not None:
+        yield f"| no kernel | {row['idle_ms']:.2f} | | |"
+    yield ""
+    yield (
+        f"Step {row['step_ms']:.2f} ms, {row['step_over_floor']:.2f} times the {row['gemm_floor_ms']:.2f} ms of its "
+        f"matrix products alone ({row['gemm_floor_dtype']}, {row['tokens']:,} real tokens)."
+    )
+    yield ""
+    yield "| kernel | kind | ms a step | launches |"
+    yield "|---|---|---|---|"
+    for kernel in row["kernels"][:20]:
+        name = kernel["name"][:90].replace("|", "/")
+        yield f"| {name} | {kernel['kind']} | {kernel['ms']:.3f} | {kernel['launches']:,.0f} |"
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main(sys.argv[1:])

@@ -1,0 +1,86 @@
+"""A table of benchmarks/tables: its file, its arms, and what the command line changes in it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+__all__ = ["Arm", "arms_of", "read_table"]
+
+_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "fresh", "losses", "arms"}
+_KNOWN_OF_AN_ARM = {"peer", "set", "warm"}
+_PEERS = Path(__file__).parent / "peers"
+
+
+class Arm(NamedTuple):
+    name: str
+    point: dict[str, Any]  # its place in the matrix
+    overrides: list[str]
+    peer: str | None = None  # a module of benchmarks.peers in train.py's place
+    warm: bool = False  # its runs find a filled compile cache
+
+
+def arms_of(table: dict[str, Any]) -> list[Arm]:
+    """Every arm at every point of the matrix."""
+    matrix = table.get("matrix", {})
+    points = [dict(zip(matrix, values, strict=True)) for values in itertools.product(*matrix.values())]
+    arms = []
+    for point in points:
+        kept: list[str] = []
+        for name, given in table["arms"].items():
+            arm = given if isinstance(given, dict) else {"set": given}
+            peer, warm = arm.get("peer"), arm.get("warm", False)
+            own = list(arm.get("set", []))
+            if table.get("cumulative") and peer is None:
+                own = kept = kept + own
+            placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
+            asked = ["loggers.file={}"] if table.get("losses") else []
+            if name in (table.get("only") or table["arms"]):
+                overrides = [*table.get("set", []), *placed, *own, *asked, *table.get("last", [])]
+                arms.append(Arm(name, point, overrides, peer, warm))
+    return arms
+
+
+def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The table; overrides replace ``repeats`` and axes of the matrix, pick arms, and others go to every arm.
+
+    Raises:
+        SystemExit: A key that tables or arms do not have, or an arm that is not there.
+    """
+    table = yaml.safe_load(path.read_text())
+    unknown = set(table) - _KNOWN
+    if unknown or not {"base", "arms"} <= set(table):
+        raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KNOWN))}")
+    for name, arm in table["arms"].items():
+        _check_arm(path, name, arm)
+    table["last"] = []
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key in ("repeats", "jobs", "ahead"):
+            table[key] = int(value)
+        elif key == "arms":
+            table["only"] = yaml.safe_load(value)
+            if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["arms"]):
+                raise SystemExit(f"arms={value}: must be a list of {', '.join(table['arms'])}")
+        elif key in table.get("matrix", {}):
+            table["matrix"][key] = [yaml.safe_load(value)]
+        else:
+            table["last"].append(override)
+    return table
+
+
+def _check_arm(path: Path, name: str, arm: Any) -> None:
+    if isinstance(arm, list):
+        return
+    if not isinstance(arm, dict) or set(arm) - _KNOWN_OF_AN_ARM:
+        raise SystemExit(
+            f"{path}: arm {name!r} must be a list of overrides, or have {', '.join(sorted(_KNOWN_OF_AN_ARM))}"
+        )
+    peers = sorted(p.stem for p in _PEERS.glob("*.py") if "def main(" in p.read_text())
+    if arm.get("peer") not in (None, *peers):
+        raise SystemExit(f"{path}: arm {name!r} names no peer; there are {', '.join(peers)}")
