@@ -12,15 +12,17 @@ from transformers import (
     BertConfig,
     DistilBertConfig,
     ElectraConfig,
+    ModernBertConfig,
     PreTrainedConfig,
     RobertaConfig,
 )
 
 from tests.common import VOCABULARY, Batch
 
-Family = Literal["bert", "roberta", "distilbert", "electra"]
+Family = Literal["bert", "roberta", "distilbert", "electra", "modernbert"]
 Head = Literal["classification", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
+UNPADDED: tuple[Family, ...] = (*FAMILIES, "modernbert")
 HEADS: tuple[Head, ...] = ("classification", "mlm")
 
 _AUTO: dict[Head, Any] = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
@@ -34,10 +36,16 @@ def tiny_model(
     attention_dropout: float | None = None,
     seed: int = 0,
     layers: int = 2,
+    **settings: Any,
 ) -> Any:
-    """Layers of 32 with eager attention, as :func:`tests.common.tiny_bert`; MLM heads have tied decoders."""
+    """Layers of 32 with eager attention, as :func:`tests.common.tiny_bert`; MLM heads have tied decoders.
+
+    ``settings`` of the configuration go over those chosen here.
+    """
     torch.manual_seed(seed)
     config = _config(family, layers, dropout, dropout if attention_dropout is None else attention_dropout)
+    for name, value in settings.items():
+        setattr(config, name, value)
     return _AUTO[head].from_config(config, attn_implementation="eager")
 
 
@@ -46,6 +54,21 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
     if family == "distilbert":
         rates = {"dropout": dropout, "attention_dropout": attention_dropout, "seq_classif_dropout": dropout}
         return DistilBertConfig(n_layers=layers, n_heads=2, dim=32, hidden_dim=64, **common, **rates)
+    if family == "modernbert":
+        rates = dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), dropout)
+        kinds = ["full_attention", "sliding_attention"] * layers
+        return ModernBertConfig(
+            **{**common, "initializer_range": 0.3},  # its layers scale it down
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            hidden_size=32,
+            intermediate_size=32,
+            pad_token_id=0,
+            layer_types=kinds[-layers:],  # the last is local
+            local_attention=8,
+            attention_dropout=attention_dropout,
+            **rates,
+        )
     common |= {"num_hidden_layers": layers, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
     common |= {"type_vocab_size": 2, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
     if family == "electra":
