@@ -65,7 +65,6 @@ class Unpadding(Technique):
     stage = Stage.SURGERY
     clashes: ClassVar[dict[str, str]] = {
         "sdpa_attention": "both set the model's attention; unpadding brings its own",
-        "cuda_graphs": "the number of real tokens changes with every batch, and a graph has fixed shapes",
     }
 
     clashes_with_settings: ClassVar[dict[str, str]] = {
