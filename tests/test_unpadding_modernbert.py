@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import ModernBertConfig, ModernBertForQuestionAnswering
 
 from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding
 from composer_speedups.algorithms.probe import compile_counts
@@ -93,14 +92,6 @@ def test_the_saved_folder_is_the_stock_models(tmp_path: Path) -> None:
     assert saved[0][0] == saved[1][0]
     assert saved[0][0]["architectures"] == ["ModernBertForSequenceClassification"]
     torch.testing.assert_close(saved[1][1], saved[0][1], rtol=0, atol=0)
-
-
-def test_question_answering_is_refused_and_left_alone() -> None:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-    model = ModernBertForQuestionAnswering(ModernBertConfig(vocab_size=64, pad_token_id=0, **sizes))
-    with pytest.raises(ValueError, match="ModernBertForQuestionAnswering, whose loss is over padding"):
-        apply_unpadding(model)
-    assert not unpadded_encoders(model)
 
 
 @pytest.mark.parametrize("head", HEADS)

@@ -89,7 +89,8 @@ class Unpadding(Technique):
         try:
             apply_unpadding(state.model, self.pad_to_multiple_of)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
+            reason = str(error).removeprefix("unpadding ")  # the error says the name itself
+            raise TechniqueError(self.name, reason, "take it out for this model") from error
         self._encoders = unpadded_encoders(state.model)
         return {"encoders": len(self._encoders)}
 
