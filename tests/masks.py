@@ -9,7 +9,50 @@ from torch import Tensor
 
 from tests.common import VOCABULARY, Batch
 
-__all__ = ["masked_batch", "random_masks", "real_logits"]
+__all__ = ["KINDS", "draw_mask", "masked_batch", "random_masks", "real_logits"]
+
+KINDS = (
+    "right padding",
+    "left padding",
+    "holes",
+    "rows of nothing",
+    "rows of one token",
+    "short of a multiple of 8",
+    "width 1",
+    "one row",
+    "no padding",
+)
+
+
+def draw_mask(kind: str, seed: int, *, widest: int = 17) -> Tensor:
+    """A mask of one of :data:`KINDS`, (B, S) of 0 and 1 with at least one token; the seed alone decides."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    rows = 1 if kind == "one row" else number(2, 5)
+    width = 1 if kind == "width 1" else number(2, widest)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    if kind == "rows of nothing":
+        lengths[torch.randperm(rows, generator=generator)[: number(1, rows - 1)]] = 0
+    elif kind == "rows of one token":
+        lengths[torch.randperm(rows, generator=generator)[: number(1, rows)]] = 1
+    elif kind == "width 1":
+        lengths[1:] = torch.randint(0, 2, (rows - 1, 1), generator=generator)
+    elif kind == "no padding":
+        lengths[:] = width
+    right = torch.arange(width) < lengths
+    if kind == "short of a multiple of 8":
+        total = 8 * number(1, rows * width // 8 or 1) - number(1, 2)
+        right = (torch.arange(rows * width) < total).view(rows, width)
+    if kind == "left padding":
+        return right.flip(-1).long()
+    if kind == "holes":
+        holes = torch.rand(rows, width, generator=generator) < 0.6
+        holes[:, 0] |= ~holes.any(-1) | bool(number(0, 1))  # a classifier's head reads that slot
+        return holes.long()
+    return right.long()
 
 
 def random_masks(count: int, *, seed: int = 0, widest: int = 17) -> list[Tensor]:

@@ -12,15 +12,17 @@ from transformers import (
     BertConfig,
     DistilBertConfig,
     ElectraConfig,
+    ModernBertConfig,
     PreTrainedConfig,
     RobertaConfig,
 )
 
 from tests.common import VOCABULARY, Batch
 
-Family = Literal["bert", "roberta", "distilbert", "electra"]
+Family = Literal["bert", "roberta", "distilbert", "electra", "modernbert"]
 Head = Literal["classification", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
+UNPADDED: tuple[Family, ...] = (*FAMILIES, "modernbert")
 HEADS: tuple[Head, ...] = ("classification", "mlm")
 
 _AUTO: dict[Head, Any] = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
@@ -33,20 +35,42 @@ def tiny_model(
     dropout: float = 0.0,
     attention_dropout: float | None = None,
     seed: int = 0,
+    layers: int = 2,
+    **settings: Any,
 ) -> Any:
-    """Two layers of 32 with eager attention, as :func:`tests.common.tiny_bert`; MLM heads have tied decoders."""
+    """Layers of 32 with eager attention, as :func:`tests.common.tiny_bert`; MLM heads have tied decoders.
+
+    ``settings`` of the configuration go over those chosen here.
+    """
     torch.manual_seed(seed)
-    config = _config(family, dropout, dropout if attention_dropout is None else attention_dropout)
+    config = _config(family, layers, dropout, dropout if attention_dropout is None else attention_dropout)
+    for name, value in settings.items():
+        setattr(config, name, value)
     return _AUTO[head].from_config(config, attn_implementation="eager")
 
 
-def _config(family: Family, dropout: float, attention_dropout: float) -> PreTrainedConfig:
+def _config(family: Family, layers: int, dropout: float, attention_dropout: float) -> PreTrainedConfig:
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 80, "initializer_range": 0.2}
     if family == "distilbert":
         rates = {"dropout": dropout, "attention_dropout": attention_dropout, "seq_classif_dropout": dropout}
-        return DistilBertConfig(n_layers=2, n_heads=2, dim=32, hidden_dim=64, **common, **rates)
-    common |= {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
-    common |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
+        return DistilBertConfig(n_layers=layers, n_heads=2, dim=32, hidden_dim=64, **common, **rates)
+    if family == "modernbert":
+        rates = dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), dropout)
+        kinds = ["full_attention", "sliding_attention"] * layers
+        return ModernBertConfig(
+            **{**common, "initializer_range": 0.3},  # its layers scale it down
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            hidden_size=32,
+            intermediate_size=32,
+            pad_token_id=0,
+            layer_types=kinds[-layers:],  # the last is local
+            local_attention=8,
+            attention_dropout=attention_dropout,
+            **rates,
+        )
+    common |= {"num_hidden_layers": layers, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+    common |= {"type_vocab_size": 2, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
     if family == "electra":
         return ElectraConfig(embedding_size=16, **common)  # smaller than the hidden size: a projection between
     return {"bert": BertConfig, "roberta": RobertaConfig}[family](**common)

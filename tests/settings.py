@@ -111,6 +111,11 @@ ENTRIES: dict[str, Entry] = {
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
     "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "fused_layers": Entry(
+        [{}, {"last_layer": "all"}],
+        needs={"unpadding": {}},
+        evidence=("layers", "layers_ran", "embeddings_ran"),
+    ),
     "gradient_checkpointing": Entry(
         [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
     ),

@@ -20,13 +20,13 @@ from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 
-def pretend(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool) -> nn.Module:
+def pretend(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool, pool: Any) -> nn.Module:
     """In place of a capture: the call itself, on the caller's tensors."""
     flat(*static)
     return flat
 
 
-def replay(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool) -> Any:
+def replay(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool, pool: Any) -> Any:
     """In place of a capture, with what makes real ones dangerous: every backward pass writes to the same buffers."""
     parameters = tuple(flat.parameters())
     buffers = [torch.zeros_like(p) for p in parameters]

@@ -11,7 +11,16 @@ from composer.core import DataSpec
 from torch import nn
 from torch.utils.data import DataLoader
 
-from composer_speedups import CUDAGraphs, MixedPrecision, SDPAAttention, TorchCompile, apply_cuda_graphs
+from composer_speedups import (
+    CUDAGraphs,
+    MixedPrecision,
+    SDPAAttention,
+    TorchCompile,
+    Unpadding,
+    apply_cuda_graphs,
+    apply_unpadding,
+)
+from composer_speedups.algorithms.unpadding import plan_unpadding
 from composer_speedups.errors import NotEngagedError, TechniqueError
 from tests.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import gradients, train_plainly
@@ -160,3 +169,54 @@ def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
             each(**one).loss.backward()
         assert_near(gradients(model), gradients(reference))
     assert (calls.graphs, calls.replays) == (1, 3)
+
+
+# Packed tokens of these, rounded up to 16: 48, 64, 48, 32, 64, 48, 32
+UNEVEN = [[12, 7, 16, 10], [16] * 4, [11, 8, 16, 9], [3, 2, 16, 1], [16, 16, 15, 9], [16, 1, 16, 1], [1, 9, 9, 9]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled: bool) -> None:
+    model = tiny_bert()
+    model.config.problem_type = "single_label_classification"
+    batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate(UNEVEN)]
+    expected = train_plainly(model, batches)
+    technique = CUDAGraphs()
+    algorithms: list[Any] = [technique, Unpadding(16), *([TorchCompile()] if compiled else [])]
+    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
+    trainer.fit()
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    trainer.close()
+    assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [3, 6, 1]
+    assert_near(trained, expected.weights, what="weights")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shared", [False, True])
+def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(shared: bool) -> None:
+    """Micro-batches of several sizes, in bf16, against the same unpadded model without graphs."""
+    eager, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
+    for each in (eager, model):
+        each.config.problem_type = "single_label_classification"
+        apply_unpadding(each, 16)
+    calls = apply_cuda_graphs(model)
+    calls.pool = torch.cuda.graph_pool_handle() if shared else None
+    for turn in range(3):  # the first captures
+        for each in (eager, model):
+            each.zero_grad()
+            for i, lengths in enumerate(UNEVEN):
+                one = batch(lengths, 16, seed=10 * turn + i)
+                inputs = {k: v.cuda() for k, v in one.items()}
+                torch.cuda.set_sync_debug_mode("error" if turn else "default")
+                try:
+                    plan_unpadding(each, one["attention_mask"])
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = each(**inputs).loss
+                    loss.backward()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+        assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (3, 21, 0)
+    plan_unpadding(model, None)
+    calls.release()

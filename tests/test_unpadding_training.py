@@ -14,7 +14,7 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from transformers import BertForQuestionAnswering
+from transformers import AutoModelForQuestionAnswering
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
@@ -26,7 +26,7 @@ from tests.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
 from tests.conftest import ROOT
 from tests.jobs import SHORT
 from tests.masks import masked_batch
-from tests.models import tiny_model
+from tests.models import UNPADDED, Family, tiny_model
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -128,9 +128,21 @@ def test_rows_that_begin_with_padding_stop_a_classifier_and_not_a_masked_lm() ->
     assert later.evidence["micro_batches_left_padded"] == 1
 
 
-def test_other_models_are_refused_and_sdpa_clashes() -> None:
-    with pytest.raises(TechniqueError, match=r"unpadding: .*ForQuestionAnswering.*; take it out"):
-        make_trainer([Unpadding()], model=BertForQuestionAnswering(tiny_bert().config))
+@pytest.mark.parametrize("family", UNPADDED)
+def test_question_answering_is_refused_in_one_line_and_left_alone(family: Family) -> None:
+    model = AutoModelForQuestionAnswering.from_config(tiny_model(family).config)
+    encoder = next(type(m) for m in model.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
+    with pytest.raises(TechniqueError) as error:
+        make_trainer([Unpadding()], model=model)
+    head = type(model).__name__
+    assert str(error.value) == (
+        f"unpadding: cannot serve {head}, whose loss is over padding positions too; take it out for this model"
+    )
+    assert any(type(m) is encoder for m in model.modules())
+    assert not unpadded_encoders(model)
+
+
+def test_sdpa_clashes() -> None:
     with pytest.raises(TechniqueError, match="unpadding brings its own"):
         make_trainer([Unpadding(), SDPAAttention()])
 

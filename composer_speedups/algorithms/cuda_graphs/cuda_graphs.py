@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
+import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
 from composer_speedups.errors import CannotRunError
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
@@ -21,10 +23,12 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
     """Make a model's training calls replay CUDA graphs, captured at the first call of each input shape.
 
     Args:
-        model: On a CUDA GPU and in its final form: compiled already, if at all, and with all its parameters.
+        model: On a CUDA GPU and in its final form: compiled and unpadded already, if at all, and with all its
+            parameters. Calls of an unpadded model that were not planned run as before.
             Its ``forward`` (or its compiled call) is replaced in place. Arguments are tensors that need no
             gradient, in dicts, lists or by themselves, and plain values.
-        max_graphs: Shapes captured; calls of further ones run as before. Each holds its activations' memory.
+        max_graphs: Shapes captured; calls of further ones run as before. Each holds its activations' memory. In an
+            unpadded model the number of packed tokens is part of the shape.
 
     Returns:
         What now stands for the forward pass; its ``graphs``, ``replays`` and ``eager_calls`` count.
@@ -47,6 +51,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
         current = GraphedCalls(model, current, max_graphs)
         current.install(attribute)
     current.max_graphs = max_graphs
+    current.carries = [(encoder, "plan") for encoder in unpadded_encoders(model)]
     return current
 
 
@@ -99,6 +104,7 @@ class CUDAGraphs(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         self._calls = apply_cuda_graphs(state.model, self.max_graphs)
         self._calls.on_failure = self._cannot_capture
+        self._calls.pool = torch.cuda.graph_pool_handle()  # Composer runs each backward pass before the next forward
         self._calls.eager_first = 1  # other techniques watch the first forward pass, in ways a capture forbids
         return {"max_graphs": self.max_graphs}
 
@@ -127,7 +133,10 @@ class CUDAGraphs(Technique):
             raise self.not_engaged(
                 "no training batch replayed a graph", "train longer, and through the model's forward()"
             )
-        return {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
+        found: dict[str, Any] = {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
+        if self._ended and found["eager_calls"] > found["replays"]:
+            found["note"] = "most batches had a shape of their own; raise max_graphs, or round the shapes"
+        return found
 
     def close(self) -> None:
         if self._calls is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class GraphedCalls:
         capture: ``torch.cuda.make_graphed_callables``; tests give their own.
 
     Attributes:
+        carries: Modules and their attributes that a call reads beside its arguments: tensors and plain values, in
+            tuples. They count as arguments; while one is None, calls go to the original.
+        pool: Memory pool that the graphs share, from ``torch.cuda.graph_pool_handle``; None gives each its own.
+            Sharing needs every call's backward pass to come before the next call.
         replays: Calls that replayed a graph.
         eager_calls: Training calls that did not.
         eager_first: Training calls still to be left to the original, for those who want to watch it; 0 at first.
@@ -46,6 +50,8 @@ class GraphedCalls:
         capture: Callable[..., Any] = torch.cuda.make_graphed_callables,
     ) -> None:
         self.model, self.original, self.max_graphs, self._capture = model, original, max_graphs, capture
+        self.carries: list[tuple[nn.Module, str]] = []
+        self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._owned: dict[nn.Parameter, int] = {}  # where gradients are that lie in no graph's buffers
         self._attribute: str | None = None
@@ -61,17 +67,17 @@ class GraphedCalls:
         if not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree knows no UserDict
-        leaves, spec = tree_flatten((args, kwargs))
-        key = _key(leaves, spec)
-        if self.eager_first:
-            self.eager_first -= 1
-            key = None
+        carried = tuple(getattr(module, attribute) for module, attribute in self.carries)
+        leaves, spec = tree_flatten((args, kwargs, carried))
+        key = None if self.eager_first or None in carried else _key(leaves, spec)
+        self.eager_first = max(self.eager_first - 1, 0)
         if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
             self.eager_calls += 1
             return self.original(*args, **kwargs)
         if key not in self._graphs:
             try:
-                self._graphs[key] = _Graph(self.model, self.original, leaves, spec, self._capture)
+                flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
+                self._graphs[key] = _Graph(flat, leaves, self._capture, self.pool)
             except CaptureError as error:
                 self.on_failure(error)
                 self.release()
@@ -129,24 +135,17 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
 class _Graph:
     """One captured forward and backward pass."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        original: Callable[..., Any],
-        leaves: list[Any],
-        spec: TreeSpec,
-        capture: Callable[..., Any],
-    ) -> None:
-        self._flat = _FlatCall(model, original, leaves, spec)
+    def __init__(self, flat: _FlatCall, leaves: list[Any], capture: Callable[..., Any], pool: Any) -> None:
+        self._flat = flat
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
-        buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
+        buffers = [(b, b.clone()) for b in flat.model.buffers()]  # warm-up moves running statistics
         try:
             with _undone_when_it_fails(), warnings.catch_warnings():
                 # torch's own warm-up keeps nodes of its stream alive while the capture runs on another.
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
                 # The cache of autocast would hand tensors of one replay to the next.
                 with torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
-                    self._replay = capture(self._flat, static, allow_unused_input=True)
+                    self._replay = capture(self._flat, static, allow_unused_input=True, pool=pool)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -176,15 +175,35 @@ def _undone_when_it_fails() -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _carrying(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> Iterator[None]:
+    """The attributes at the graph's own tensors, which a replay fills."""
+    before = [getattr(module, attribute) for module, attribute in carries]
+    for (module, attribute), value in zip(carries, values, strict=True):
+        setattr(module, attribute, value)
+    try:
+        yield
+    finally:
+        for (module, attribute), value in zip(carries, before, strict=True):
+            setattr(module, attribute, value)
+
+
 class _FlatCall(nn.Module):
     """The call with tensors only on both sides, as capturing wants it.
 
     A module, so that the model's parameters count as inputs of the graph and get their gradients.
     """
 
-    def __init__(self, model: nn.Module, original: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Callable[..., Any],
+        leaves: list[Any],
+        spec: TreeSpec,
+        carries: list[tuple[nn.Module, str]],
+    ) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._carries = model, carries
         self._original, self._leaves, self._spec = original, leaves, spec
         self._outputs: list[Any] = []  # what is no tensor among them
         self._is_tensor: list[bool] = []
@@ -193,8 +212,9 @@ class _FlatCall(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        args, kwargs = tree_unflatten(leaves, self._spec)
-        outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
+        args, kwargs, carried = tree_unflatten(leaves, self._spec)
+        with _carrying(self._carries, carried):
+            outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))

@@ -7,7 +7,6 @@ of that are those of Chris Wellons's hash prospector (lowbias32).
 """
 
 import triton
-import triton.language as tl
 
 __all__ = ["hash_bits", "mix_bits"]
 

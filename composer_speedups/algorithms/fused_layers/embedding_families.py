@@ -54,17 +54,18 @@ class FusedEmbeddings(nn.Module):
         types = zeros if token_type_ids is None else token_type_ids.contiguous()
         kinds = getattr(self, "token_type_embeddings", None)
         table = self.LayerNorm.weight.new_zeros(1, self.LayerNorm.weight.shape[0]) if kinds is None else kinds.weight
-        unused = [-1 if m.padding_idx is None else m.padding_idx for m in (self.word_embeddings, self.position_embeddings)]
+        word, position, norm = self.word_embeddings, self.position_embeddings, self.LayerNorm
+        unused = [-1 if module.padding_idx is None else module.padding_idx for module in (word, position)]
         return embed(
-            input_ids.contiguous(), positions, types, self.word_embeddings.weight, self.position_embeddings.weight,
-            table, self.LayerNorm.weight, self.LayerNorm.bias, self.LayerNorm.eps,
-            self.dropout.p if self.training else 0.0, compute_dtype(self.LayerNorm.weight), (unused[0], unused[1]),
+            input_ids.contiguous(), positions, types, word.weight, position.weight, table, norm.weight, norm.bias,
+            norm.eps, self.dropout.p if self.training else 0.0, compute_dtype(norm.weight), (unused[0], unused[1]),
         )  # fmt: skip
 
     def _can_run(self, ids: Tensor, others: dict[str, Any]) -> bool:
         return (
             ids.is_cuda
             and compute_dtype(self.LayerNorm.weight) != torch.float32
+            and all(type(m) in (nn.Embedding, nn.LayerNorm, nn.Dropout) for m in self.children())  # no stand-ins
             and not any(value is not None and value != 0 for value in others.values())
             and not torch.are_deterministic_algorithms_enabled()  # its atomic additions are in no fixed order
         )

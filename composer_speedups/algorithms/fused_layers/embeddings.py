@@ -1,4 +1,4 @@
-"""Sum of word, position and token type embeddings, LayerNorm and dropout in one kernel, and its backward pass in another.
+"""Sum of word, position and token type embeddings, LayerNorm and dropout in one kernel, the backward pass in another.
 
 Shapes: B rows, S slots a row, N = B·S, H units an embedding. The sum is not stored: the backward pass gathers again.
 """

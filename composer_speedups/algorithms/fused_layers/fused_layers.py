@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from composer.core import State
 from torch import nn
@@ -23,12 +23,10 @@ __all__ = ["FusedLayers", "apply_fused_layers"]
 _OWN = "fused_layers computes the whole layer itself"
 _SIZES = (16, 32, 64, 128)
 # Their heads read the first token of each row, and nothing else of the last layer.
-_FIRST_TOKEN_HEADS = {
-    f"{family}ForSequenceClassification" for family in ("Bert", "Roberta", "Electra", "DistilBert")
-}
+_FIRST_TOKEN_HEADS = {f"{family}ForSequenceClassification" for family in ("Bert", "Roberta", "Electra", "DistilBert")}
 
 
-def apply_fused_layers(model: nn.Module, last_layer: str = "needed") -> list[str]:
+def apply_fused_layers(model: nn.Module, last_layer: Literal["needed", "all"] = "needed") -> list[str]:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     Args:
@@ -72,11 +70,9 @@ def _check(encoder: UnpaddedEncoder) -> None:
     for layer in encoder.layer:
         if type(layer) not in FAMILIES and not isinstance(layer, FusedLayer):
             raise ValueError(f"fused_layers does not know {type(layer).__name__}; it knows BERT's family of layers")
-        changed = [type(m) for m in layer.modules() if type(m).__module__ != "torch.nn.modules.linear"
-                   and isinstance(m, nn.Linear)] + [type(m) for m in layer.modules()
-                   if isinstance(m, nn.LayerNorm) and type(m) is not nn.LayerNorm]  # fmt: skip
-        if changed:
-            raise ValueError(f"{_OWN}, and its {changed[0].__name__} has a forward of its own")
+        for module in layer.modules():
+            if isinstance(module, nn.Linear | nn.LayerNorm) and type(module) not in (nn.Linear, nn.LayerNorm):
+                raise ValueError(f"{_OWN}, and its {type(module).__name__} has a forward of its own")
 
 
 def _reads_first_tokens_only(model: nn.Module) -> bool:
@@ -107,15 +103,17 @@ class FusedLayers(Technique):
         "lora": f"{_OWN}, and would leave the adapters out",
         "sparse_upcycling": f"{_OWN}, and would leave the experts out",
         "torch_compile": f"{_OWN}, with kernels that are compiled already",
-        "cuda_graphs": "the number of real tokens changes with every batch, and a graph has fixed shapes",
     }
 
-    def __init__(self, last_layer: str = "needed", *, on_unavailable: OnUnavailable = "stop") -> None:
+    def __init__(
+        self, last_layer: Literal["needed", "all"] = "needed", *, on_unavailable: OnUnavailable = "stop"
+    ) -> None:
         super().__init__(on_unavailable=on_unavailable)
         if last_layer not in ("needed", "all"):
             raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
         self.last_layer = last_layer
         self._layers: list[FusedLayer] = []
+        self._embeddings: list[FusedEmbeddings] = []
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(
@@ -133,6 +131,7 @@ class FusedLayers(Technique):
         except ValueError as error:
             raise TechniqueError(self.name, str(error), "take it out for this model") from error
         self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
+        self._embeddings = [module for module in state.model.modules() if isinstance(module, FusedEmbeddings)]
         return {"layers": len(self._layers)}
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -142,4 +141,7 @@ class FusedLayers(Technique):
             went = "not at all" if wrong[0] is None else "as the stock model's"
             raise self.not_engaged(f"{len(wrong)} of {len(ran)} layers ran {went}", "keep unpadding engaged")
         ways = {way: ran.count(way) for way in sorted(set(filter(None, ran)))}
-        return {"ran": ", ".join(f"{count} {way}" for way, count in ways.items())}
+        return {
+            "layers_ran": ", ".join(f"{count} {way}" for way, count in ways.items()),
+            "embeddings_ran": ", ".join(sorted({module.ran or "not at all" for module in self._embeddings})),
+        }

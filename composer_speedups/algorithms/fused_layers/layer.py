@@ -44,9 +44,7 @@ class _Layer(torch.autograd.Function):
         attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
         summed1 = torch.addmm(out_b, attended, out_w.t())
         eps = parts.attention_norm.eps, parts.output_norm.eps
-        hidden, summed1, stats1 = add_norm_forward(
-            summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1]
-        )
+        hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
         up = torch.addmm(up_b, hidden, up_w.t())
         summed2 = torch.addmm(down_b, F.gelu(up), down_w.t())
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
@@ -65,9 +63,7 @@ class _Layer(torch.autograd.Function):
         rates = ctx.rates
         # Without dropout, the first two of a norm's gradients are one tensor: it is added to when the products
         # that read it are done.
-        d_hidden, d_down, norm2 = add_norm_backward(
-            grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2
-        )
+        d_hidden, d_down, norm2 = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
         d_up, activated, d_up_b = gelu_backward(torch.mm(d_down, down_w), up)
         d_down_w = _weight_gradient(d_down, activated, ctx.dtypes[12])
         del activated
@@ -76,9 +72,7 @@ class _Layer(torch.autograd.Function):
         del d_up, d_down
         d_x, d_out, norm1 = add_norm_backward(d_hidden, summed1, stats1, norm1_w, rates.attention, seed1)
         d_out_w = _weight_gradient(d_out, attended, ctx.dtypes[6])
-        d_qkv = attention_backward(
-            torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0
-        )
+        d_qkv = attention_backward(torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0)
         d_qkv_w = _weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
         d_qkv_b = column_sums(d_qkv).chunk(3)
         d_x.addmm_(d_qkv, qkv_w)

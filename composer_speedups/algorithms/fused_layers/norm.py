@@ -1,6 +1,6 @@
 """Dropout + residual + LayerNorm in one pass over memory, forward and backward.
 
-Shapes: T tokens, H hidden units, P programs that share the rows. Sums are in float32, tensors in the dtype they come in.
+Shapes: T tokens, H hidden units. Sums are in float32, tensors in the dtype they come in.
 """
 
 from __future__ import annotations

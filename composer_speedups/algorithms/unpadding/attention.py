@@ -42,6 +42,7 @@ def unpadded_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     unpadding: Plan | None = None,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in transformers' signature.
@@ -53,16 +54,19 @@ def unpadded_attention(
         dropout: Probability of dropping a weight.
         scaling: Of the scores; None is 1/√D.
         unpadding: Where the tokens lie. Without it, attention is computed as transformers' eager one is.
+        sliding_window: A token attends to those of its row that are nearer than this; None is all of them. Masks
+            of pairs bring their own window. Flash counts packed tokens and so wants rows without holes.
 
     Returns:
         (1, T, A, D), or (B, S, A, D); and the weights (B, A, S, S), only without a plan.
 
     Source: Dao, arXiv 2307.08691, through torch's aten operator.
     """
+    window = None if sliding_window is None else sliding_window - 1  # the farthest on either side
     if unpadding is None:
-        return _padded(query, key, value, attention_mask, dropout, scaling)
+        return _padded(query, key, value, attention_mask, dropout, scaling, window)
     function = _flash if takes_flash(query.device, query.dtype, query.shape[-1]) else _repadded
-    return function(query, key, value, unpadding, dropout, scaling), None
+    return function(query, key, value, unpadding, dropout, scaling, window), None
 
 
 def takes_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -83,7 +87,15 @@ def operators_among(counts: dict[str, int]) -> list[str]:
     return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, plan: Plan, dropout: float, scaling: float | None) -> Tensor:
+def _flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    dropout: float,
+    scaling: float | None,
+    window: int | None = None,
+) -> Tensor:
     query_TAD, key_TAD, value_TAD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     out_TAD = torch.ops.aten._flash_attention_forward(
         query_TAD,
@@ -97,11 +109,21 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, plan: Plan, dropout: float
         False,
         False,
         scale=scaling,
+        window_size_left=window,
+        window_size_right=window,
     )[0]
     return out_TAD.unsqueeze(0)
 
 
-def _repadded(query: Tensor, key: Tensor, value: Tensor, plan: Plan, dropout: float, scaling: float | None) -> Tensor:
+def _repadded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    plan: Plan,
+    dropout: float,
+    scaling: float | None,
+    window: int | None = None,
+) -> Tensor:
     """The same attention where there is no flash kernel: q, k and v alone go back to their padded slots."""
     (rows, width), (_, heads, _, head_size) = plan.mask_BS.shape, query.shape
 
@@ -111,23 +133,40 @@ def _repadded(query: Tensor, key: Tensor, value: Tensor, plan: Plan, dropout: fl
         return padded.view(rows, width, heads, head_size).transpose(1, 2)
 
     # A row without a token would have nothing to attend to, and NaN for it.
-    keys_BS = plan.mask_BS | ~plan.mask_BS.any(-1, keepdim=True)
-    out_BASD = F.scaled_dot_product_attention(
-        repad(query), repad(key), repad(value), keys_BS[:, None, None, :], dropout, scale=scaling
-    )
+    mask = (plan.mask_BS | ~plan.mask_BS.any(-1, keepdim=True))[:, None, None, :]
+    if window is not None:  # nor would padding far from every token: each slot may attend to itself
+        distance_SS = _distances(width, query.device)
+        mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
+    out_BASD = F.scaled_dot_product_attention(repad(query), repad(key), repad(value), mask, dropout, scale=scaling)
     packed = gather_tokens(out_BASD.transpose(1, 2).reshape(rows * width, -1), plan.indices_T)
     return packed.view(1, -1, heads, head_size)
 
 
+def _distances(width: int, device: torch.device) -> Tensor:
+    """(S, S) of how many slots lie between two, plus one."""
+    slots = torch.arange(width, device=device)
+    return (slots[:, None] - slots).abs()
+
+
 def _padded(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if window is not None and (mask is None or mask.ndim == 2):
+        near = _distances(query.shape[2], query.device) <= window
+        mask = near if mask is None else near & mask[:, None, None, :].bool()
+    elif mask is not None and mask.ndim == 2:
+        mask = mask[:, None, None, :]
     if mask is not None:
-        mask = mask[:, None, None, :] if mask.ndim == 2 else mask
-        if mask.is_floating_point():
-            scores = scores + mask
-        else:  # as in eager attention, a row without a token gets finite values
-            scores = scores.masked_fill(~mask.bool(), torch.finfo(scores.dtype).min)
+        if not mask.is_floating_point():
+            # Added, as in eager attention: queries with nothing to attend to get finite values, and gradients.
+            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask.bool(), torch.finfo(scores.dtype).min)
+        scores = scores + mask
     weights = F.dropout(scores.softmax(-1), dropout)
     return (weights @ value).transpose(1, 2).contiguous(), weights

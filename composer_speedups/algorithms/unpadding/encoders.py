@@ -1,4 +1,4 @@
-"""Encoders of transformers that run on real tokens: BERT, RoBERTa, ELECTRA and DistilBERT.
+"""Encoders of transformers that run on real tokens: BERT, RoBERTa, ELECTRA and DistilBERT (ModernBERT has a file).
 
 Each is a subclass that an encoder is turned into (see :mod:`..surgery`). It packs the tokens, calls the original
 forward on one long row with variable-length attention, and puts the tokens back where they were.
@@ -40,6 +40,7 @@ class UnpaddedEncoder(nn.Module):
         reads_first: The model's head reads each row's first slot, padding or not.
         ran: How the last forward pass went: ``"unpadded"``, ``"padded"``, or None before there was one.
         model_config: The configuration of the model around it.
+        padded_because: Reason and fix for a batch that :meth:`layout` leaves padded.
     """
 
     plan: Plan | Literal["padded"] | None = None
@@ -47,6 +48,7 @@ class UnpaddedEncoder(nn.Module):
     reads_first: bool = True
     ran: str | None = None
     model_config: Any = None
+    padded_because = ("rows begin with padding, and this model's head reads their first token", "pad on the right")
     layer: nn.ModuleList
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -97,11 +99,15 @@ class UnpaddedEncoder(nn.Module):
         if mask_BS is None:
             rows, width = hidden_states.shape[:2]
             mask_BS, counts = hidden_states.new_ones(rows, width, dtype=torch.bool), [width] * rows
-        plan = self.layout(mask_BS, counts if counts is not None else row_counts(mask_BS))
+        plan = self.layout(mask_BS, counts if counts is not None else self.count(mask_BS))
         return plan if isinstance(plan, Plan) else None
 
+    def count(self, mask_BS: Tensor) -> list[int]:
+        """Real tokens of each row, negative where something keeps it padded; see :func:`row_counts`."""
+        return row_counts(mask_BS)
+
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Plan | Literal["padded"]:
-        """The plan of a batch on its device, from its :func:`row_counts`."""
+        """The plan of a batch on its device, from its :meth:`count`."""
         if self.reads_first and any(count < 0 for count in counts):
             return "padded"
         return make_plan(mask_BS, sum(map(abs, counts)), self.pad_to_multiple_of)
@@ -144,7 +150,7 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
     Args:
         model: A model that :func:`apply_unpadding` changed, with one such encoder.
         attention_mask: (B, S), best still on the CPU; None takes the plan away again.
-        counts: Its :func:`row_counts`, where they are known already.
+        counts: What the encoder's ``count`` gave for it, where that is known already.
 
     Raises:
         ValueError: The model has no unpadded encoder, or several, whose masks may differ.
@@ -156,6 +162,6 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
         encoders[0].plan = None
         return
     if counts is None:
-        counts = row_counts(attention_mask)
+        counts = encoders[0].count(attention_mask)
     device = next(encoders[0].parameters()).device
     encoders[0].plan = encoders[0].layout(attention_mask.bool().to(device, non_blocking=True), counts)

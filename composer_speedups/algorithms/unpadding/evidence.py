@@ -72,7 +72,7 @@ class FirstForward:
     def failure(self) -> tuple[str, str] | None:
         """Reason and fix, when the encoder did not run on packed tokens."""
         if self._plan == "padded":
-            return "rows begin with padding, and this model's head reads their first token", "pad on the right"
+            return self._encoders[0].padded_because
         if self._ways != {"unpadded"}:
             went = "padded" if "padded" in self._ways else "without its encoder"
             return f"the first forward pass ran {went}", "leave attention and output settings as they are"

@@ -5,17 +5,20 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import ModernBertModel, PreTrainedModel
 
 from composer_speedups.algorithms.surgery import swap_class
 from composer_speedups.algorithms.unpadding.attention import register
 from composer_speedups.algorithms.unpadding.encoders import FAMILIES, UnpaddedEncoder
+from composer_speedups.algorithms.unpadding.modernbert import UnpaddedModernBertModel
 
 __all__ = ["swap_encoders"]
 
-_SUPPORTED = "BERT, RoBERTa, ELECTRA and DistilBERT"
+_SUPPORTED = "BERT, RoBERTa, ELECTRA, DistilBERT and ModernBERT"
+_CLASSES = {**FAMILIES, ModernBertModel: UnpaddedModernBertModel}
 # Heads that read no slot whose label says to ignore it; all others read the first slot of each row.
 _TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
+_POOLING_HEADS = ("ForSequenceClassification", "ForMultipleChoice")  # ModernBERT's, over the mask where it says so
 _REFUSED_HEADS = {
     "ForQuestionAnswering": "whose loss is over padding positions too",
     "ForCausalLM": "which is a decoder",
@@ -39,13 +42,14 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int) -> list[str]:
     for each in found:
         _check(each)
     changed = []
-    for old, new in FAMILIES.items():
+    for old, new in _CLASSES.items():
         changed += swap_class(model, old, new)
     for encoder, base, head in found:
         base.set_attn_implementation(register())
         encoder.model_config = base.config
         encoder.pad_to_multiple_of = pad_to_multiple_of
-        encoder.reads_first = not head.endswith(_TOKEN_HEADS)
+        pools_all = getattr(base.config, "classifier_pooling", None) == "mean"
+        encoder.reads_first = not (head.endswith(_TOKEN_HEADS) or (pools_all and head.endswith(_POOLING_HEADS)))
     return changed
 
 
@@ -54,8 +58,9 @@ def _find(model: nn.Module) -> list[_Found]:
     around = {name: module for name, module in modules.items() if isinstance(module, PreTrainedModel)}
     found = []
     for name, module in modules.items():
-        if type(module) in FAMILIES or isinstance(module, UnpaddedEncoder):
-            outside = [m for n, m in around.items() if n == "" or name.startswith(f"{n}.")]  # outermost first
+        if type(module) in _CLASSES or isinstance(module, UnpaddedEncoder):
+            # outermost first; ModernBERT's is one itself
+            outside = [m for n, m in around.items() if m is not module and (n == "" or name.startswith(f"{n}."))]
             if not outside:
                 raise ValueError(f"the encoder {name!r} stands alone; unpadding needs the model around it")
             found.append(_Found(module, outside[-1], type(outside[0]).__name__))

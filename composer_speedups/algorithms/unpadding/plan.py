@@ -94,7 +94,7 @@ def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
 
 def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
     padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last one takes the unused
-    return padded.index_copy(0, indices_T, x_TH)[:slots]
+    return padded.index_copy_(0, indices_T, x_TH)[:slots]
 
 
 class _Gather(torch.autograd.Function):

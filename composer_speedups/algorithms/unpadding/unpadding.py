@@ -30,8 +30,8 @@ def apply_unpadding(model: nn.Module, pad_to_multiple_of: int = 64) -> list[str]
     """Make the encoder of a Hugging Face model run on real tokens only.
 
     Args:
-        model: A BERT, RoBERTa, ELECTRA or DistilBERT of transformers, or a module that holds some; changed in
-            place. Its parameters, their names and its ``state_dict`` stay.
+        model: A BERT, RoBERTa, ELECTRA, DistilBERT or ModernBERT of transformers, or a module that holds some;
+            changed in place. Its parameters, their names and its ``state_dict`` stay.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64:
             matrix products over a number that is no multiple of 8 are slow.
 
@@ -65,7 +65,6 @@ class Unpadding(Technique):
     stage = Stage.SURGERY
     clashes: ClassVar[dict[str, str]] = {
         "sdpa_attention": "both set the model's attention; unpadding brings its own",
-        "cuda_graphs": "the number of real tokens changes with every batch, and a graph has fixed shapes",
     }
 
     clashes_with_settings: ClassVar[dict[str, str]] = {
@@ -90,7 +89,8 @@ class Unpadding(Technique):
         try:
             apply_unpadding(state.model, self.pad_to_multiple_of)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
+            reason = str(error).removeprefix("unpadding ")  # the error says the name itself
+            raise TechniqueError(self.name, reason, "take it out for this model") from error
         self._encoders = unpadded_encoders(state.model)
         return {"encoders": len(self._encoders)}
 
@@ -111,7 +111,8 @@ class Unpadding(Technique):
         mask = _mask_of(state.batch)
         if mask is None or mask.device.type != "cpu":
             return
-        counts = row_counts(mask)
+        known = [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
+        counts = known[0].count(mask) if known else row_counts(mask)
         state.batch = {**state.batch, _COUNTS: counts}
         if event == Event.BATCH_START:
             self._tokens += sum(map(abs, counts))

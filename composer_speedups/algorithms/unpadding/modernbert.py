@@ -1,0 +1,124 @@
+"""ModernBERT on real tokens.
+
+It has no encoder module: the model itself packs, before its embeddings. Positions act inside attention, so they are
+packed along; local layers see a window of slots on either side, which is one of packed tokens only in rows without
+holes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import modeling_utils
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.models.modernbert.modeling_modernbert import ModernBertModel
+from transformers.utils.generic import can_return_tuple
+
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
+from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
+
+__all__ = ["UnpaddedModernBertModel"]
+
+
+class UnpaddedModernBertModel(UnpaddedEncoder, ModernBertModel):
+    """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
+    padding.
+
+    Left padded as well as what :class:`UnpaddedEncoder` leaves padded: rows with holes that are wider than the window
+    of the local layers, and masks given one for each kind of layer.
+    """
+
+    padded_because = (
+        "rows begin with padding that the head reads, or have holes, which move tokens into others' windows",
+        "pad on the right, without holes",
+    )
+
+    @property
+    def layer(self) -> nn.ModuleList:  # type: ignore[override]
+        return self.layers
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        alone = (input_ids is None) != (inputs_embeds is None) and not isinstance(attention_mask, dict)
+        can = inputs is not None and alone and self._can_unpad(attention_mask, kwargs)
+        plan = self._plan_of(inputs, attention_mask) if inputs is not None and can else None
+        if inputs is None or plan is None:
+            self.ran = "padded"
+            return super(UnpaddedEncoder, self).forward(
+                input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs
+            )
+        rows, width = inputs.shape[:2]
+        if inputs_embeds is None:
+            hidden = self.embeddings(input_ids=_pick(inputs, plan))
+        else:
+            packed = gather_tokens(inputs_embeds.reshape(rows * width, -1), plan.indices_T)
+            hidden = self.embeddings(inputs_embeds=packed.unsqueeze(0))
+        last = self._packed_layers(hidden, self._positions(position_ids, plan), plan, kwargs)
+        self.ran = "unpadded"
+        padded: Any = scatter_tokens(last.squeeze(0), plan.indices_T, rows * width)
+        return BaseModelOutput(last_hidden_state=padded.view(rows, width, -1))
+
+    def _packed_layers(self, hidden: Tensor, positions: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
+        """(1, T, H) → (1, T, H), through the layers and the last norm."""
+        kinds = self.config.layer_types or []
+        angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
+        for layer, kind in zip(self.layers, kinds, strict=True):
+            if not torch.compiler.is_compiling():  # for layers compiled one by one
+                for each in (hidden, *angles[kind]):
+                    torch._dynamo.maybe_mark_dynamic(each, 1)
+            hidden = layer(
+                hidden,
+                attention_mask=None,
+                position_embeddings=angles[kind],
+                unpadding=plan,
+                **kwargs,
+            )
+        return self.final_norm(hidden)
+
+    @staticmethod
+    def _positions(position_ids: Tensor | None, plan: Plan) -> Tensor:
+        """(1, T): the slots within their rows, or what the caller gave, (B, S) or (1, S)."""
+        if position_ids is None:
+            return (plan.indices_T % plan.mask_BS.shape[1]).unsqueeze(0)
+        return _pick(position_ids.expand(plan.mask_BS.shape), plan)
+
+    def count(self, mask_BS: Tensor) -> list[int]:
+        """As :meth:`UnpaddedEncoder.count`; negative too where a hole would move tokens into another's window."""
+        real = mask_BS.bool()
+        counts = row_counts(real)
+        if not self.reads_first:
+            counts = [abs(count) for count in counts]
+        if (
+            "sliding_attention" not in (self.config.layer_types or ())
+            or real.shape[1] <= self.config.sliding_window + 1
+        ):
+            return counts
+        # A row is in one piece when it has one beginning.
+        pieces = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(-1)
+        return [-abs(count) if apart else count for count, apart in zip(counts, (pieces > 1).tolist(), strict=True)]
+
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Plan | Literal["padded"]:
+        if any(count < 0 for count in counts):
+            return "padded"
+        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
+
+
+def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
+    """Integers of each slot, (B, S) → of each packed token, (1, T)."""
+    flat = values_BS.reshape(-1)
+    return flat.index_select(0, plan.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
+
+
+# transformers looks up by class what a model can record: hidden states and attention weights, in the padded way.
+modeling_utils._CAN_RECORD_REGISTRY[str(UnpaddedModernBertModel)] = ModernBertModel._can_record_outputs
