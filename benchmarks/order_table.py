@@ -14,6 +14,8 @@ __all__ = ["clashes_of", "order_table"]
 _STAGES = {
     Stage.FLAGS: "process-wide flags and precision",
     Stage.SURGERY: "modules and weights changed",
+    Stage.KERNELS: "layers computed by kernels that build on what surgery did",
+    Stage.KERNELS: "layers computed by kernels that build on surgery",
     Stage.ADAPTERS: "parameters frozen or added",
     Stage.OPTIMIZER: "over the final parameters",
     Stage.COMPILE: "of the final modules",

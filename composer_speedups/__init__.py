@@ -13,17 +13,18 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_CALLBACKS = {
+_OTHERS = {
     "EngagementReport": "composer_speedups.callbacks.engagement",
     "MemoryAnatomy": "composer_speedups.callbacks.memory",
     "ThroughputMonitor": "composer_speedups.callbacks.throughput",
+    "recommended": "composer_speedups.recommendation",
 }
 
 
 def _public() -> dict[str, str]:
     from composer_speedups.algorithms.catalogue import public_names
 
-    return _CALLBACKS | public_names()
+    return _OTHERS | public_names()
 
 
 def __getattr__(name: str) -> Any:

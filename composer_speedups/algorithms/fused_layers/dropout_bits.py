@@ -7,6 +7,7 @@ of that are those of Chris Wellons's hash prospector (lowbias32).
 """
 
 import triton
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it
 
 __all__ = ["hash_bits", "mix_bits"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["column_sums", "gelu_backward"]
 
-_ROWS, _COLUMNS = 16, 128
+_ROWS, _COLUMNS = 8, 128
 
 
 def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def column_sums(x_TF: Tensor) -> Tensor:
     groups = _groups(x_TF)
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
     _column_sums[(triton.cdiv(features, _COLUMNS), groups)](
-        x_TF, partial, tokens, features, ROWS=4 * _ROWS, COLUMNS=_COLUMNS, num_warps=4
+        x_TF, partial, tokens, features, ROWS=8 * _ROWS, COLUMNS=_COLUMNS, num_warps=4
     )
     return partial.sum(0)
 

@@ -1,0 +1,174 @@
+"""Compare the fused Triton kernels with plain PyTorch; run on the CPU under TRITON_INTERPRET=1, or on a GPU.
+
+A program of its own, because Triton reads that variable when its kernels are defined. Prints a line for each comparison
+and ends with an error at the first that fails.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    import numpy
+    import triton.runtime.interpreter as interpreter
+
+    class _Int(int):  # Triton 3.6 takes int() of arrays of one element, which NumPy 2.4 refuses
+        def __new__(cls, x: Any = 0, *rest: Any) -> Any:
+            return builtins.int(x.item() if isinstance(x, numpy.ndarray) else x, *rest)
+
+    interpreter.int = _Int  # type: ignore[attr-defined]
+
+from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
+from composer_speedups.algorithms.fused_layers.embeddings import embed
+from composer_speedups.algorithms.fused_layers.gelu import column_sums, gelu_backward
+from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
+
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+LENGTHS = [5, 0, 70, 1, 37]
+
+
+def near(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
+    assert expected is not None
+    assert expected.numel()
+    # float32 products of a GPU's Triton are TF32, hence its wider bounds
+    bounds = {"rtol": 1e-4, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
+    torch.testing.assert_close(actual, expected, **bounds, msg=lambda m: f"{what}: {m}")
+    print(what, "agrees")
+
+
+def seed(number: int = 12345) -> Tensor:
+    return torch.tensor([number], dtype=torch.int32, device=DEVICE)
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def norms(dropout: float) -> None:
+    tokens, hidden = 37, 48
+    x, residual, weight, bias = random(tokens, hidden), random(tokens, hidden), random(hidden), random(hidden)
+    ones, zeros = torch.ones_like(x), torch.zeros_like(x)
+    mask = add_norm_forward(ones, zeros, weight, bias, 1e-5, dropout, seed())[1]  # what becomes of ones
+    assert dropout == 0 or abs(float((mask == 0).float().mean()) - dropout) < 0.05
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+    expected = F.layer_norm(leaves[0] * mask + leaves[1], (hidden,), leaves[2], leaves[3], 1e-5)
+    out, summed, statistics = add_norm_forward(x.clone(), residual, weight, bias, 1e-5, dropout, seed())
+    near(f"norm, dropout {dropout}", out, expected)
+    grad = random(tokens, hidden)
+    expected.backward(grad)
+    d_residual, d_x, sums = add_norm_backward(grad, summed, statistics, weight, dropout, seed())
+    near("its residual's gradient", d_residual, leaves[1].grad)
+    near("its input's gradient", d_x, leaves[0].grad)
+    parameters: list[Any] = [leaves[2].grad, leaves[3].grad]
+    near("its parameters' gradients", sums[:2], torch.stack(parameters))
+    near("the sum of its input's", sums[2], leaves[0].grad.sum(0))
+
+
+def gelus() -> None:
+    x, grad = random(50, 200), random(50, 200)
+    leaf = x.clone().requires_grad_()
+    F.gelu(leaf).backward(grad)
+    d_x, result, sums = gelu_backward(grad.clone(), x)
+    near("GELU's gradient", d_x, leaf.grad)
+    near("GELU again", result, F.gelu(x))
+    near("the sum of GELU's gradient", sums, leaf.grad.sum(0))
+    near("sums over tokens", column_sums(x), x.sum(0))
+
+
+def kept_weights(cu: Tensor, heads: int, size: int, dropout: float) -> list[Tensor]:
+    """Which weights dropout keeps: uniform attention over values that are 1 for one key at a time."""
+    tokens, masks = int(cu[-1]), []
+    for start, length in zip(cu.tolist(), LENGTHS, strict=False):
+        mask = torch.zeros(heads, length, length, device=DEVICE)
+        for first in range(0, length, size):
+            qkv, some = torch.zeros(tokens, 3, heads, size, device=DEVICE), min(size, length - first)
+            qkv[start + first + torch.arange(some), 2, :, torch.arange(some)] = 1
+            out, _ = attention_forward(qkv.view(tokens, -1), cu, 128, heads, dropout, seed())
+            mask[..., first : first + some] = (
+                (out[start : start + length].view(length, heads, size) > 0).transpose(0, 1)[..., :some].float()
+            )
+        masks.append(mask)
+    return masks
+
+
+def attentions(dropout: float) -> None:
+    heads, size = 2, 16
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    masks = kept_weights(cu, heads, size, dropout)
+    rate = float(torch.cat([m.flatten() for m in masks]).mean())
+    assert abs(rate - (1 - dropout)) < 0.01, rate
+    qkv = random(sum(LENGTHS), 3 * heads * size)
+    leaf = qkv.clone().requires_grad_()
+    rows = []
+    for start, length, mask in zip(cu.tolist(), LENGTHS, masks, strict=False):
+        q, k, v = (x.view(length, heads, size).transpose(0, 1) for x in leaf[start : start + length].chunk(3, 1))
+        weights = (q @ k.transpose(1, 2) * size**-0.5).softmax(-1) * mask / (1 - dropout)
+        rows.append((weights @ v).transpose(0, 1).reshape(length, heads * size))
+    expected = torch.cat(rows)
+    out, logs = attention_forward(qkv, cu, 128, heads, dropout, seed())
+    near(f"attention, dropout {dropout}", out, expected)
+    grad = random(*out.shape)
+    expected.backward(grad)
+    near("its gradient", attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed()), leaf.grad)
+
+
+def embeddings(dropout: float, *, mixed: bool) -> None:
+    rows, width, hidden = 19, 7, 24
+    ids = torch.randint(0, 30, (rows, width), device=DEVICE)
+    positions = torch.arange(width, device=DEVICE)[None]
+    types = torch.zeros(1, width, dtype=torch.long, device=DEVICE)
+    if mixed:
+        positions = torch.randint(0, 9, (rows, width), device=DEVICE)
+        types = torch.randint(0, 2, (rows, width), device=DEVICE)
+    tables = [random(n, hidden) for n in (30, 10, 2)] + [random(hidden), random(hidden)]
+    ours: Any = [t.clone().requires_grad_() for t in tables]
+    theirs = [t.clone().requires_grad_() for t in tables]
+    out = embed(ids, positions, types, *ours, 1e-5, dropout, torch.float32, (1, 2))
+    summed = F.embedding(ids, theirs[0], 1) + F.embedding(positions, theirs[1], 2) + F.embedding(types, theirs[2])
+    mask = (out != 0).float() / (1 - dropout)
+    expected = F.layer_norm(summed, (hidden,), theirs[3], theirs[4], 1e-5) * mask
+    near(f"embeddings, dropout {dropout}", out, expected)
+    grad = random(*out.shape)
+    grad[3] = 0  # padding
+    out.backward(grad)
+    expected.backward(grad)
+    for name, a, b in zip(("word", "position", "type", "weight", "bias"), ours, theirs, strict=True):
+        near(f"their {name} gradient", a.grad, b.grad)
+
+
+def independence() -> None:
+    """Rows, columns and quadruples of a mask are as independent as torch's random numbers are."""
+    tokens, hidden, p, runs = 256, 256, 0.1, 6
+    variances, squares = [], []
+    for number in range(runs):
+        ones, zeros = torch.ones(tokens, hidden, device=DEVICE), torch.zeros(tokens, hidden, device=DEVICE)
+        weight = torch.ones(hidden, device=DEVICE)
+        mask = add_norm_forward(ones, zeros, weight, weight, 1e-5, p, seed(1000 + number))[1]
+        dropped = ((mask == 0).double() - p) / (p * (1 - p)) ** 0.5
+        for product, n in ((dropped @ dropped.T, hidden), (dropped.T @ dropped, tokens)):
+            pairs = product[tuple(torch.triu_indices(len(product), len(product), 1))] / n**0.5
+            variances.append(float(pairs.var()))
+        four = dropped[: tokens // 2] * dropped[tokens // 2 :]
+        squares.append(float((four[:, : hidden // 2] * four[:, hidden // 2 :]).mean()) * (tokens * hidden / 4) ** 0.5)
+    assert all(0.85 < v < 1.15 for v in variances), variances  # of independent ones: 1
+    assert abs(sum(squares)) / runs**0.5 < 4, squares  # of independent ones: normal, deviation 1
+    print("masks are independent")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for rate in (0.0, 0.25):
+        norms(rate)
+        attentions(rate)
+        embeddings(rate, mixed=False)
+        embeddings(rate, mixed=True)
+    gelus()
+    independence()
+    sys.exit(0)

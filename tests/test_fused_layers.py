@@ -1,0 +1,156 @@
+"""fused_layers on the CPU: the layer in torch's own operators, the last layer's shortcut, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.config import load_config
+from composer_speedups.errors import TechniqueError
+from composer_speedups.recommendation import RECOMMENDED
+from tests.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
+from tests.conftest import ROOT
+from tests.masks import masked_batch, random_masks, real_logits
+from tests.models import FAMILIES, HEADS, tiny_model
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+def fused(model: Any, last_layer: Any = "needed") -> Any:
+    copied = copy.deepcopy(model)
+    apply_unpadding(copied)
+    assert apply_fused_layers(copied, last_layer)
+    return copied
+
+
+def layers_of(model: nn.Module) -> list[FusedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_the_untouched_models(family: Any, head: Any) -> None:
+    model = tiny_model(family, head)
+    ours = fused(model)
+    for seed, mask in enumerate(random_masks(40)):
+        inputs = masked_batch(mask, head, seed=seed)
+        if not mask.any():
+            continue
+        for each in (model, ours):
+            each.zero_grad()
+        expected, actual = model(**inputs), ours(**inputs)
+        expected.loss.backward()
+        actual.loss.backward()
+        assert_near(real_logits(actual, mask), real_logits(expected, mask), what="logits")
+        assert_near(gradients(ours), gradients(model), what="gradients")
+    ran = [layer.ran for layer in layers_of(ours)]
+    assert set(ran) <= {"torch", "first tokens", "stock"}
+    assert "torch" in ran or ran[-1] in ("first tokens", "stock")
+
+
+def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_head() -> None:
+    inputs = batch([5, 0, 9])
+    for head, last, expected in [
+        ("classification", "needed", "first tokens"),
+        ("classification", "all", "torch"),
+        ("mlm", "needed", "torch"),
+    ]:
+        model = fused(tiny_model("bert", head), last)  # type: ignore[arg-type]
+        hidden: list[torch.Tensor] = []
+        model.bert.encoder.register_forward_hook(lambda *a, seen=hidden: seen.append(a[2].last_hidden_state))
+        model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        assert [layer.ran for layer in layers_of(model)] == ["torch", expected]
+        assert bool(hidden[0][:, 1:].any()) == (expected == "torch")  # zeros where nothing was computed
+        assert hidden[0][0, 0].any()
+        assert not hidden[0][1].any()  # a row without a token
+
+
+def test_a_model_of_ones_own_around_the_encoder_gets_every_token() -> None:
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = tiny_bert().bert
+
+    mine = Mine()
+    apply_unpadding(mine)
+    apply_fused_layers(mine)
+    assert not any(layer.first_tokens_only for layer in layers_of(mine))
+
+
+def test_dropout_is_the_models_own_and_stops_in_eval_mode() -> None:
+    model = fused(tiny_bert(dropout=0.5)).train()
+    inputs = batch([6, 9, 12])
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.eval()
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+    assert_near([model(**inputs).logits], [tiny_bert(dropout=0.5).eval()(**inputs).logits])
+
+
+def test_hidden_states_come_from_the_stock_layers() -> None:
+    model, inputs = tiny_bert(), batch([6, 9])
+    ours = fused(model)
+    expected = model(**inputs, output_hidden_states=True).hidden_states
+    assert_near(list(ours(**inputs, output_hidden_states=True).hidden_states), list(expected))
+    assert [layer.ran for layer in layers_of(ours)] == ["stock", "stock"]
+
+
+def test_a_second_call_changes_nothing_and_another_setting_is_refused() -> None:
+    model = fused(tiny_bert())
+    assert apply_fused_layers(model) == []
+    with pytest.raises(ValueError, match="with another last_layer than 'all'"):
+        apply_fused_layers(model, "all")
+
+
+def test_refusals_are_one_line() -> None:
+    with pytest.raises(ValueError, match="add unpadding"):
+        apply_fused_layers(tiny_bert())
+    with pytest.raises(ValueError, match="must be 'needed' or 'all', not 'some'"):
+        apply_fused_layers(tiny_bert(), "some")  # type: ignore[arg-type]
+    relu = AutoModelForSequenceClassification.from_config(tiny_config(hidden_act="relu"))
+    apply_unpadding(relu)
+    with pytest.raises(ValueError, match="activation is 'relu'"):
+        apply_fused_layers(relu)
+    odd = BertConfig(vocab_size=64, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    model = AutoModelForSequenceClassification.from_config(odd)
+    apply_unpadding(model)
+    with pytest.raises(ValueError, match="16, 32, 64, 128 units, and these have 12"):
+        apply_fused_layers(model)
+    with pytest.raises(TechniqueError, match="fused_layers: it computes packed tokens, and nothing packs them"):
+        make_trainer([FusedLayers()])
+
+
+def test_evidence_says_how_each_layer_ran() -> None:
+    technique = FusedLayers()
+    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence == {"layers": 2, "layers_ran": "1 first tokens, 1 torch", "embeddings_ran": "stock"}
+
+
+def test_it_is_not_engaged_where_the_stock_layers_ran() -> None:
+    model = tiny_bert()
+    technique = FusedLayers(on_unavailable="warn")
+    trainer = make_trainer([technique, Unpadding(on_unavailable="warn")], batches=plain_batches(2), model=model)
+    model.config._attn_implementation = "eager"  # the encoder then leaves every batch padded
+    with pytest.warns(UserWarning, match="going on although"):
+        trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert "2 of 2 layers ran as the stock model's" in technique.evidence["unavailable"]
+
+
+def test_the_recommended_set_is_that_of_the_fast_yaml() -> None:
+    algorithms = load_config(ROOT / "yamls" / "bert_imdb_fast.yaml").algorithms
+    assert {name: dict(settings or {}) for name, settings in algorithms.items()} == RECOMMENDED
+    techniques = recommended()
+    assert sorted(technique.name for technique in techniques) == sorted(RECOMMENDED)
+    assert isinstance(techniques[1], TF32Matmul)
+    assert recommended()[0] is not techniques[0]
+    assert {t.on_unavailable for t in recommended("warn")} == {"warn"}

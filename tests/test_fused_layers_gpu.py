@@ -1,0 +1,113 @@
+"""fused_layers on a GPU: values in bf16 beside the stock model's, and no wait for the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.unpadding import plan_unpadding
+from composer_speedups.errors import TechniqueError
+from tests.common import Batch, batch, make_trainer, plain_batches, tiny_bert
+from tests.masks import masked_batch, random_masks, real_logits
+from tests.models import FAMILIES, HEADS, tiny_model
+from tests.reference.loop import gradients
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_about_as_near_to_float32_as_the_padded_model(family: Any, head: Any, dtype: torch.dtype) -> None:
+    """Logits and gradients in 16 bits: the residual stream rounds too, so up to three times the stock error."""
+    stock = tiny_model(family, head).cuda()
+    ours = copy.deepcopy(stock)
+    apply_unpadding(ours)
+    apply_fused_layers(ours)
+    exact, theirs, mine = [], [], []
+    for seed, mask in enumerate(random_masks(25, widest=64)):
+        if mask.any():
+            inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
+            exact.append(_values(stock, inputs, None))
+            theirs.append(_values(stock, inputs, dtype))
+            mine.append(_values(ours, inputs, dtype))
+    ran = {module.ran for module in ours.modules() if isinstance(module, FusedLayer | FusedEmbeddings)}
+    assert "triton" in ran
+    for i, what in enumerate(["logits", "gradients"]):
+        reference = torch.cat([values[i] for values in exact])
+        error = _distance(torch.cat([values[i] for values in mine]), reference)
+        assert 0 < error <= 3 * _distance(torch.cat([values[i] for values in theirs]), reference), what
+
+
+def _values(model: Any, inputs: Batch, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    model.zero_grad()
+    with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+        output = model(**inputs)
+    output.loss.backward()
+    flat = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
+    return real_logits(output, inputs["attention_mask"]).detach().float().flatten(), flat
+
+
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
+
+
+def test_a_planned_step_never_waits_for_the_gpu() -> None:
+    model: Any = tiny_bert(dropout=0.1)
+    model.cuda().train()
+    model.config.problem_type = "single_label_classification"
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    for i, step in enumerate([batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]):
+        inputs = {k: v.cuda() for k, v in step.items()}
+        torch.cuda.set_sync_debug_mode("error" if i else "default")
+        try:
+            plan_unpadding(model, step["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_same_seed_trains_alike_and_dropout_is_drawn_anew_each_step() -> None:
+    model: Any = tiny_bert(dropout=0.3)
+    model.cuda().train()
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    inputs = {k: v.cuda() for k, v in batch([12, 7, 16, 10]).items()}
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with torch.autocast("cuda", torch.bfloat16):
+            runs.append([model(**inputs).logits for _ in range(2)])
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[0][0], runs[0][1])
+
+
+def test_fp32_is_refused() -> None:
+    with pytest.raises(TechniqueError, match="16 bits: it needs mixed precision"):
+        make_trainer([FusedLayers(), Unpadding()], gpu=True)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_it_trains_under_composer(with_graphs: bool) -> None:
+    graphs = CUDAGraphs()
+    technique = FusedLayers()
+    algorithms: list[Any] = [technique, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
+    trainer = make_trainer(algorithms, batches=plain_batches(6), gpu=True)
+    trainer.fit()
+    weights = [p.detach().float() for p in trainer.state.model.parameters()]
+    trainer.close()
+    assert technique.evidence["layers_ran"] == "1 first tokens, 1 triton"
+    assert technique.evidence["embeddings_ran"] == "triton"
+    assert all(w.isfinite().all() for w in weights)
+    if with_graphs:
+        assert graphs.evidence["graphs"] >= 1
