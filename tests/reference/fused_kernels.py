@@ -127,10 +127,11 @@ def embeddings(dropout: float, *, mixed: bool) -> None:
     if mixed:
         positions = torch.randint(0, 9, (rows, width), device=DEVICE)
         types = torch.randint(0, 2, (rows, width), device=DEVICE)
-    tables = [random(n, hidden) for n in (30, 10, 2)] + [random(hidden), random(hidden)]
+    tables: list[Any] = [random(n, hidden) for n in (30, 10, 2)] + [random(hidden), random(hidden)]
     ours: Any = [t.clone().requires_grad_() for t in tables]
     theirs = [t.clone().requires_grad_() for t in tables]
-    out = embed(ids, positions, types, *ours, 1e-5, dropout, torch.float32, (1, 2))
+    w, p, k, weight, bias = ours
+    out = embed(ids, positions, types, w, p, k, weight, bias, 1e-5, dropout, torch.float32, (1, 2))
     summed = F.embedding(ids, theirs[0], 1) + F.embedding(positions, theirs[1], 2) + F.embedding(types, theirs[2])
     mask = (out != 0).float() / (1 - dropout)
     expected = F.layer_norm(summed, (hidden,), theirs[3], theirs[4], 1e-5) * mask
