@@ -21,7 +21,8 @@ from tests.masks import masked_batch, random_masks, real_logits
 from tests.models import HEADS, UNPADDED, tiny_model
 from tests.reference.loop import gradients
 
-pytestmark = pytest.mark.gpu
+# torch says once a process that its debug mode may miss synchronizations.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 
 @pytest.mark.parametrize("head", HEADS)
