@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     with RunFolder(config) as folder:
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
-        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu)
+        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, data.tokenizer, config.data.max_length)
         trainer = build_trainer(config, model, data, techniques, device, folder)
