@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
-from composer.models import HuggingFaceModel
+from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
@@ -65,13 +67,25 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
     metrics: list[Metric] = [MulticlassAccuracy(num_classes=2, average="micro"), CrossEntropy()]
     if config.task == "mlm":
         metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
-    return FinetuneModel(
-        model,
-        tokenizer=tokenizer,
-        use_logits=True,  # without it, eval metrics would get the whole output object
-        metrics=metrics if config.train_metrics else None,
-        eval_metrics=metrics,
-    )
+    with _no_causal_lm():
+        return FinetuneModel(
+            model,
+            tokenizer=tokenizer,
+            use_logits=True,  # without it, eval metrics would get the whole output object
+            metrics=metrics if config.train_metrics else None,
+            eval_metrics=metrics,
+        )
+
+
+@contextlib.contextmanager
+def _no_causal_lm() -> Iterator[None]:
+    """Tell Composer that a model is no causal LM: to find out, it imports all of transformers' 180, for seconds."""
+    asked = huggingface._is_registered_causal_lm
+    huggingface._is_registered_causal_lm = lambda _: False
+    try:
+        yield
+    finally:
+        huggingface._is_registered_causal_lm = asked
 
 
 def resolve_name(name: str) -> str:
