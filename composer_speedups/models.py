@@ -81,7 +81,7 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
 def _no_causal_lm() -> Iterator[None]:
     """Tell Composer that a model is no causal LM: to find out, it imports all of transformers' 180, for seconds."""
     asked = huggingface._is_registered_causal_lm
-    huggingface._is_registered_causal_lm = lambda _: False
+    huggingface._is_registered_causal_lm = lambda model: False
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.loggers import InMemoryLogger
 from composer.models import huggingface
 from composer.utils.collect_env import get_cpu_model
 
@@ -45,11 +46,12 @@ def test_the_clock_stops_at_the_first_batch() -> None:
     times = iter([1.0, 5.0, 9.0])
     callback = StartupTimes(StartupClock(lambda: next(times), started=0.0))
     assert callback.summary() == {}
-    trainer = make_trainer(callbacks=[callback])
+    memory = InMemoryLogger()
+    trainer = make_trainer(callbacks=[callback], loggers=[memory])
     trainer.fit()
     trainer.close()
     assert callback.summary() == {"interpreter_seconds": 1.0, "first_step_seconds": 4.0, "to_first_step_seconds": 5.0}
-    [(_, logged)] = trainer.logger.destinations[0].data["startup/to_first_step_seconds"]
+    [(_, logged)] = memory.data["startup/to_first_step_seconds"]
     assert logged == 5.0
 
 
