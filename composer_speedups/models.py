@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
 from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import check_folder
-from composer_speedups.flops import batch_lengths, frozen_flops, training_flops
+from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
 
 __all__ = ["SIZES", "FinetuneModel", "build_model", "resolve_name"]
 
@@ -31,13 +32,17 @@ _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_clas
 class FinetuneModel(HuggingFaceModel):
     """Composer's HuggingFaceModel with the FLOPs of a training step on real tokens."""
 
+    _block_weights: list[torch.Tensor] | None = None  # found once: it takes as long as launching a layer
+
     def flops_per_batch(self, batch: Any) -> int:
         """FLOPs of a forward and backward pass over ``batch``, padding left out; see :mod:`.flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
         is_mlm = type(self.model).__name__.endswith("ForMaskedLM")
         flops = training_flops(self.model.config, lengths, "mlm" if is_mlm else "classification")
-        return flops - frozen_flops(self.model, lengths)
+        if self._block_weights is None:
+            self._block_weights = block_weights(self.model)
+        return flops - frozen_flops(self._block_weights, lengths)
 
 
 def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
