@@ -5,36 +5,55 @@ from __future__ import annotations
 import sys
 
 from composer_speedups.cli import exit_codes, read_command_line
+from composer_speedups.config import Config, Origins
+from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
 
 
 def main(arguments: list[str]) -> None:
+    clock = StartupClock()
     config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
+    clock.lap("config")
+    with kept_bytecode(config):
+        train(config, origins, clock)
 
-    from composer.utils import dist, reproducibility
 
-    from composer_speedups.algorithms.ordering import screen
-    from composer_speedups.algorithms.registry import build_techniques
-    from composer_speedups.data import build_data
-    from composer_speedups.export import export_model
-    from composer_speedups.models import build_model, resolve_name
-    from composer_speedups.report import write_report
-    from composer_speedups.runs import RunFolder
-    from composer_speedups.state import torch_device
-    from composer_speedups.trainer import build_trainer, context_of, open_device
+def train(config: Config, origins: Origins, clock: StartupClock) -> None:
+    with without_gc():
+        open_early(config)
 
-    techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+        from composer.utils import dist, reproducibility
+
+        from composer_speedups.algorithms.ordering import screen
+        from composer_speedups.algorithms.registry import build_techniques
+        from composer_speedups.callbacks.startup import StartupTimes
+        from composer_speedups.data import build_data
+        from composer_speedups.export import export_model
+        from composer_speedups.models import build_model, resolve_name
+        from composer_speedups.report import write_report
+        from composer_speedups.runs import RunFolder
+        from composer_speedups.state import torch_device
+        from composer_speedups.trainer import build_trainer, context_of, open_device
+
+        techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+    clock.lap("imports")
+    cpu = look_at_cpu()
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))  # before any memory is taken
     if dist.get_world_size() > 1 or config.trainer.parallelism_config:
         dist.initialize_dist(device)
+    clock.lap("device")
 
     with RunFolder(config) as folder:
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
-        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu)
+        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
+        clock.lap("data")
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, data.tokenizer, config.data.max_length)
-        trainer = build_trainer(config, model, data, techniques, device, folder)
+        clock.lap("model")
+        cpu.join()
+        trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=[StartupTimes(clock)])
+        clock.lap("trainer")
         trainer.fit()
         if config.export:
             export_model(trainer.state, folder / "model")

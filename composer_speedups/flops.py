@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 from composer_speedups.algorithms.blocks import repeated_blocks
 
-__all__ = ["batch_lengths", "frozen_flops", "training_flops"]
+__all__ = ["batch_lengths", "block_weights", "frozen_flops", "training_flops"]
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
@@ -60,15 +61,23 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
     return 3 * (layers * (linear + attention) + extra + top)
 
 
-def frozen_flops(model: nn.Module, lengths: torch.Tensor) -> int:
+def frozen_flops(weights: Iterable[torch.Tensor], lengths: torch.Tensor) -> int:
     """What :func:`training_flops` counts for the gradients of weights that are frozen and get none.
 
-    The Linear weights of the blocks that every token goes through: one product of three. Those of the head are
-    left out, and so are the products of LoRA's own matrices, a few hundredths of the whole.
+    One product of three. The head is left out, and so are the products of LoRA's own matrices, a few hundredths of the
+    whole.
+
+    Args:
+        weights: Those of :func:`block_weights`.
+        lengths: Real tokens of each row, shape (rows,).
     """
+    return 2 * int(lengths.sum()) * sum(w.numel() for w in weights if not w.requires_grad)
+
+
+def block_weights(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of the Linear layers in a model's blocks, which every token goes through; walks the whole model."""
     try:
         blocks = repeated_blocks(model).values()
     except ValueError:  # layers that are no list
-        return 0
-    linear = (m for block in blocks for m in block.modules() if isinstance(m, nn.Linear))
-    return 2 * int(lengths.sum()) * sum(m.weight.numel() for m in linear if not m.weight.requires_grad)
+        return []
+    return [m.weight for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]

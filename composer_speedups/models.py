@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
-from composer.models import HuggingFaceModel
+from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
@@ -15,7 +18,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import check_folder
-from composer_speedups.flops import batch_lengths, frozen_flops, training_flops
+from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
 
 __all__ = ["SIZES", "FinetuneModel", "build_model", "resolve_name"]
 
@@ -29,13 +32,17 @@ _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_clas
 class FinetuneModel(HuggingFaceModel):
     """Composer's HuggingFaceModel with the FLOPs of a training step on real tokens."""
 
+    _block_weights: list[torch.Tensor] | None = None  # found once: it takes as long as launching a layer
+
     def flops_per_batch(self, batch: Any) -> int:
         """FLOPs of a forward and backward pass over ``batch``, padding left out; see :mod:`.flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
         is_mlm = type(self.model).__name__.endswith("ForMaskedLM")
         flops = training_flops(self.model.config, lengths, "mlm" if is_mlm else "classification")
-        return flops - frozen_flops(self.model, lengths)
+        if self._block_weights is None:
+            self._block_weights = block_weights(self.model)
+        return flops - frozen_flops(self._block_weights, lengths)
 
 
 def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
@@ -65,13 +72,25 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
     metrics: list[Metric] = [MulticlassAccuracy(num_classes=2, average="micro"), CrossEntropy()]
     if config.task == "mlm":
         metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
-    return FinetuneModel(
-        model,
-        tokenizer=tokenizer,
-        use_logits=True,  # without it, eval metrics would get the whole output object
-        metrics=metrics if config.train_metrics else None,
-        eval_metrics=metrics,
-    )
+    with _no_causal_lm():
+        return FinetuneModel(
+            model,
+            tokenizer=tokenizer,
+            use_logits=True,  # without it, eval metrics would get the whole output object
+            metrics=metrics if config.train_metrics else None,
+            eval_metrics=metrics,
+        )
+
+
+@contextlib.contextmanager
+def _no_causal_lm() -> Iterator[None]:
+    """Tell Composer that a model is no causal LM: to find out, it imports all of transformers' 180, for seconds."""
+    asked = huggingface._is_registered_causal_lm
+    huggingface._is_registered_causal_lm = lambda model: False
+    try:
+        yield
+    finally:
+        huggingface._is_registered_causal_lm = asked
 
 
 def resolve_name(name: str) -> str:

@@ -15,6 +15,7 @@ from composer.utils import dist
 
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.startup import StartupTimes
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.config import Config
 from composer_speedups.environment import environment
@@ -57,11 +58,12 @@ def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[st
 def build_report(state: State, config: Config, wall_seconds: float) -> dict[str, Any]:
     """Everything the run measured, as report.json holds it."""
     throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
-    engagement = _callback(state, EngagementReport)
+    engagement, startup = _callback(state, EngagementReport), _callback(state, StartupTimes)
     return {
         "run_name": config.run_name,
         "throughput": throughput.summary() if throughput else {},
         "memory": memory.summary() if memory else {},
+        "startup": startup.summary() if startup else {},
         "metrics": _metrics(state),
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
@@ -121,6 +123,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             report["training"]["microbatch_size"],
             f"reviews a forward pass and device, chosen {report['training']['microbatch_chosen']}",
         ),
+        ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
         ("wall time", report["wall_seconds"], "s, start of the process to now"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
@@ -130,6 +133,13 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         mark = "engaged" if entry["engaged"] else "NOT engaged"
         lines.append(f"  {name:<18} {mark}: {evidence}"[:160])
     return "\n".join(lines)
+
+
+def _phases(startup: dict[str, float]) -> str:
+    """The largest parts of the start-up."""
+    parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
+    return f"s to the end of the first step: {', '.join(f'{name} {parts[name]:.1f}' for name in largest)}"
 
 
 def _peak(peak: dict[str, Any] | None) -> str:

@@ -79,8 +79,12 @@ def build_trainer(
     techniques: Sequence[Technique],
     device: Device,
     folder: RunFolder,
+    callbacks: Sequence[Callback] = (),
 ) -> Trainer:
-    """Composer's Trainer with the config's settings; techniques engage while it is built."""
+    """Composer's Trainer with the config's settings; techniques engage while it is built.
+
+    ``callbacks`` come after those of the config.
+    """
     settings, checkpoint = config.trainer, config.checkpoint
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
@@ -96,7 +100,7 @@ def build_trainer(
         schedulers=build_scheduler(config.scheduler),
         algorithms=algorithms,
         algorithm_passes=[refuse_clashes, sort_techniques],
-        callbacks=_callbacks(config, techniques),
+        callbacks=[*_callbacks(config, techniques), *callbacks],
         loggers=_loggers(config, folder),
         run_name=config.run_name,
         progress_bar=settings.progress_bar,

@@ -116,7 +116,10 @@ def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer
         full["labels"] = full["input_ids"].clone()
     with FlopCounterMode(display=False) as counter:
         model(full).loss.backward()
-    assert model.flops_per_batch(full) == pytest.approx(counter.get_total_flops(), rel=0.01)
+    flops = model.flops_per_batch(full)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    layer = model.model.bert.encoder.layer[0].intermediate.dense.requires_grad_(False)
+    assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "frozen after the first batch"
 
 
 def test_flops_leave_padding_out() -> None:

@@ -101,6 +101,9 @@ def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> N
     assert summary["padding_fraction"] == pytest.approx(1 - 24 / 40)
     assert summary["step_seconds"] == pytest.approx(0.25)
     assert summary["data_seconds"] == pytest.approx(0.75)
+    assert summary["data_wait_fraction"] == pytest.approx(0.75)
+    for name in ("data_wait_seconds", "data_wait_fraction"):
+        assert [v for _, v in logger.data[f"throughput/{name}"]] == pytest.approx([0.75] * 6)
     assert summary["warmup_seconds"] == pytest.approx(30 + 2 * 1.0)
     assert summary["eval_seconds"] == pytest.approx(2 * 100 + 2 * 2 * 0.25)
     assert summary["checkpoint_seconds"] == pytest.approx(2 * 7)

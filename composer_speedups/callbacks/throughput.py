@@ -53,7 +53,9 @@ class ThroughputMonitor(Callback):
     Logged at each batch, over the last ``window`` steady batches, for all ranks together:
     ``throughput/samples_per_sec``, ``throughput/samples_per_sec_step`` (data wait left out),
     ``throughput/tokens_per_sec`` (real tokens), ``throughput/padding_fraction``, ``throughput/mfu`` (where
-    the model's FLOPs are known), ``throughput/step_seconds``, ``throughput/data_seconds``; and totals so far:
+    the model's FLOPs are known), ``throughput/step_seconds``, ``throughput/data_seconds``,
+    ``throughput/data_wait_fraction`` (of the time of those batches, spent waiting for data), and of the batch alone
+    ``throughput/data_wait_seconds``. The wait is the host's: a GPU may still be at work meanwhile. Totals so far:
     ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
 
     Args:
@@ -74,6 +76,7 @@ class ThroughputMonitor(Callback):
         self._peak: Peak | None = None
         self._lengths: torch.Tensor | None = None
         self._slots = self._flops = self._graphs = 0
+        self._unsteady = 0.0  # seconds of the batches that were no steady state
         self._summary: dict[str, Any] = {}
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -113,6 +116,7 @@ class ThroughputMonitor(Callback):
         )
         self._graphs = graphs
         self.batches.append(batch)
+        self._unsteady += 0.0 if batch.steady else batch.seconds
         if self._peak is None and batch.flops:
             self._peak = device_peak(precision_in_force(state), device_of(state))
         recent = [b for b in self.batches[-self.window :] if b.steady]
@@ -120,6 +124,7 @@ class ThroughputMonitor(Callback):
             recent = self.batches[-self.window :]
         if recent:
             rates = self._rates(recent)
+            rates["data_wait_seconds"] = batch.data
             logger.log_metrics({f"throughput/{k}": v for k, v in {**rates, **self._times()}.items()})
 
     def _rates(self, batches: Sequence[Batch], world: int | None = None) -> dict[str, float]:
@@ -131,6 +136,7 @@ class ThroughputMonitor(Callback):
             "samples_per_sec_step": world * samples / steps,
             "step_seconds": steps / len(batches),
             "data_seconds": (seconds - steps) / len(batches),
+            "data_wait_fraction": (seconds - steps) / seconds,
         }
         if slots := sum(b.slots for b in batches):
             rates["tokens_per_sec"] = world * tokens / seconds
@@ -140,9 +146,8 @@ class ThroughputMonitor(Callback):
         return rates
 
     def _times(self) -> dict[str, float]:
-        unsteady = sum(b.seconds for b in self.batches if not b.steady)
         return {
-            "warmup_seconds": self.totals["start"] + unsteady,
+            "warmup_seconds": self.totals["start"] + self._unsteady,
             "eval_seconds": self.totals["eval"],
             "checkpoint_seconds": self.totals["checkpoint"],
         }
@@ -168,6 +173,7 @@ class ThroughputMonitor(Callback):
             **{k: rates.get(k) for k in ("tokens_per_sec", "padding_fraction", "mfu")},
             **self._times(),
             "data_seconds": data / world / len(measured),
+            "data_wait_fraction": rates["data_wait_fraction"],
             "step_seconds": statistics.fmean(steps),
             "step_seconds_p10_p50_p90": torch.tensor(steps)
             .double()

@@ -60,6 +60,8 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("data.persistent_workers", "needs data.workers of at least 1")
     if data.workers == 0 and data.prefetch_factor is not None:
         refuse("data.prefetch_factor", "needs data.workers of at least 1")
+    if data.length_batching is not None and data.padding != "longest":
+        refuse("data.length_batching", "saves no padding with data.padding: max_length; set data.padding=longest")
     if data.tokenizer is None and model.init == "random" and model.size is not None:
         refuse("data.tokenizer", "is missing; a random model has none: name one, or wordpiece to train it")
     if config.checkpoint.weights_only and config.checkpoint.load is None:

@@ -70,6 +70,8 @@ class DataConfig:
     """Pad each batch to max_length, or to its longest review."""
     pad_to_multiple_of: int = key(8, ge=1, le=1024)
     """With padding: longest, round the length up to this multiple (never past max_length)."""
+    length_batching: int | None = key(None, ge=2, le=100_000)
+    """Batches of reviews of like length, sorted within pools of this many batches; null draws each batch at random."""
     mlm_probability: float = key(0.15, gt=0, lt=1)
     """Share of the tokens masked, with model.task: mlm."""
     batch_size: int = key(40, ge=1, le=1_000_000)
@@ -220,6 +222,8 @@ class Config:
     """Seed of the weights, the dropout and the shuffling."""
     on_unavailable: Literal["stop", "warn"] = "stop"
     """A technique that cannot engage here stops the run, or only warns."""
+    bytecode: bool = True
+    """Keep the packages' bytecode in data.cache_dir where the environment keeps none: the next run imports faster."""
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' own format."""
     plot: bool = True

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from datasets import Dataset
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.config.schema import DataConfig
+from composer_speedups.data.flat import FlatTokens, Ragged
+from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.errors import ConfigError
@@ -21,7 +23,7 @@ from composer_speedups.flops import batch_lengths
 
 __all__ = ["Data", "Pad", "build_data"]
 
-Rows = Sequence[dict[str, Any]]
+Rows = Ragged | Sequence[Mapping[str, Any]]
 Batch = dict[str, torch.Tensor]
 
 
@@ -45,17 +47,18 @@ class Pad:
         self.pad_id, self.max_length, self.longest, self.multiple = pad_id, max_length, longest, multiple
 
     def __call__(self, rows: Rows) -> Batch:
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        ids_T, lengths_R, labels_R = rows if isinstance(rows, Ragged) else Ragged.of(rows)
         width = self.max_length
         if self.longest:
-            width = min(width, -(-int(lengths.max()) // self.multiple) * self.multiple)
-        mask = (torch.arange(width) < lengths[:, None]).long()
-        ids = torch.full(mask.shape, self.pad_id)
-        ids[mask.bool()] = torch.tensor([i for row in rows for i in row["input_ids"]])
+            width = min(width, -(-int(lengths_R.max()) // self.multiple) * self.multiple)
+        # NumPy: torch would wake all its threads for so small a copy
+        mask = np.arange(width) < lengths_R[:, None]
+        ids = np.full(mask.shape, self.pad_id)
+        ids[mask] = ids_T
         return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "labels": torch.tensor([row["label"] for row in rows]),
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
+            "labels": torch.from_numpy(labels_R),
         }
 
 
@@ -73,23 +76,22 @@ class MaskTokens:
     def __init__(self, pad: Pad, tokenizer: Any, probability: float, *, fixed: bool = False) -> None:
         self.pad, self.fixed = pad, fixed
         self.collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=probability)
+        self._special = np.array(tokenizer.all_special_ids)
 
     def __call__(self, rows: Rows) -> Batch:
         batch = self.pad(rows)
         if self.fixed:
             seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
             self.collator.generator = torch.Generator().manual_seed(seed)
-        special = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
-        for token_id in self.collator.tokenizer.all_special_ids:
-            special |= batch["input_ids"] == token_id
+        special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
         ids, labels = self.collator.torch_mask_tokens(batch["input_ids"], special_tokens_mask=special)
         return {**batch, "input_ids": ids, "labels": labels}
 
 
-def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool) -> Data:
+def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, seed: int = 0) -> Data:
     """Reviews, tokens and loaders as the config says, sharded over the ranks.
 
-    The first process of a node prepares the caches; the others find them.
+    The first process of a node prepares the caches; the others find them. ``seed`` is that of the shuffling.
 
     Raises:
         DataError: Rows or files that cannot be used.
@@ -118,16 +120,27 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool) 
             return pad
         return MaskTokens(pad, tokenizer, config.mlm_probability, fixed=not training)
 
-    def loader(tokens: Dataset, batch_size: int, *, training: bool) -> DataSpec:
+    def loader(tokens: FlatTokens, batch_size: int, *, training: bool) -> DataSpec:
         drop_last = training and config.drop_last
         if drop_last and len(tokens) < batch_size:
             raise ConfigError(
                 f"data.drop_last: the {len(tokens)} training reviews do not fill one batch of {batch_size}"
             )
+        sampler: DistributedSampler[int] = dist.get_sampler(tokens, shuffle=training, drop_last=drop_last, seed=seed)
+        if training and config.length_batching is not None:
+            sampler = LengthGroupedSampler(
+                tokens.lengths,
+                batch_size,
+                config.length_batching,
+                ranks=world,
+                rank=dist.get_global_rank(),
+                seed=seed,
+                drop_last=drop_last,
+            )
         dataloader = DataLoader(
-            tokens,  # type: ignore[arg-type]
+            tokens,
             batch_size=batch_size // world,
-            sampler=dist.get_sampler(tokens, shuffle=training, drop_last=drop_last),
+            sampler=sampler,
             collate_fn=collate(training),
             drop_last=drop_last,
             num_workers=config.workers,
@@ -138,8 +151,8 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool) 
         return DataSpec(dataloader, get_num_tokens_in_batch=_real_tokens)
 
     return Data(
-        loader(train_tokens, config.batch_size, training=True),
-        eval_tokens and loader(eval_tokens, config.eval_batch_size or config.batch_size, training=False),
+        loader(FlatTokens(train_tokens), config.batch_size, training=True),
+        eval_tokens and loader(FlatTokens(eval_tokens), config.eval_batch_size or config.batch_size, training=False),
         tokenizer,
     )
 

@@ -85,9 +85,7 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
 
     The result is kept in ``cache_dir`` under a hash of the reviews, the tokenizer and the length.
     """
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    identity = json.dumps(tokenizer.get_vocab(), sort_keys=True) if backend is None else backend.to_str()
-    name = _digest(dataset["text"], dataset["label"], identity, config.max_length)
+    name = _digest(dataset["text"], dataset["label"], _identity(tokenizer), config.max_length)
     cache = make_folder(Path(config.cache_dir) / "tokens", "data.cache_dir") / f"{name}.arrow"
 
     def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
@@ -110,6 +108,15 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         cache.unlink()
         return run()
+
+
+def _identity(tokenizer: Any) -> str:
+    """What decides the ids that a tokenizer gives, but for the length."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    # The last call leaves its truncation and padding behind: no part of it, or a second run would not find its cache.
+    return json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None}, sort_keys=True)
 
 
 def _digest(*parts: Any) -> str:

@@ -11,8 +11,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch._inductor
-from composer.core import State
+import torch._inductor.config
+from composer.core import Event, State
+from composer.loggers import Logger
 from composer.models import ComposerModel
+from composer.utils import dist
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -21,8 +24,9 @@ from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.algorithms.probe import CompileCounts, compile_counts
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.algorithms.torch_compile.cache import CompileCache, folder_fault
 from composer_speedups.errors import TechniqueError
-from composer_speedups.state import model_of
+from composer_speedups.state import device_of, model_of
 
 __all__ = ["TorchCompile", "apply_torch_compile"]
 
@@ -106,6 +110,8 @@ class TorchCompile(Technique):
         backend: ``"inductor"`` (default) or another torch._dynamo backend.
         mode: inductor's mode; None (default) is its own default.
         dynamic: Dynamic shapes: True, False, or None (default) to decide after a first recompile.
+        cache: Folder that keeps what inductor compiled for the next run, see :class:`.CompileCache`; None (default)
+            leaves inductor's own cache as it is. Where the folder is has no part in resuming.
         on_unavailable: See :class:`Technique`.
 
     Raises:
@@ -123,6 +129,7 @@ class TorchCompile(Technique):
         backend: str = "inductor",
         mode: str | None = None,
         dynamic: bool | None = None,
+        cache: str | None = None,
         *,
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
@@ -131,9 +138,12 @@ class TorchCompile(Technique):
             raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
         if mode is not None and backend != "inductor":
             raise ValueError(f"mode={mode!r} is inductor's, and the backend is {backend!r}; leave one out")
+        if cache is not None and (backend != "inductor" or not cache):
+            raise ValueError(f"cache={cache!r} must be the folder of inductor's cache, and the backend is {backend!r}")
         self.scope: Scope = scope
-        self.backend, self.mode, self.dynamic = backend, mode, dynamic
+        self.backend, self.mode, self.dynamic, self.cache = backend, mode, dynamic, cache
         self._before: CompileCounts | None = None
+        self._cache: CompileCache | None = None
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         off = _switched_off()
@@ -160,6 +170,15 @@ class TorchCompile(Technique):
                 any(map(shutil.which, compilers)), "inductor needs a C++ compiler", "install g++, or set CXX"
             )
 
+        if self.cache is not None:
+            fault = folder_fault(self.cache)
+            yield Requirement(fault is None, f"cache: {fault}", "choose another folder")
+            yield Requirement(
+                not torch._inductor.config.force_disable_caches,
+                "cache: inductor's caches are switched off",
+                "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, or leave cache out",
+            )
+
     @property
     def makes_graphs(self) -> bool:
         """Whether the compiled code replays CUDA graphs of its own."""
@@ -171,6 +190,9 @@ class TorchCompile(Technique):
             apply_torch_compile(state.model, self.scope, self.backend, self.mode, self.dynamic)
         except ValueError as error:
             raise TechniqueError(self.name, str(error), "take it out for this model") from error
+        if self.cache is not None:
+            self._cache = CompileCache(self.cache, device_of(state))
+            self._cache.open()
         return {"scope": self.scope, "backend": self.backend}
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -192,7 +214,30 @@ class TorchCompile(Technique):
             "frames_left_eager": since.failed,
             "compile_seconds": round(since.seconds, 2),
             "reused_from_this_process": reused,
+            **(self._cache.counts() if self._cache is not None else {}),
         }
+
+    def match(self, event: Event, state: State) -> bool:
+        return super().match(event, state) or (self._cache is not None and event == Event.FIT_START)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if self._cache is not None and event == Event.FIT_START:
+            self._cache.open()
+        super().apply(event, state, logger)
+        if self._cache is not None and event == Event.FIT_END:
+            if dist.get_global_rank() == 0:
+                self._cache.save()
+            self.evidence.update(self._cache.counts())
+            self._cache.close()
+
+    def close(self) -> None:
+        if self._cache is not None:
+            self._cache.close()
+
+    def __repr__(self) -> str:
+        """Without the folder, which a resumed run may have elsewhere."""
+        names = ("scope", "backend", "mode", "dynamic")
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 def _has_compiled_code(module: nn.Module) -> bool:

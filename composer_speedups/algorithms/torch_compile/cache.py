@@ -1,0 +1,162 @@
+"""A compile cache that outlives the run: inductor's folder, and torch's portable artifacts in one file beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._functorch.config
+import torch._inductor.config
+from torch._dynamo.utils import counters
+
+from composer_speedups.files import make_folder, write_atomically
+
+__all__ = ["CompileCache", "folder_fault"]
+
+KEY = "algorithms.torch_compile.cache"
+FILE = "portable.bin"
+_MAGIC = b"composer_speedups compile cache 1\n"
+_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second itself, under the first
+_COUNTED = {  # evidence → torch's counters
+    "cache_hits": [("inductor", "fxgraph_cache_hit")],
+    "cache_misses": [("inductor", "fxgraph_cache_miss")],
+    "cache_bypasses": [("inductor", "fxgraph_cache_bypass"), ("aot_autograd", "autograd_cache_bypass")],
+}
+
+
+class CompileCache:
+    """Inductor's caches in a folder that is kept, and in a file that can be carried to another machine.
+
+    ``folder/inductor`` is what TORCHINDUCTOR_CACHE_DIR points at while the cache is open: graphs, kernels, autotuning.
+    ``folder/portable.bin`` holds the artifacts of ``torch.compiler.save_cache_artifacts`` of the last run that compiled
+    something; it is read where ``folder/inductor`` is missing, so that a folder with this file alone is a warm cache.
+    A file that is damaged, or was made with another torch or on another device, costs one warning and is replaced.
+
+    Artifacts hold pickles and machine code: read only files that you trust.
+
+    Args:
+        folder: Made when the cache is opened.
+        device: The kind of device that is compiled for.
+
+    Raises:
+        ConfigError: (when opened) the folder cannot be made or written to.
+    """
+
+    def __init__(self, folder: str | Path, device: torch.device) -> None:
+        self.folder, self.device = Path(folder).expanduser().absolute(), device
+        self.file_state = "none yet"
+        self._flags: contextlib.ExitStack | None = None
+        self._counts_before = _counts()
+
+    def open(self) -> None:
+        """Point inductor here; where it is open already, nothing."""
+        if self._flags is not None:
+            return
+        inductor = self.folder / "inductor"
+        make_folder(self.folder, KEY)
+        begins = not inductor.exists()
+        make_folder(inductor, KEY)
+        self._flags = contextlib.ExitStack()
+        self._flags.callback(_write_variables, {name: os.environ.get(name) for name in _VARIABLES})
+        _write_variables({"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": None})
+        self._flags.enter_context(torch._inductor.config.patch(fx_graph_cache=True))
+        self._flags.enter_context(torch._functorch.config.patch(enable_autograd_cache=True))
+        if begins:
+            self._load()
+        elif (self.folder / FILE).exists():
+            self.file_state = "not needed"
+
+    def close(self) -> None:
+        """Give the process its flags and variables back."""
+        if self._flags is not None:
+            self._flags.close()
+            self._flags = None
+
+    def counts(self) -> dict[str, Any]:
+        """Graphs found, graphs compiled and graphs that torch would not cache since this object was made."""
+        return {name: now - self._counts_before[name] for name, now in _counts().items()} | {
+            "cache_file": self.file_state
+        }
+
+    def save(self) -> None:
+        """Write the portable file, whole or not at all, if this run compiled something or there is none."""
+        path = self.folder / FILE
+        if self.counts()["cache_misses"] == 0 and path.exists() and self.file_state != "refused":
+            return
+        saved = torch.compiler.save_cache_artifacts()
+        if saved is None:
+            return
+        artifacts = saved[0]
+        header = {**_made_by(self.device), "sha256": hashlib.sha256(artifacts).hexdigest()}
+        try:
+            write_atomically(path, _MAGIC + json.dumps(header).encode() + b"\n" + artifacts)
+        except OSError as error:
+            warnings.warn(f"{KEY}: {path} was not written ({error.strerror})", UserWarning, stacklevel=2)
+        else:
+            self.file_state = "written"
+
+    def _load(self) -> None:
+        path = self.folder / FILE
+        if not path.exists():
+            return
+        try:
+            artifacts = _read(path, self.device)
+            if torch.compiler.load_cache_artifacts(artifacts) is None:
+                raise ValueError("torch cannot read its artifacts")
+        except Exception as error:  # what unpickling and writing artifacts may raise is anyone's guess
+            self.file_state = "refused"
+            reason = " ".join(str(error).split()) or type(error).__name__
+            warnings.warn(f"{KEY}: {path} is not used, and compiling begins anew: {reason}", UserWarning, stacklevel=2)
+        else:
+            self.file_state = "loaded"
+
+
+def _read(path: Path, device: torch.device) -> bytes:
+    magic, _, rest = path.read_bytes().partition(b"\n")
+    if magic + b"\n" != _MAGIC:
+        raise ValueError("it is no compile cache")
+    line, _, artifacts = rest.partition(b"\n")
+    header = json.loads(line)
+    if header.pop("sha256") != hashlib.sha256(artifacts).hexdigest():
+        raise ValueError("it is damaged")
+    if header != (here := _made_by(device)):
+        raise ValueError(f"it was made with {_spell(header)}, and this is {_spell(here)}")
+    return artifacts
+
+
+def _made_by(device: torch.device) -> dict[str, str]:
+    """What artifacts fit: torch would find the wrong ones unusable one by one, without a word."""
+    if device.type == "cuda":
+        return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
+    return {"torch": torch.__version__, "device": f"cpu {torch.backends.cpu.get_cpu_capability()}"}
+
+
+def _spell(made_by: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in made_by.items())
+
+
+def _counts() -> dict[str, int]:
+    return {name: sum(counters[group][key] for group, key in keys) for name, keys in _COUNTED.items()}
+
+
+def _write_variables(values: dict[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def folder_fault(folder: str) -> str | None:
+    """Why a folder cannot be made or written to; None when it can."""
+    path = Path(folder).expanduser().absolute()
+    existing = next(p for p in (path, *path.parents) if p.exists())
+    if not existing.is_dir():
+        return f"{existing} is no folder"
+    return None if os.access(existing, os.W_OK) else f"{existing} cannot be written to"

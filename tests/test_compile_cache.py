@@ -1,0 +1,219 @@
+"""The compile cache: found by the next process, carried as one file, given back, and never a reason to crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import TorchCompile
+from composer_speedups.algorithms.torch_compile.cache import FILE, CompileCache
+from composer_speedups.errors import ConfigError, TechniqueError
+from tests.common import Recorder, make_trainer, plain_batches, tiny_bert
+from tests.conftest import ROOT
+
+pytestmark = pytest.mark.slow
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def fit(cache: Path | str | None) -> tuple[list[float], dict[str, Any]]:
+    """Losses and evidence of three batches, with nothing compiled in this process before."""
+    torch._dynamo.reset()
+    model, losses = tiny_bert(), Recorder()
+    technique = TorchCompile(scope="blocks", dynamic=False, cache=None if cache is None else str(cache))
+    trainer = make_trainer([technique], model=model, batches=plain_batches(3), callbacks=[losses])
+    trainer.fit()
+    trainer.close()
+    return losses.losses, technique.evidence
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Any]]:
+    """A folder that one run filled, its losses and its evidence."""
+    folder = tmp_path_factory.mktemp("cold") / "made" / "here"
+    torch.set_num_threads(1)  # as every test has them: torch's keys hold such settings
+    torch.set_float32_matmul_precision("highest")
+    return folder, *fit(folder)
+
+
+def carried(cold: Any) -> Path:
+    """A folder with the portable file alone, as on another machine."""
+    Path("carried").mkdir()
+    shutil.copy(cold[0] / FILE, "carried")
+    return Path("carried")
+
+
+@pytest.mark.pins
+def test_a_first_run_compiles_and_writes_both(cold: Any) -> None:
+    folder, _, evidence = cold
+    assert evidence["cache_misses"] > 0
+    assert evidence["cache_hits"] == evidence["cache_bypasses"] == 0
+    assert evidence["cache_file"] == "written"
+    assert (folder / FILE).stat().st_size > 1000
+    assert [*(folder / "inductor").rglob("*.so")], "what was compiled is in the folder"
+    assert sorted(p.name for p in folder.iterdir()) == ["inductor", FILE], "no half-written file is left"
+
+
+@pytest.mark.pins
+def test_a_second_run_compiles_nothing_and_trains_the_same(cold: Any) -> None:
+    folder, losses, evidence = cold
+    written = (folder / FILE).stat().st_mtime_ns
+    again, found = fit(folder)
+    assert again == losses
+    assert (found["cache_hits"], found["cache_misses"]) == (evidence["cache_misses"], 0)
+    assert found["cache_file"] == "not needed"
+    assert (folder / FILE).stat().st_mtime_ns == written
+
+
+@pytest.mark.pins
+def test_the_file_alone_is_a_warm_cache(cold: Any) -> None:
+    again, found = fit(carried(cold))
+    assert again == cold[1]
+    assert (found["cache_hits"], found["cache_misses"]) == (cold[2]["cache_misses"], 0)
+    assert found["cache_file"] == "loaded"
+
+
+def _cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+
+
+def _of_another_torch(data: bytes) -> bytes:
+    return data.replace(torch.__version__.encode(), b"1.13.0", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_cut, "it is damaged"),
+        (_flipped, "it is damaged"),
+        (lambda _: b"", "it is no compile cache"),
+        (lambda _: b"GIF89a\n{}", "it is no compile cache"),
+        (lambda data: data.split(b"\n")[0] + b"\nnot json\n", "Expecting value"),
+        (_of_another_torch, r"it was made with torch 1\.13\.0, device cpu .*, and this is torch"),
+    ],
+)
+def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, reason: str) -> None:
+    folder = carried(cold)
+    whole = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(change(whole))
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match=f"portable.bin is not used, and compiling begins anew: {reason}") as warned:
+        cache.open()
+    assert len(warned) == 1
+    cache.save()
+    cache.close()
+    assert cache.file_state == "written"
+    assert (folder / FILE).read_bytes().startswith(whole.split(b"{")[0])
+    shutil.rmtree(folder / "inductor")
+    replaced = CompileCache(folder, torch.device("cpu"))
+    replaced.open()
+    replaced.close()
+    assert replaced.file_state == "loaded"
+
+
+def test_artifacts_that_torch_cannot_read_cost_one_warning(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = carried(cold)
+    monkeypatch.setattr("torch.compiler.load_cache_artifacts", lambda _: None)
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="torch cannot read its artifacts"):
+        cache.open()
+    cache.close()
+
+
+def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
+    folder = carried(cold)
+    (folder / FILE).write_bytes(b"nothing")
+    with pytest.warns(UserWarning, match="it is no compile cache"):
+        losses, evidence = fit(folder)
+    assert losses == cold[1]
+    assert evidence["cache_misses"] == cold[2]["cache_misses"]
+    assert evidence["cache_file"] == "written"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = carried(cold)
+    (folder / FILE).write_bytes(b"old")
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="it is no compile cache"):
+        cache.open()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.warns(UserWarning, match="was not written .No space left on device"):
+        cache.save()
+    cache.close()
+    assert (folder / FILE).read_bytes() == b"old"
+
+
+@pytest.mark.pins
+def test_flags_and_variables_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        technique = TorchCompile(cache="here")
+        trainer = make_trainer([technique])
+        for _ in range(2):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path("here/inductor").absolute())
+            assert torch._inductor.config.fx_graph_cache
+            technique.close()
+            assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
+            assert not torch._inductor.config.fx_graph_cache
+            technique._cache.open()
+        trainer.close()
+        assert not torch._inductor.config.fx_graph_cache
+    assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
+
+
+def test_the_folder_has_no_part_in_resuming() -> None:
+    assert repr(TorchCompile(cache="a")) == repr(TorchCompile(cache="b")) == repr(TorchCompile())
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="cache='x' must be the folder of inductor's cache"):
+        TorchCompile(backend="aot_eager", cache="x")
+    with pytest.raises(ValueError, match="cache='' must be"):
+        TorchCompile(cache="")
+    Path("file").touch()
+    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is no folder; choose another"):
+        make_trainer([TorchCompile(cache="file/cache")])
+    with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be made"):
+        CompileCache("file/cache", torch.device("cpu")).open()
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(TechniqueError, match="inductor's caches are switched off; unset TORCHINDUCTOR_FORCE"),
+    ):
+        make_trainer([TorchCompile(cache="x")])
+
+
+_FRESH = """
+import json, sys, torch
+torch.set_num_threads(1)
+torch.set_float32_matmul_precision("highest")
+from tests.test_compile_cache import fit
+print("fitted", json.dumps(fit(sys.argv[1])))
+"""
+
+
+def test_a_fresh_process_finds_what_another_compiled(cold: Any) -> None:
+    """Whose own inductor cache is a new one, as in a benchmark."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(Path("own").absolute())}
+    command = [sys.executable, "-c", _FRESH, str(cold[0])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    losses, evidence = json.loads(done.stdout.split("fitted")[1])
+    assert losses == cold[1]
+    assert (evidence["cache_hits"], evidence["cache_misses"]) == (cold[2]["cache_misses"], 0)
+    assert not [*Path("own").rglob("*.so")]

@@ -1,0 +1,215 @@
+"""From the start of the process to the first trained step: every second accounted for, what shortens it given back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.loggers import InMemoryLogger
+from composer.models import huggingface
+from composer.utils.collect_env import get_cpu_model
+
+from composer_speedups.callbacks.startup import StartupTimes
+from composer_speedups.cli import exit_codes
+from composer_speedups.config import Config
+from composer_speedups.models import _no_causal_lm
+from composer_speedups.report import summary_table
+from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
+from tests.common import make_trainer, tiny_bert
+from tests.conftest import ROOT
+from tests.jobs import run
+
+
+@pytest.mark.pins
+def test_the_phases_leave_nothing_out() -> None:
+    times = iter([103.0, 104.0, 110.0, 111.5])
+    clock = StartupClock(lambda: next(times), started=100.0)
+    for phase in ("config", "imports", "imports"):
+        clock.lap(phase)
+    assert clock.summary() == {
+        "interpreter_seconds": 3.0,
+        "config_seconds": 1.0,
+        "imports_seconds": 7.5,
+        "to_first_step_seconds": 11.5,
+    }
+
+
+@pytest.mark.pins
+def test_the_clock_stops_at_the_first_batch() -> None:
+    times = iter([1.0, 5.0, 9.0])
+    callback = StartupTimes(StartupClock(lambda: next(times), started=0.0))
+    assert callback.summary() == {}
+    memory = InMemoryLogger()
+    trainer = make_trainer(callbacks=[callback], loggers=[memory])
+    trainer.fit()
+    trainer.close()
+    assert callback.summary() == {"interpreter_seconds": 1.0, "first_step_seconds": 4.0, "to_first_step_seconds": 5.0}
+    [(_, logged)] = memory.data["startup/to_first_step_seconds"]
+    assert logged == 5.0
+
+
+def test_the_report_says_where_the_seconds_went() -> None:
+    report = run("trainer.max_duration=2ba", "trainer.eval_batches=1")
+    startup = report["startup"]
+    phases = ("interpreter", "config", "imports", "device", "data", "model", "trainer", "first_step")
+    assert set(startup) == {f"{phase}_seconds" for phase in phases} | {"to_first_step_seconds"}
+    assert sum(startup[f"{phase}_seconds"] for phase in phases) == pytest.approx(startup["to_first_step_seconds"])
+    assert 0 < startup["to_first_step_seconds"] < report["wall_seconds"]
+    assert startup["first_step_seconds"] > 0
+    assert "s to the end of the first step: " in summary_table(report, "runs/quickstart")
+
+
+def test_garbage_collection_is_off_inside_only() -> None:
+    assert gc.isenabled()
+    with without_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_gc():
+            pass
+        assert not gc.isenabled(), "it was off before"
+    finally:
+        gc.enable()
+
+
+_IMPORTING = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from composer_speedups.config import Config
+from composer_speedups.startup import kept_bytecode
+config = Config(bytecode={wanted})
+config.data.cache_dir = "cache"
+before = sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)
+with kept_bytecode(config) as kept:
+    import torch
+    inside = [os.environ.get(name) for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")]
+assert before == (sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)), "given back"
+print(json.dumps([kept, inside]))
+"""
+
+
+def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str | None]]:
+    """What a fresh process that imports a package named torch, without bytecode of its own, sees and leaves."""
+    package = Path("packages/torch")
+    package.mkdir(parents=True, exist_ok=True)
+    (package / "__init__.py").write_text("x = 1\n")
+    cleared = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
+    environment = {**cleared, "PYTHONPATH": str(package.parent.absolute()), **variables}
+    code = _IMPORTING.format(root=str(ROOT), wanted=wanted)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kept, inside = json.loads(done.stdout)
+    return kept, inside
+
+
+def test_bytecode_is_kept_where_the_environment_keeps_none() -> None:
+    kept, inside = importing(PYTHONDONTWRITEBYTECODE="1")
+    folder = Path("cache/bytecode").absolute()
+    assert kept
+    assert inside == [None, str(folder)]
+    made = [*folder.rglob("*.pyc")]
+    assert [p.name.split(".")[0] for p in made if "packages" in p.parts] == ["__init__"]
+    before = [p.stat().st_mtime_ns for p in made]
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
+    assert [p.stat().st_mtime_ns for p in folder.rglob("*.pyc")] == before, "found, not made anew"
+    assert not [*Path("packages").rglob("*.pyc")]
+
+
+def test_bytecode_is_left_to_python_where_it_keeps_it_or_the_user_says_where() -> None:
+    assert importing(wanted=False, PYTHONDONTWRITEBYTECODE="1") == (False, ["1", None])
+    assert importing(PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX="mine") == (False, ["1", "mine"])
+    assert importing() == (False, [None, None])
+    assert [*Path("packages").rglob("*.pyc")], "Python wrote it in its usual place"
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0] is False, "there is bytecode already"
+    assert not Path("cache").exists()
+    with kept_bytecode(Config()) as kept:  # torch is loaded here
+        assert not kept
+
+
+@pytest.mark.pins
+def test_composer_is_told_that_a_classifier_is_no_causal_lm() -> None:
+    asked = huggingface._is_registered_causal_lm
+    with _no_causal_lm():
+        assert huggingface.HuggingFaceModel(tiny_bert()).shift_labels is False
+    assert huggingface._is_registered_causal_lm is asked
+    assert asked(tiny_bert()) is False, "which is what it would have found"
+
+
+def test_composer_knows_the_processor_before_its_trainer_asks() -> None:
+    get_cpu_model.cache_clear()
+    look_at_cpu().join(60)
+    assert get_cpu_model.cache_info().currsize == 1
+
+
+def test_nothing_is_opened_early_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a thread was started")
+
+    monkeypatch.setattr("threading.Thread", forbidden)
+    config = Config()
+    config.trainer.device = "cpu"
+    open_early(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    open_early(Config())
+
+
+def test_a_gpu_that_cannot_be_opened_early_is_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fails(index: int) -> None:
+        asked.append(index)
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr("threading.Thread", _AtOnce)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    open_early(Config())
+    assert asked == [3]
+
+
+class _AtOnce:
+    def __init__(self, target: Any, args: Any, daemon: bool) -> None:
+        self.target, self.args = target, args
+
+    def start(self) -> None:
+        self.target(*self.args)
+
+
+def test_what_is_left_at_the_end_is_not_looked_through() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with exit_codes():
+            pass
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_a_second_run_tokenizes_nothing() -> None:
+    """A tokenizer keeps the truncation of its last call, which must not change what the cache is called."""
+    made = []
+    for _ in range(2):
+        run("trainer.max_duration=1ba", "trainer.eval_batches=1")
+        made.append(sorted(Path(".cache/composer_speedups/tokens").iterdir()))
+    assert made[0] == made[1]
+    assert len(made[0]) == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_opened_early() -> None:
+    code = (
+        "import sys, threading; sys.path.insert(0, sys.argv[1]); from composer_speedups.config import Config;"
+        "from composer_speedups.startup import open_early; import torch; assert not torch.cuda.is_initialized();"
+        "open_early(Config()); [t.join(60) for t in threading.enumerate() if t.daemon];"
+        "assert torch.cuda.is_initialized() and torch.cuda.memory_allocated() == 0"
+    )
+    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True)
