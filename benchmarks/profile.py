@@ -146,7 +146,9 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     where = torch_device(device)
     with RunFolder(config) as folder:
         name = resolve_name(config.model.name)
-        data = build_data(config.data, model_name=name, task=config.model.task, on_gpu=where.type == "cuda")
+        data = build_data(
+            config.data, model_name=name, task=config.model.task, on_gpu=where.type == "cuda", seed=config.seed
+        )
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, data.tokenizer, config.data.max_length)
         shapes = linear_shapes(model)

@@ -9,12 +9,13 @@ from composer_speedups.algorithms.technique import OnUnavailable, Technique
 
 __all__ = ["RECOMMENDED", "recommended"]
 
-RECOMMENDED: dict[str, dict[str, str]] = {
+RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_optimizer": {},
     "tf32_matmul": {},
     "mixed_precision": {"dtype": "bf16"},
-    "unpadding": {},
+    "unpadding": {"pad_to_multiple_of": 512},
     "fused_layers": {},
+    "cuda_graphs": {"max_graphs": 16},
 }
 """YAML name → settings; ``yamls/bert_imdb_fast.yaml`` holds the same."""
 

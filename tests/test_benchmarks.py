@@ -174,7 +174,8 @@ def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     peer = runner.run_once("yamls/quickstart.yaml", arm._replace(peer="bare_loop"), cold)
     assert peer["algorithms"]["bare_loop"]["engaged"]
     assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
-    assert peer["process_seconds"] > peer["wall_seconds"] > 1
+    # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.
+    assert peer["process_seconds"] + 1 > peer["wall_seconds"] > 1
     cold.close()
     ended = Worker()
     ended._process.kill()

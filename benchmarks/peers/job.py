@@ -86,7 +86,7 @@ def _refuse_the_rest(config: Config) -> None:
 def build_job(config: Config, *, on_gpu: bool) -> Job:
     """The reviews in train.py's order, and the model with the weights that train.py starts from."""
     name = resolve_name(config.model.name)
-    data = build_data(config.data, model_name=name, task=config.model.task, on_gpu=on_gpu)
+    data = build_data(config.data, model_name=name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
     reproducibility.seed_all(config.seed)
     model = build_model(config.model, data.tokenizer, config.data.max_length)
     train, evaluation = data.train.dataloader, data.eval and data.eval.dataloader

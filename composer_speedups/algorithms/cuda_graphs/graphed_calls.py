@@ -53,6 +53,7 @@ class GraphedCalls:
         self.carries: list[tuple[nn.Module, str]] = []
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
+        self._parameters: list[nn.Parameter] | None = None
         self._owned: dict[nn.Parameter, int] = {}  # where gradients are that lie in no graph's buffers
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
@@ -93,7 +94,9 @@ class GraphedCalls:
         autograd makes the buffer of a backward graph itself the parameter's gradient, and the next replay would
         write over what earlier micro-batches left there.
         """
-        for parameter in self.model.parameters():
+        if self._parameters is None:
+            self._parameters = list(self.model.parameters())  # walking the model takes longer than all the rest
+        for parameter in self._parameters:
             if parameter.grad is not None and self._owned.get(parameter) != parameter.grad.data_ptr():
                 parameter.grad = parameter.grad.clone()
                 self._owned[parameter] = parameter.grad.data_ptr()
