@@ -8,20 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["accuracy", "effect", "ladder", "summary"]
+__all__ = ["accuracy", "effect", "ladder", "rows_of", "summary", "where_of"]
 
 RESULTS = Path(__file__).parent / "results" / "nvidia-h200"
 Row = dict[str, Any]
 
 
-def _rows(table: str) -> list[Row]:
+def rows_of(table: str) -> list[Row]:
+    """The committed rows of a table."""
     rows = [json.loads(line) for line in (RESULTS / f"{table}.jsonl").read_text().splitlines()]
     return [row for row in rows if row["environment"]]  # a row of failed runs alone has none
 
 
 def ladder() -> list[str]:
     """The whole first table: an arm is compared with fp32."""
-    rows = _rows("ladder")
+    rows = rows_of("ladder")
     lines = [
         "| techniques | batch | samples/s (least–most) | over fp32 | peak GiB | warm-up s | runs |",
         "|---|---|---|---|---|---|---|",
@@ -31,10 +32,10 @@ def ladder() -> list[str]:
         found = _find(rows, arm, batch)
         rates = _runs(found, "samples_per_sec")
         lines.append(
-            f"| {arm} | {batch} | {_spell(rates)} | {_ratio(rows, arm, 'fp32', batch):.2f} "
+            f"| {arm} | {batch} | {_spell(rates)} | {_ratio_or_dash(rows, arm, 'fp32', batch)} "
             f"| {_median(found, 'peak_memory_gib'):.1f} | {_median(found, 'warmup_seconds'):.0f} | {len(rates)} |"
         )
-    return [*lines, "", _where(rows)]
+    return [*lines, "", where_of(rows)]
 
 
 def _find(rows: Sequence[Row], arm: str, batch: int) -> list[Row]:
@@ -64,9 +65,15 @@ def _ratio(rows: Sequence[Row], arm: str, base: str, batch: int) -> float:
     return statistics.median(rates[arm][call] / rates[base][call] for call in rates[arm] if call in rates[base])
 
 
+def _ratio_or_dash(rows: Sequence[Row], arm: str, base: str, batch: int) -> str:
+    """A dash where no call ran both."""
+    calls = [{row["call"] for row in _find(rows, name, batch)} for name in (arm, base)]
+    return f"{_ratio(rows, arm, base, batch):.2f}" if calls[0] & calls[1] else "–"
+
+
 def accuracy(table: str, only: Sequence[str] = ()) -> list[str]:
     """Accuracy by arm and seed; samples/s where each run had the machine to itself."""
-    rows = [row for row in _rows(table) if (not only or row["arm"] in only) and row["accuracy"]]
+    rows = [row for row in rows_of(table) if (not only or row["arm"] in only) and row["accuracy"]]
     arms: dict[str, dict[int, list[float]]] = {}
     for row in rows:
         arms.setdefault(row["arm"], {}).setdefault(row["seed"], []).extend(row["accuracy"]["runs"])
@@ -83,12 +90,12 @@ def accuracy(table: str, only: Sequence[str] = ()) -> list[str]:
             rates = _runs([row for row in rows if row["arm"] == arm], "samples_per_sec")
             line += f" {min(rates):,.0f}–{max(rates):,.0f} |"
         lines.append(line)
-    return [*lines, "", _where(rows)]
+    return [*lines, "", where_of(rows)]
 
 
 def effect(table: str, arm: str, before: str) -> list[str]:
     """One arm of a table beside another, in the calls that ran both."""
-    rows = _rows(table)
+    rows = rows_of(table)
     lines = [f"| batch | {before}, samples/s | {arm} | ratio | peak GiB | warm-up s |", "|---|---|---|---|---|---|"]
     compared: list[Row] = []
     for batch in sorted({row["data.batch_size"] for row in rows}):
@@ -103,10 +110,10 @@ def effect(table: str, arm: str, before: str) -> list[str]:
             f"| {_median(old, 'peak_memory_gib'):.1f} → {_median(new, 'peak_memory_gib'):.1f} "
             f"| {_median(old, 'warmup_seconds'):.0f} → {_median(new, 'warmup_seconds'):.0f} |"
         )
-    return [*lines, "", _where(compared)]
+    return [*lines, "", where_of(compared)]
 
 
-def _where(rows: Sequence[Row]) -> str:
+def where_of(rows: Sequence[Row]) -> str:
     """Hardware, versions, days and commits of the rows; more than one where they differ."""
 
     def each(name: str) -> str:
@@ -122,7 +129,7 @@ def _where(rows: Sequence[Row]) -> str:
 
 def summary(table: str) -> list[str]:
     """Every arm of a table beside its first one: ratio of samples/s, peak memory and warm-up at each batch size."""
-    rows = _rows(table)
+    rows = rows_of(table)
     batches = sorted({row["data.batch_size"] for row in rows})
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     columns = [f"{batch}: samples/s | ratio | peak GiB" for batch in batches]
@@ -135,7 +142,7 @@ def summary(table: str) -> list[str]:
                 cells.append("– | – | –")
                 continue
             rate, peak = (_median(found, name) for name in ("samples_per_sec", "peak_memory_gib"))
-            cells.append(f"{rate:,.0f} | {_ratio(rows, arm, arms[0], batch):.2f} | {peak:.1f}")
+            cells.append(f"{rate:,.0f} | {_ratio_or_dash(rows, arm, arms[0], batch)} | {peak:.1f}")
             warmup = max(warmup, _median(found, "warmup_seconds"))
         lines.append(f"| {arm} | {' | '.join(cells)} | {warmup:.0f} |")
-    return [*lines, "", _where(rows)]
+    return [*lines, "", where_of(rows)]

@@ -7,6 +7,8 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``ladder``: the whole first table;
 - ``summary TABLE``: every arm of a table beside its first one;
 - ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
+- ``steps TABLE``: steady steps of every arm beside the first one's;
+- ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
 - ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
 """
 
@@ -19,6 +21,7 @@ from pathlib import Path
 
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table
+from benchmarks.peer_figures import jobs, steps
 
 __all__ = ["documents", "render"]
 
@@ -50,6 +53,10 @@ def _figure(request: str) -> str:
         return "\n".join(accuracy(table, arms))
     if kind == "summary":
         return "\n".join(summary(table))
+    if kind == "steps":
+        return "\n".join(steps(table))
+    if kind == "jobs":
+        return "\n".join(jobs(table))
     if kind == "effect":
         return "\n".join(effect(table, *arms))
     raise ValueError(f"no figure of kind {kind!r}")

@@ -21,6 +21,7 @@ from composer_speedups import (
     apply_mixed_precision,
     apply_sdpa_attention,
     apply_torch_compile,
+    apply_unpadding,
 )
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.errors import TechniqueError
@@ -35,6 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "fast_layernorm": ({}, {"implementation": "apex"}),
     "float8_linear": ({"emulate": True}, {"recipe": "rowwise", "min_features": 64, "emulate": False}),
+    "fused_layers": ({}, {"last_layer": "all"}),
     "gradient_checkpointing": ({}, {"every": 2}),
     "lora": (
         {"rank": 4},
@@ -49,6 +51,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # A later call's settings take the place of an earlier one's; tests below and the technique's own look at each.
 REPLACED = {"cuda_graphs", "mixed_precision", "sdpa_attention", "tf32_matmul"}
+NEEDS = {"fused_layers": apply_unpadding}
 LEFT_OUT = {"unpadding"}  # encoders that run on real tokens already keep the multiple that they have
 
 
@@ -75,6 +78,8 @@ class Applied:
     def __init__(self, name: str) -> None:
         self.function, (self.settings, _) = _function(name), REFUSED[name]
         self.model: nn.Module = tiny_bert()
+        if name in NEEDS:
+            NEEDS[name](self.model)
         self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.result = self.again()
         if isinstance(self.result, torch.optim.Optimizer):

@@ -100,7 +100,8 @@ def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str 
     """What a fresh process that imports a package named torch, without bytecode of its own, sees and leaves."""
     package = Path("packages/torch")
     package.mkdir(parents=True, exist_ok=True)
-    (package / "__init__.py").write_text("x = 1\n")
+    if not (source := package / "__init__.py").exists():  # a new time of change would ask for new bytecode
+        source.write_text("x = 1\n")
     cleared = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
     environment = {**cleared, "PYTHONPATH": str(package.parent.absolute()), **variables}
     code = _IMPORTING.format(root=str(ROOT), wanted=wanted)

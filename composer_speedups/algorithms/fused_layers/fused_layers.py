@@ -52,7 +52,8 @@ def apply_fused_layers(model: nn.Module, last_layer: Literal["needed", "all"] = 
     fused = [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
     wanted = last_layer == "needed" and _reads_first_tokens_only(model)
     if fused and wanted != any(layer.first_tokens_only for layer in fused):
-        raise ValueError(f"the model's layers are fused already, with another last_layer than {last_layer!r}")
+        other = "all" if wanted else "needed"
+        raise ValueError(f"the model's layers are fused already, with last_layer={other!r} and not {last_layer=}")
     names = [name for old, new in (FAMILIES | EMBEDDINGS).items() for name in swap_class(model, old, new)]
     for encoder in encoders:
         encoder.layer[-1].first_tokens_only = wanted  # type: ignore[assignment]

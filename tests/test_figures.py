@@ -1,0 +1,59 @@
+"""Figures from rows: what is set beside what, and that nothing is where no call ran both."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import figures, peer_figures
+
+ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers"), "x") | {"commit": "0123456789"}
+
+
+def row(arm: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
+    runs = {"samples_per_sec": rate, "peak_memory_gib": 2.0, "warmup_seconds": 3.0, **more.pop("runs", {})}
+    spread = {name: {"median": value, "runs": [value]} for name, value in runs.items()}
+    return {"arm": arm, "call": call, "data.batch_size": 8, "environment": ENVIRONMENT, **spread, **more}
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for module in (figures, peer_figures):
+        monkeypatch.setattr(module, "rows_of", lambda table: found)
+    return found
+
+
+def test_ratios_are_within_a_call_and_a_dash_where_none_ran_both(rows: list[dict[str, Any]]) -> None:
+    rows += [row("fp32", "2026-01-01", 10), row("+ a", "2026-01-01", 30)]
+    rows += [row("fp32", "2026-01-02", 20), row("+ b", "2026-01-03", 40)]
+    lines = figures.summary("any")
+    assert lines[2:5] == [
+        "| fp32 | 15 | 1.00 | 2.0 | 3 |",
+        "| + a | 30 | 3.00 | 2.0 | 3 |",
+        "| + b | 40 | – | 2.0 | 3 |",
+    ]
+    assert [line.split(" | ")[3] for line in figures.ladder()[2:5]] == ["1.00", "3.00", "–"]
+    assert "+ b" not in "".join(figures.effect("any", "+ a", "fp32")[2:])
+
+
+def test_steps_are_set_beside_the_first_arm_call_by_call(rows: list[dict[str, Any]]) -> None:
+    def timed(arm: str, call: str, step: float) -> dict[str, Any]:
+        return row(arm, call, 100, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
+
+    rows += [timed("peer", "2026-01-01", 0.02), timed("ours", "2026-01-01", 0.01)]
+    rows += [timed("peer", "2026-01-02", 0.09), timed("ours", "2026-01-02", 0.03)]
+    lines = peer_figures.steps("any")
+    assert lines[2:4] == ["| 8 | peer | 100 | 55.0 | 1.00 | 2.0 | 3 |", "| 8 | ours | 100 | 20.0 | 2.50 | 2.0 | 3 |"]
+    assert lines[-1].startswith("x, driver x, torch x")
+    assert lines[-1].endswith("2026-01-01, 2026-01-02; commit 0123456.")
+
+
+def test_whole_jobs_are_set_beside_the_first_arm(rows: list[dict[str, Any]]) -> None:
+    for arm, seconds in (("peer", 60.0), ("ours", 20.0)):
+        rows.append(row(arm, "2026-01-01", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
+    assert peer_figures.jobs("any")[2:4] == [
+        "| 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
+        "| 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
+    ]
