@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
+from composer_speedups.algorithms.cuda_graphs.capture import capture_seconds
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.ordering import refuse_clashes, screen
 from composer_speedups.algorithms.requirements import Context
@@ -18,54 +19,86 @@ from composer_speedups.errors import TechniqueError
 from tests.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
+from tests.rerun import CannotRecord, Rerun
 
 
-def pretend(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool, pool: Any) -> nn.Module:
-    """In place of a capture: the call itself, on the caller's tensors."""
-    flat(*static)
-    return flat
-
-
-def replay(flat: nn.Module, static: tuple[Tensor, ...], allow_unused_input: bool, pool: Any) -> Any:
-    """In place of a capture, with what makes real ones dangerous: every backward pass writes to the same buffers."""
-    parameters = tuple(flat.parameters())
-    buffers = [torch.zeros_like(p) for p in parameters]
-
-    class Replay(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
-            with torch.enable_grad():
-                ctx.outputs = flat(*inputs[: len(static)])
-            return tuple(o.detach() for o in ctx.outputs)
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-            found = torch.autograd.grad(ctx.outputs, parameters, gradients, allow_unused=allow_unused_input)
-            for buffer, gradient in zip(buffers, found, strict=True):
-                buffer.copy_(gradient)
-            return (*(None for _ in static), *(buffer.detach() for buffer in buffers))
-
-    return lambda *tensors: Replay.apply(*tensors, *parameters)
+def grads_of(model: Any, *calls: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All forward passes first, then all backward passes."""
+    for loss in [model(**inputs).loss for inputs in calls]:
+        loss.backward()
+    return gradients(model)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_gradients_of_several_calls_add_up(set_to_none: bool) -> None:
     reference, model = tiny_bert(), tiny_bert()
-    calls = GraphedCalls(model, model.forward, 2, capture=replay)
-    calls.install("forward")
+    calls = graphed(model)
     for step in range(2):
         for each in (reference, model):
             each.zero_grad(set_to_none=set_to_none)
-            for seed in range(3):
-                each(**batch([5, 4], seed=10 * step + seed)).loss.backward()
+            for seed, lengths in enumerate([[5, 4], [3, 5], [8, 8], [5, 5]]):
+                each(**batch(lengths, seed=10 * step + seed)).loss.backward()
         assert_near(gradients(model), gradients(reference))
-    assert (calls.graphs, calls.replays) == (1, 6)
+    assert (calls.graphs, calls.replays) == (2, 8)
+
+
+def test_gradients_of_two_shapes_that_were_both_called_first_add_up() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    graphed(model)
+    inputs = [batch([5, 4]), batch([8, 8]), batch([9])]  # the last beyond max_graphs
+    assert_near(grads_of(model, *inputs), grads_of(reference, *inputs))
+
+
+def test_the_shapes_share_one_place_for_gradients() -> None:
+    model = tiny_bert()
+    graphed(model)
+    places = []
+    for lengths in ([5, 4], [8, 8]):
+        model.zero_grad()
+        model(**batch(lengths)).loss.backward()
+        places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+    assert places[0] == places[1]
+    assert len(places[0]) == len(list(model.parameters()))
+
+
+def test_any_outputs_may_be_differentiated_and_any_parameters_unused() -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
+    model["a"].bias.requires_grad_(False)
+    reference = copy.deepcopy(model)
+    for each in (model, reference):
+        each.forward = lambda x, each=each: (each["a"](x), each["b"](x), x.sum(-1))
+    calls = GraphedCalls(model, model.forward, 1, recorder=Rerun)
+    calls.install("forward")
+    for pick in ([0], [1], [0, 1]):
+        for each in (model, reference):
+            each.zero_grad()
+            outputs = each(torch.ones(4, 3))
+            assert [o.requires_grad for o in outputs] == [True, True, False]
+            torch.stack([(i + 1) * outputs[i].square().sum() for i in pick]).sum().backward()
+        zeros = {
+            n: torch.zeros_like(g) for n, g in gradients(model).items()
+        }  # graphs give these what autograd leaves out
+        assert_near(gradients(model), {**zeros, **gradients(reference)})
+    assert calls.replays == 3
+    assert model["unused"].weight.grad is None
+    assert model["a"].bias.grad is None
+
+
+def test_captures_are_timed() -> None:
+    before = capture_seconds()
+    model = tiny_bert()
+    graphed(model)
+    model(**batch([4, 4]))
+    after = capture_seconds()
+    model(**batch([4, 4]))
+    assert before < after == capture_seconds()
 
 
 def test_a_released_model_is_its_own_again() -> None:
     model = tiny_bert()
     original = model.forward
-    calls = GraphedCalls(model, original, 2, capture=pretend)
+    calls = GraphedCalls(model, original, 2, recorder=Rerun)
     calls.install("forward")
     model(**batch([4, 4]))
     calls.release()
@@ -74,8 +107,8 @@ def test_a_released_model_is_its_own_again() -> None:
 
 
 def graphed(model: Any, max_graphs: int = 2) -> GraphedCalls:
-    calls = GraphedCalls(model, model.forward, max_graphs, capture=pretend)
-    model.forward = calls
+    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
+    calls.install("forward")
     return calls
 
 
@@ -155,11 +188,8 @@ def test_the_first_calls_can_be_left_to_the_original() -> None:
 
 
 def test_a_failed_capture_raises_or_gives_up_for_good() -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing\nmore")
-
     model = tiny_bert()
-    calls = GraphedCalls(model, model.forward, 2, capture=fail)
+    calls = GraphedCalls(model, model.forward, 2, recorder=CannotRecord)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
         calls(**batch([4, 4]))
     seen: list[CaptureError] = []

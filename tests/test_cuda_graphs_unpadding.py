@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
@@ -16,17 +15,7 @@ from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unp
 from tests.common import Recorder, batch, make_trainer, tiny_bert
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
-
-
-def static(flat: nn.Module, tensors: tuple[Tensor, ...], allow_unused_input: bool, pool: Any) -> Any:
-    """In place of a capture: every replay copies its inputs into those of the capture and computes on these."""
-
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        for kept, new in zip(tensors, given, strict=True):
-            kept.copy_(new)
-        return flat(*tensors)
-
-    return run
+from tests.rerun import Rerun
 
 
 def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
@@ -34,7 +23,7 @@ def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
     for each in (reference, model):
         each.config.problem_type = "single_label_classification"
     apply_unpadding(model, 16)
-    calls = GraphedCalls(model, model.forward, max_graphs, capture=static)
+    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
     calls.carries = [(encoder, "plan") for encoder in unpadded_encoders(model)]
     calls.install("forward")
     return reference, model, calls
@@ -104,7 +93,7 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     technique = Unpadding(16)
     trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
     composer_model: Any = trainer.state.model
-    calls = GraphedCalls(composer_model, composer_model.forward, 2, capture=static)
+    calls = GraphedCalls(composer_model, composer_model.forward, 2, recorder=Rerun)
     calls.carries = [(encoder, "plan") for encoder in unpadded_encoders(composer_model)]
     calls.eager_first = 1
     calls.install("forward")

@@ -23,6 +23,7 @@ from tests.common import final_weights, make_trainer, tiny_bert
 from tests.conftest import ROOT
 from tests.jobs import SHORT
 from tests.reference.tolerance import assert_near
+from tests.rerun import CannotRecord
 
 
 @pytest.mark.parametrize(
@@ -127,11 +128,8 @@ def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> N
 def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs on a CPU, whose capture fails as one on a GPU does."""
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
     def apply(model: Any, max_graphs: int) -> GraphedCalls:
-        calls = GraphedCalls(model, model.forward, max_graphs, capture=fail)
+        calls = GraphedCalls(model, model.forward, max_graphs, recorder=CannotRecord)
         calls.install("forward")
         return calls
 

@@ -36,7 +36,7 @@ class PhaseClock:
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
-        self._now = now
+        self.now = now
         self._phase: str | None = None
         self._since = 0.0
         self.seconds: dict[str, float] = defaultdict(float)
@@ -46,7 +46,7 @@ class PhaseClock:
         phase = _BEGINS.get(event)
         if phase is None or (self._phase == "eval" and event != Event.EVAL_AFTER_ALL):
             return  # evaluation has BEFORE_DATALOADER and AFTER_DATALOADER of its own
-        now = self._now()
+        now = self.now()
         if self._phase is not None:
             self.seconds[self._phase] += now - self._since
         self._phase, self._since = (None, now) if phase == "done" else (phase, now)

@@ -14,6 +14,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
+from composer_speedups.algorithms.cuda_graphs.capture import capture_seconds
 from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
 from composer_speedups.flops import batch_lengths, training_flops
@@ -46,9 +47,12 @@ class ThroughputMonitor(Callback):
     """Logs samples/s, real tokens/s, padding, MFU and the time that is not training.
 
     A rate is samples (or tokens) over the time of training steps *and* of waiting for data; evaluation and
-    checkpoint writing are left out and logged on their own. The first ``warmup_batches`` batches and every
-    batch in which torch.compile compiled something are no steady state: they are left out of the rates and
-    make up ``warmup_seconds``. The first value is logged before batch 10.
+    checkpoint writing are left out and logged on their own. The first ``warmup_batches`` batches, every batch in
+    which torch.compile compiled something, and the capturing of CUDA graphs are no steady state: they are left out
+    of the rates and make up ``warmup_seconds``. The first value is logged before batch 10.
+
+    Where the host runs ahead of a GPU, the monitor waits for it at the end of each batch that is no steady state,
+    before an evaluation and at the end, so that no step's time is left out or counted elsewhere.
 
     Logged at each batch, over the last ``window`` steady batches, for all ranks together:
     ``throughput/samples_per_sec``, ``throughput/samples_per_sec_step`` (data wait left out),
@@ -76,13 +80,18 @@ class ThroughputMonitor(Callback):
         self._peak: Peak | None = None
         self._lengths: torch.Tensor | None = None
         self._slots = self._flops = self._graphs = 0
+        self._capturing = 0.0  # seconds of all captures so far
         self._unsteady = 0.0  # seconds of the batches that were no steady state
         self._summary: dict[str, Any] = {}
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.EVAL_BEFORE_ALL, Event.FIT_END):
+            self._wait_for_step(state)
+        elif event == Event.BATCH_END and not self._is_steady():
+            _synchronize(device_of(state))
         self.clock.event(event)
         if event == Event.FIT_START:
-            self._graphs = counters["stats"]["unique_graphs"]
+            self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
         elif event == Event.AFTER_DATALOADER:
             self._note_batch(state)
         elif event == Event.BATCH_END:
@@ -91,6 +100,19 @@ class ThroughputMonitor(Callback):
             self.eval_marks.append(self.batches[-1].index)
         elif event == Event.FIT_END:
             self._end_fit(state)
+
+    def _is_steady(self) -> bool:
+        """Of the batch that is about to end."""
+        return len(self.batches) >= self.warmup_batches and counters["stats"]["unique_graphs"] == self._graphs
+
+    def _wait_for_step(self, state: State) -> None:
+        """What the GPU still has to do belongs to the last batch."""
+        start = self.clock.now()
+        _synchronize(device_of(state))
+        waited = self.clock.now() - start
+        if self.batches:
+            self.batches[-1].step += waited
+            self._unsteady += 0.0 if self.batches[-1].steady else waited
 
     def _note_batch(self, state: State) -> None:
         """Count while the batch is still on the host."""
@@ -102,7 +124,8 @@ class ThroughputMonitor(Callback):
         phases = self.clock.take()
         for phase, seconds in phases.items():
             self.totals[phase] += seconds
-        graphs = counters["stats"]["unique_graphs"]
+        steady, self._graphs = self._is_steady(), counters["stats"]["unique_graphs"]
+        capturing, self._capturing = capture_seconds() - self._capturing, capture_seconds()
         samples = state.timestamp.sample.value - state.previous_timestamp.sample.value  # type: ignore[union-attr]
         batch = Batch(
             index=state.timestamp.batch.value,
@@ -111,12 +134,11 @@ class ThroughputMonitor(Callback):
             slots=self._slots,
             flops=self._flops,
             data=phases.get("data", 0.0),
-            step=phases.get("step", 0.0),
-            steady=len(self.batches) >= self.warmup_batches and graphs == self._graphs,
+            step=phases.get("step", 0.0) - capturing,
+            steady=steady,
         )
-        self._graphs = graphs
         self.batches.append(batch)
-        self._unsteady += 0.0 if batch.steady else batch.seconds
+        self._unsteady += capturing + (0.0 if batch.steady else batch.seconds)
         if self._peak is None and batch.flops:
             self._peak = device_peak(precision_in_force(state), device_of(state))
         recent = [b for b in self.batches[-self.window :] if b.steady]
@@ -187,6 +209,11 @@ class ThroughputMonitor(Callback):
     def summary(self) -> dict[str, Any]:
         """The ``throughput`` section of report.json: the steady state of the last ``fit``, all ranks."""
         return dict(self._summary)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:

@@ -38,7 +38,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
     Raises:
         ValueError: ``max_graphs`` below 1, or a model that is not on a CUDA GPU.
 
-    Source: torch.cuda.make_graphed_callables.
+    Source: torch.cuda.make_graphed_callables, whose steps this follows.
     """
     if max_graphs < 1:
         raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")

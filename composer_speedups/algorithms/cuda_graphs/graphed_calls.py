@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder, Recorder, SharedGradients, capture_call
+
 __all__ = ["CaptureError", "GraphedCalls"]
 
 
@@ -28,7 +30,7 @@ class GraphedCalls:
         model: The module whose parameters get gradients.
         original: What a call of the model ran before.
         max_graphs: Shapes captured; each holds the memory of its activations for good.
-        capture: ``torch.cuda.make_graphed_callables``; tests give their own.
+        recorder: What makes a recorder for each capture, from the pool; by default :class:`CUDARecorder`.
 
     Attributes:
         carries: Modules and their attributes that a call reads beside its arguments: tensors and plain values, in
@@ -47,14 +49,13 @@ class GraphedCalls:
         model: nn.Module,
         original: Callable[..., Any],
         max_graphs: int,
-        capture: Callable[..., Any] = torch.cuda.make_graphed_callables,
+        recorder: Callable[[Any], Recorder] = CUDARecorder,
     ) -> None:
-        self.model, self.original, self.max_graphs, self._capture = model, original, max_graphs, capture
+        self.model, self.original, self.max_graphs, self._recorder = model, original, max_graphs, recorder
         self.carries: list[tuple[nn.Module, str]] = []
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
-        self._parameters: list[nn.Parameter] | None = None
-        self._owned: dict[nn.Parameter, int] = {}  # where gradients are that lie in no graph's buffers
+        self._gradients: SharedGradients | None = None
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
         self.on_failure: Callable[[CaptureError], None] = _raise
@@ -77,29 +78,17 @@ class GraphedCalls:
             return self.original(*args, **kwargs)
         if key not in self._graphs:
             try:
-                flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
-                self._graphs[key] = _Graph(flat, leaves, self._capture, self.pool)
+                if self._gradients is None:
+                    self._gradients = SharedGradients(self.model.parameters())
+                flat = _FlatCall(self.original, leaves, spec, self.carries)
+                self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, self._recorder(self.pool))
             except CaptureError as error:
                 self.on_failure(error)
                 self.release()
                 self.eager_calls += 1
                 return self.original(*args, **kwargs)
         self.replays += 1
-        self._own_gradients()
         return self._graphs[key](leaves)
-
-    def _own_gradients(self) -> None:
-        """Take gradients that wait to be added to out of the graphs' buffers.
-
-        autograd makes the buffer of a backward graph itself the parameter's gradient, and the next replay would
-        write over what earlier micro-batches left there.
-        """
-        if self._parameters is None:
-            self._parameters = list(self.model.parameters())  # walking the model takes longer than all the rest
-        for parameter in self._parameters:
-            if parameter.grad is not None and self._owned.get(parameter) != parameter.grad.data_ptr():
-                parameter.grad = parameter.grad.clone()
-                self._owned[parameter] = parameter.grad.data_ptr()
 
     def install(self, attribute: str) -> None:
         """Become ``model.<attribute>``."""
@@ -111,7 +100,7 @@ class GraphedCalls:
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
-        self._owned.clear()
+        self._gradients = None
         self.max_graphs = 0
 
 
@@ -138,24 +127,27 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
 class _Graph:
     """One captured forward and backward pass."""
 
-    def __init__(self, flat: _FlatCall, leaves: list[Any], capture: Callable[..., Any], pool: Any) -> None:
+    def __init__(
+        self, model: nn.Module, flat: _FlatCall, leaves: list[Any], gradients: SharedGradients, recorder: Recorder
+    ) -> None:
         self._flat = flat
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
-        buffers = [(b, b.clone()) for b in flat.model.buffers()]  # warm-up moves running statistics
+        buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
         try:
             with _undone_when_it_fails(), warnings.catch_warnings():
                 # torch's own warm-up keeps nodes of its stream alive while the capture runs on another.
                 warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
                 # The cache of autocast would hand tensors of one replay to the next.
                 with torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
-                    self._replay = capture(self._flat, static, allow_unused_input=True, pool=pool)
+                    self._replay = capture_call(flat, static, gradients, recorder)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
             raise CaptureError(str(error).strip().splitlines()[0]) from error
         finally:
             for buffer, before in buffers:
-                buffer.copy_(before)
+                if not torch.equal(buffer, before):  # a pass that is under way may have saved it
+                    buffer.copy_(before)
 
     def __call__(self, leaves: list[Any]) -> Any:
         outputs = self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
@@ -191,28 +183,23 @@ def _carrying(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> It
             setattr(module, attribute, value)
 
 
-class _FlatCall(nn.Module):
-    """The call with tensors only on both sides, as capturing wants it.
-
-    A module, so that the model's parameters count as inputs of the graph and get their gradients.
-    """
+class _FlatCall:
+    """The call with tensors only on both sides, as capturing wants it."""
 
     def __init__(
         self,
-        model: nn.Module,
         original: Callable[..., Any],
         leaves: list[Any],
         spec: TreeSpec,
         carries: list[tuple[nn.Module, str]],
     ) -> None:
-        super().__init__()
-        self.model, self._carries = model, carries
+        self._carries = carries
         self._original, self._leaves, self._spec = original, leaves, spec
         self._outputs: list[Any] = []  # what is no tensor among them
         self._is_tensor: list[bool] = []
         self._output_spec: TreeSpec | None = None
 
-    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
