@@ -92,6 +92,9 @@ ENTRIES: dict[str, Entry] = {
         ),
     ),
     "cuda_graphs": Entry(gpu_variants=[{}], needs={"sdpa_attention": {}}, evidence=("graphs", "replays")),
+    "early_loss": Entry(
+        gpu_variants=[{}], exactness="exact", evidence=("losses_read", "read_before_the_batch_was_over")
+    ),
     "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
     "fast_layernorm": Entry(
         [{}],

@@ -63,7 +63,7 @@ def test_every_function_with_settings_is_in_one_of_the_lists() -> None:
 
 
 def _settings(name: str) -> set[str]:
-    return set(inspect.signature(_function(name)).parameters) - {"model", "optimizer", "optimizers"}
+    return set(inspect.signature(_function(name)).parameters) - {"model", "optimizer", "optimizers", "device"}
 
 
 def _function(name: str) -> Callable[..., Any]:

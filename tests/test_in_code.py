@@ -182,7 +182,8 @@ def test_its_function_works_on_a_plain_module_or_says_why_not(case: Case, kind: 
     module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.{case.name}")
     function = getattr(module, f"apply_{case.name}")
     parameters = inspect.signature(function).parameters
-    offered = {"model": model, "optimizer": optimizer, "optimizers": optimizer, **dict(case.arguments)}
+    offered: dict[str, Any] = {"model": model, "optimizer": optimizer, "optimizers": optimizer, "device": DeviceCPU()}
+    offered.update(case.arguments)
     before, refusal, result = torch.get_float32_matmul_precision(), None, None
     try:
         result = function(**{name: value for name, value in offered.items() if name in parameters})

@@ -37,6 +37,7 @@ __all__ = ["apply_all", "main"]
 
 _LEFT_OUT = {"on_unavailable", "allow_cpu"}  # a class's own, which its function does not need
 
+_COMPOSERS = {"early_loss"}  # about Composer's loop, which this one is not
 _BETWEEN_BATCHES = {"empty_cache"}  # applied once, its function would be of no effect
 
 
@@ -58,7 +59,7 @@ def main(arguments: list[str]) -> None:
         loop = _Loop(config, model, optimizer, scaler, where, meter)
         loop.fit(job.train, job.eval, plan)
         evidence = {
-            "techniques": [repr(technique) for technique in techniques],
+            "techniques": [repr(technique) for technique in techniques if technique.name not in _COMPOSERS],
             "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "graphs": compile_counts().since(before).graphs,
         }
@@ -84,7 +85,7 @@ def apply_all(
     if config.trainer.precision != "fp32":
         dtype = config.trainer.precision.removeprefix("amp_")
         scaler = composer_speedups.apply_mixed_precision(model, dtype)
-    for technique in techniques:
+    for technique in (t for t in techniques if t.name not in _COMPOSERS):
         result = _apply(technique, config.algorithms[technique.name] or {}, model, optimizer)
         if isinstance(result, Optimizer):
             optimizer = result
