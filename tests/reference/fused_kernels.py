@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -28,7 +28,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
 from composer_speedups.algorithms.fused_layers.embeddings import embed
 from composer_speedups.algorithms.fused_layers.gelu import column_sums, gelu_backward
+from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
+from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
+from composer_speedups.algorithms.fused_layers.plain import plain_layer
+from composer_speedups.algorithms.unpadding.plan import make_plan
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]
@@ -63,7 +67,9 @@ def norms(dropout: float) -> None:
     near(f"norm, dropout {dropout}", out, expected)
     grad = random(tokens, hidden)
     expected.backward(grad)
-    d_residual, d_x, sums = add_norm_backward(grad, summed, statistics, weight, dropout, seed())
+    d_residual, d_x, sums, again = add_norm_backward(grad, summed, statistics, weight, dropout, seed(), bias)
+    near("its result again", again, out)
+    assert add_norm_backward(grad, summed, statistics, weight, dropout, seed())[3] is None
     near("its residual's gradient", d_residual, leaves[1].grad)
     near("its input's gradient", d_x, leaves[0].grad)
     parameters: list[Any] = [leaves[2].grad, leaves[3].grad]
@@ -119,6 +125,30 @@ def attentions(dropout: float) -> None:
     near("its gradient", attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed()), leaf.grad)
 
 
+def layers() -> None:
+    """The whole layer beside torch's own operators, which test_fused_layers.py holds against the stock models'."""
+    heads, hidden, inner = 2, 32, 64
+    sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
+    query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
+    norms = [nn.LayerNorm(hidden, device=DEVICE) for _ in range(2)]
+    parts = Parts(query, key, value, out, norms[0], up, down, norms[1], heads)
+    for parameter in parts.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
+    plan, rates = make_plan(mask, sum(LENGTHS), 1), Rates(0.0, 0.0, 0.0)
+    x, grad, found = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
+    for fused in (True, False):
+        leaf = x.clone().requires_grad_()
+        result = (
+            fused_layer(leaf, parts, rates, plan.cu_seqlens, plan.longest)
+            if fused
+            else plain_layer(leaf, parts, rates, plan)
+        )
+        found.append([result, *torch.autograd.grad(result, [leaf, *parts.parameters()], grad)])
+    for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
+        near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
+
+
 def embeddings(dropout: float, *, mixed: bool) -> None:
     rows, width, hidden = 19, 7, 24
     ids = torch.randint(0, 30, (rows, width), device=DEVICE)
@@ -171,5 +201,6 @@ if __name__ == "__main__":
         embeddings(rate, mixed=False)
         embeddings(rate, mixed=True)
     gelus()
+    layers()
     independence()
     sys.exit(0)

@@ -49,8 +49,8 @@ class _Layer(torch.autograd.Function):
         summed2 = torch.addmm(down_b, F.gelu(up), down_w.t())
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
         ctx.save_for_backward(
-            x, qkv, attended, logs, summed1, stats1, hidden, up, summed2, stats2, cu, *seeds,
-            qkv_w, out_w, up_w, down_w, norm1_w, norm2_w,
+            x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds,
+            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w,
         )  # fmt: skip
         ctx.longest, ctx.rates = longest, rates
         ctx.dtypes = [p.dtype for p in parameters]
@@ -58,19 +58,22 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        (x, qkv, attended, logs, summed1, stats1, hidden, up, summed2, stats2, cu, seed0, seed1, seed2,
-         qkv_w, out_w, up_w, down_w, norm1_w, norm2_w) = ctx.saved_tensors  # fmt: skip
+        (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
+         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w) = ctx.saved_tensors  # fmt: skip
         rates = ctx.rates
         # Without dropout, the first two of a norm's gradients are one tensor: it is added to when the products
         # that read it are done.
-        d_hidden, d_down, norm2 = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
+        d_hidden, d_down, norm2, _ = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
         d_up, activated, d_up_b = gelu_backward(torch.mm(d_down, down_w), up)
         d_down_w = _weight_gradient(d_down, activated, ctx.dtypes[12])
-        del activated
-        d_up_w = _weight_gradient(d_up, hidden, ctx.dtypes[10])
+        del activated, d_down
         d_hidden.addmm_(d_up, up_w)
-        del d_up, d_down
-        d_x, d_out, norm1 = add_norm_backward(d_hidden, summed1, stats1, norm1_w, rates.attention, seed1)
+        d_x, d_out, norm1, hidden = add_norm_backward(
+            d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b
+        )
+        assert hidden is not None
+        d_up_w = _weight_gradient(d_up, hidden, ctx.dtypes[10])
+        del d_up, hidden
         d_out_w = _weight_gradient(d_out, attended, ctx.dtypes[6])
         d_qkv = attention_backward(torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0)
         d_qkv_w = _weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)

@@ -43,32 +43,42 @@ def add_norm_forward(
 
 
 def add_norm_backward(
-    grad_TH: Tensor, summed_TH: Tensor, statistics: Tensor, weight_H: Tensor, dropout: float, seed: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`add_norm_forward`.
+    grad_TH: Tensor,
+    summed_TH: Tensor,
+    statistics: Tensor,
+    weight_H: Tensor,
+    dropout: float,
+    seed: Tensor,
+    bias_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of :func:`add_norm_forward`, and what it returned.
 
     Args:
         grad_TH: Of the result; contiguous.
         summed_TH, statistics: What the forward pass returned.
         weight_H: Of the LayerNorm.
         dropout, seed: As in the forward pass.
+        bias_H: Of the LayerNorm, to compute its result again, bit for bit, where nobody kept it.
 
     Returns:
-        Gradients of the residual (T, H) and of x (T, H; without dropout they are one tensor), and float32 (3, H):
-        of the weight, of the bias, and the sum over tokens of x's, which is that of a bias added to x before.
+        Gradients of the residual (T, H) and of x (T, H; without dropout they are one tensor), float32 (3, H): of the
+        weight, of the bias, and the sum over tokens of x's, which is that of a bias added to x before; and with
+        ``bias_H`` the result of the forward pass (T, H), else None.
     """
     tokens, hidden = grad_TH.shape
     grad_residual = torch.empty_like(grad_TH)
     grad_x = torch.empty_like(grad_TH) if dropout > 0 else grad_residual
+    again = None if bias_H is None else torch.empty_like(grad_TH)
     block = triton.next_power_of_2(hidden)
     programs = min(tokens, _programs(grad_TH))
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
     _backward[(programs,)](
-        grad_TH, summed_TH, statistics, weight_H, grad_residual, grad_x, partial, seed,
+        grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
+        grad_residual, grad_x, grad_x if again is None else again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, BLOCK=block, num_warps=1 if block <= 1024 else 4,
+        DROPOUT=dropout > 0, AGAIN=again is not None, BLOCK=block, num_warps=1 if block <= 1024 else 4,
     )  # fmt: skip
-    return grad_residual, grad_x, partial.sum(0)
+    return grad_residual, grad_x, partial.sum(0), again
 
 
 def threshold_of(dropout: float) -> int:
@@ -122,14 +132,17 @@ def _forward(
 
 @triton.jit
 def _backward(
-    grad_ptr, summed_ptr, statistics_ptr, weight_ptr, grad_residual_ptr, grad_x_ptr, partial_ptr, seed_ptr,
+    grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
+    grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr,
     tokens, hidden, threshold, scale,
-    DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     valid = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    if AGAIN:
+        bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
@@ -141,6 +154,8 @@ def _backward(
         mean = tl.load(statistics_ptr + row)
         inverse = tl.load(statistics_ptr + tokens + row)
         normed = tl.where(valid, (summed - mean) * inverse, 0.0)
+        if AGAIN:
+            tl.store(again_ptr + at, (normed * weight + bias).to(again_ptr.dtype.element_ty), mask=valid)
         sum_weight += grad * normed
         sum_bias += grad
         weighted = grad * weight
