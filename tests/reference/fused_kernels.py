@@ -78,7 +78,7 @@ def norms(dropout: float) -> None:
 
 
 def gelus() -> None:
-    x, grad = random(50, 200), random(50, 200)
+    x, grad = 4 * random(50, 200), random(50, 200)  # far into both tails
     leaf = x.clone().requires_grad_()
     F.gelu(leaf).backward(grad)
     d_x, result, sums = gelu_backward(grad.clone(), x)
