@@ -14,6 +14,10 @@ from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mi
 
 __all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
 
+# Rows that a program of the backward kernel has in registers: more would leave room for fewer programs, and one a warp
+# (with its sums over tokens) does not fit.
+_ROWS = 2
+
 
 def add_norm_forward(
     x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, bias_H: Tensor, eps: float, dropout: float, seed: Tensor
@@ -37,7 +41,7 @@ def add_norm_forward(
     _forward[(tokens,)](
         x_TH, residual_TH, weight_H, bias_H, out, statistics, seed,
         tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, BLOCK=block, num_warps=_warps(block),
+        DROPOUT=dropout > 0, BLOCK=block, num_warps=max(1, min(8, block // 1024)),
     )  # fmt: skip
     return out, x_TH, statistics
 
@@ -70,13 +74,14 @@ def add_norm_backward(
     grad_x = torch.empty_like(grad_TH) if dropout > 0 else grad_residual
     again = None if bias_H is None else torch.empty_like(grad_TH)
     block = triton.next_power_of_2(hidden)
-    programs = min(tokens, _programs(grad_TH))
+    warps = max(1, min(8, block // 256))
+    programs = min(triton.cdiv(tokens, _ROWS), _programs(grad_TH, warps))
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
     _backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, grad_x, grad_x if again is None else again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, AGAIN=again is not None, BLOCK=block, num_warps=1 if block <= 1024 else 4,
+        DROPOUT=dropout > 0, AGAIN=again is not None, ROWS=_ROWS, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_x, partial.sum(0), again
 
@@ -86,13 +91,11 @@ def threshold_of(dropout: float) -> int:
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
-
-
-def _programs(x: Tensor) -> int:
-    """As many as fill the device some times over; a row of partial sums is written for each."""
-    return 8 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+def _programs(x: Tensor, warps: int) -> int:
+    """As many as a device holds at a time; a row of partial sums is written for each."""
+    if not x.is_cuda:
+        return 4
+    return 16 // warps * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 @triton.jit
@@ -135,39 +138,46 @@ def _backward(
     grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
     grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr,
     tokens, hidden, threshold, scale,
-    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
-    valid = columns < hidden
-    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    inside = columns < hidden
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if AGAIN:
-        bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if DROPOUT:
+        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        column_bits = hash_bits(columns.to(tl.uint32) ^ 0x9E3779B9)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
-    for row in range(program, tokens, tl.num_programs(0)):
-        at = columns.to(tl.int64) + row * hidden
+    for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        real = rows < tokens
+        valid = real[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
         grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
         summed = tl.load(summed_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        mean = tl.load(statistics_ptr + row)
-        inverse = tl.load(statistics_ptr + tokens + row)
-        normed = tl.where(valid, (summed - mean) * inverse, 0.0)
+        mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
+        inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
+        normed = (summed - mean[:, None]) * inverse[:, None]  # past the end of a row it meets zeros only
         if AGAIN:
-            tl.store(again_ptr + at, (normed * weight + bias).to(again_ptr.dtype.element_ty), mask=valid)
-        sum_weight += grad * normed
-        sum_bias += grad
-        weighted = grad * weight
-        along = tl.sum(weighted * normed, 0) / hidden
-        across = tl.sum(weighted, 0) / hidden
-        grad_sum = (weighted - normed * along - across) * inverse
+            again = (normed * weight[None, :] + bias[None, :]).to(again_ptr.dtype.element_ty)
+            tl.store(again_ptr + at, again, mask=valid)
+        sum_weight += tl.sum(grad * normed, 0)
+        sum_bias += tl.sum(grad, 0)
+        weighted = grad * weight[None, :]
+        along = tl.sum(weighted * normed, 1) / hidden
+        across = tl.sum(weighted, 1) / hidden
+        grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
         tl.store(grad_residual_ptr + at, grad_sum.to(grad_residual_ptr.dtype.element_ty), mask=valid)
         if DROPOUT:
-            grad_sum = tl.where(kept(seed, row, columns, threshold), grad_sum * scale, 0.0)
+            keep = mix_bits(hash_bits(rows.to(tl.uint32) ^ seed)[:, None], column_bits[None, :]) >= threshold
+            grad_sum = tl.where(keep, grad_sum * scale, 0.0)
             tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
-        sum_x += tl.where(valid, grad_sum, 0.0)
+        sum_x += tl.sum(grad_sum, 0)  # of rows past the end 0, of columns past the end not stored
     at = partial_ptr + program * 3 * hidden + columns
-    tl.store(at, sum_weight, mask=valid)
-    tl.store(at + hidden, sum_bias, mask=valid)
-    tl.store(at + 2 * hidden, sum_x, mask=valid)
+    tl.store(at, sum_weight, mask=inside)
+    tl.store(at + hidden, sum_bias, mask=inside)
+    tl.store(at + 2 * hidden, sum_x, mask=inside)
