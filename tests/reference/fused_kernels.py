@@ -175,9 +175,9 @@ def embeddings(dropout: float, *, mixed: bool) -> None:
 
 
 def independence() -> None:
-    """Rows, columns and quadruples of a mask are as independent as torch's random numbers are."""
+    """Rows, columns, columns at one distance and quadruples of a mask are as independent as torch's random numbers."""
     tokens, hidden, p, runs = 256, 256, 0.1, 6
-    variances, squares = [], []
+    variances, squares, apart = [], [], []
     for number in range(runs):
         ones, zeros = torch.ones(tokens, hidden, device=DEVICE), torch.zeros(tokens, hidden, device=DEVICE)
         weight = torch.ones(hidden, device=DEVICE)
@@ -186,10 +186,14 @@ def independence() -> None:
         for product, n in ((dropped @ dropped.T, hidden), (dropped.T @ dropped, tokens)):
             pairs = product[tuple(torch.triu_indices(len(product), len(product), 1))] / n**0.5
             variances.append(float(pairs.var()))
+        for distance in (1, 2, 3, 8, 32, 64, 128):
+            together = dropped[:, :-distance] * dropped[:, distance:]
+            apart.append(float(together.mean()) * together.numel() ** 0.5)
         four = dropped[: tokens // 2] * dropped[tokens // 2 :]
         squares.append(float((four[:, : hidden // 2] * four[:, hidden // 2 :]).mean()) * (tokens * hidden / 4) ** 0.5)
     assert all(0.85 < v < 1.15 for v in variances), variances  # of independent ones: 1
     assert abs(sum(squares)) / runs**0.5 < 4, squares  # of independent ones: normal, deviation 1
+    assert sum(a * a for a in apart) / len(apart) < 1.7, apart  # likewise
     print("masks are independent")
 
 

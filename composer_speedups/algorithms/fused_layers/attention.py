@@ -15,13 +15,14 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.attention_backward import key_gradients, query_gradients
-from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits
+from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits, spread_bits
 from composer_speedups.algorithms.fused_layers.norm import threshold_of
 
 __all__ = ["attention_backward", "attention_forward"]
 
-# Queries (rows) and keys (columns) a block, warps, and loads in flight: the fastest measured on an H200.
-_FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1}
+# Queries (rows) and keys (columns) a block, warps, and loads in flight: the fastest measured on an H200. Beyond 128
+# registers a thread, a multiprocessor has room for three blocks and not four.
+_FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128}
 _QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 _KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 
@@ -75,14 +76,15 @@ def attention_backward(
     size = hidden // heads
     grad = torch.empty_like(qkv)
     delta = torch.empty_like(logs)
+    bits = torch.empty_like(logs, dtype=torch.int32)
     scale, rows = size**-0.5, len(cu_seqlens) - 1
-    common = (cu_seqlens, seed, tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
+    common = (tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
     constants = {"HIDDEN": hidden, "SIZE": size, "DROPOUT": dropout > 0}
     query_gradients[(triton.cdiv(longest, _QUERIES["ROWS"]), heads, rows)](
-        grad_out, qkv, out, logs, delta, grad, *common, **constants, **_QUERIES
+        grad_out, qkv, out, logs, delta, bits, grad, cu_seqlens, seed, *common, **constants, **_QUERIES
     )
     key_gradients[(triton.cdiv(longest, _KEYS["COLUMNS"]), heads, rows)](
-        grad_out, qkv, logs, delta, grad, *common, **constants, **_KEYS
+        grad_out, qkv, logs, delta, bits, grad, cu_seqlens, *common, **constants, **_KEYS
     )
     return grad
 
@@ -112,14 +114,14 @@ def _forward(
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=keys[:, None] < length, other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=keys[:, None] < length, other=0.0)
-        scores = tl.where(keys[None, :] < length, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
+        scores = tl.where(keys[None, :] < length, tl.dot(q, tl.trans(k)), float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(most - higher)
         total = total * shrink + tl.sum(weights, 1)
         most = higher
         if DROPOUT:
-            bits = mix_bits(row_bits[:, None], hash_bits(keys.to(tl.uint32))[None, :])
+            bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
             weights = tl.where(bits >= threshold, weights, 0.0)
         out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
     out *= (kept_scale / total)[:, None]

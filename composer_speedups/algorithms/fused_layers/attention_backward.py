@@ -7,18 +7,19 @@ the weights again, and neither needs an atomic addition, so that a run repeats b
 import triton
 import triton.language as tl
 
-from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits
+from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits, spread_bits
 
 __all__ = ["key_gradients", "query_gradients"]
 
 
 @triton.jit
 def query_gradients(
-    grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, scale,
+    grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, scale,
     threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries; leaves the sums of gradient times output that the keys' kernel needs, (A, T)."""
+    """Of a block of queries; leaves what the keys' kernel needs of each, (A, T): the sum of gradient times output, and
+    the random bits of its row."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
@@ -38,6 +39,8 @@ def query_gradients(
     logs = tl.load(logs_ptr + head * tokens + start + queries, mask=valid, other=0.0)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
     tl.store(delta_ptr + head * tokens + start + queries, delta, mask=valid)
+    if DROPOUT:
+        tl.store(bits_ptr + head * tokens + start + queries, row_bits.to(tl.int32, bitcast=True), mask=valid)
     grad = tl.zeros((ROWS, SIZE), tl.float32)
     for begin in range(0, length, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)
@@ -48,7 +51,7 @@ def query_gradients(
         weights = tl.where(keys[None, :] < length, tl.exp2(scores - logs[:, None]), 0.0)
         grad_weights = tl.dot(grad_out, tl.trans(v)) * kept_scale
         if DROPOUT:
-            bits = mix_bits(row_bits[:, None], hash_bits(keys.to(tl.uint32))[None, :])
+            bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
             grad_weights = tl.where(bits >= threshold, grad_weights, 0.0)
         grad_scores = weights * (grad_weights - delta[:, None])
         grad += tl.dot(grad_scores.to(k.dtype), k)
@@ -57,7 +60,7 @@ def query_gradients(
 
 @triton.jit
 def key_gradients(
-    grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, scale,
+    grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, tokens, scale,
     threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -71,9 +74,7 @@ def key_gradients(
     keys = first + tl.arange(0, COLUMNS)
     units = tl.arange(0, SIZE)
     valid = keys < length
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    head_bits = hash_bits(seed + head.to(tl.uint32))
-    column_bits = hash_bits(keys.to(tl.uint32))
+    column_bits = spread_bits(keys)
     at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
     k = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
     v = tl.load(qkv_ptr + at + HIDDEN, mask=valid[:, None], other=0.0)
@@ -93,7 +94,8 @@ def key_gradients(
         grad_weights = tl.dot(v, tl.trans(grad_out)) * kept_scale
         kept = weights
         if DROPOUT:
-            row_bits = hash_bits((start + queries).to(tl.uint32) ^ head_bits)
+            row_bits = tl.load(bits_ptr + head * tokens + start + queries, mask=real, other=0)
+            row_bits = row_bits.to(tl.uint32, bitcast=True)
             keep = mix_bits(row_bits[None, :], column_bits[:, None]) >= threshold
             kept = tl.where(keep, weights, 0.0)
             grad_weights = tl.where(keep, grad_weights, 0.0)

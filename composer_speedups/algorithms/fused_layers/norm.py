@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits
+from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits, spread_bits
 
 __all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
 
@@ -102,7 +102,7 @@ def _programs(x: Tensor, warps: int) -> int:
 def kept(seed, row, columns, threshold):
     """Whether dropout keeps each number of a row."""
     rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
-    return mix_bits(rows, hash_bits(columns.to(tl.uint32) ^ 0x9E3779B9)) >= threshold
+    return mix_bits(rows, spread_bits(columns)) >= threshold
 
 
 @triton.jit
@@ -148,7 +148,7 @@ def _backward(
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
         seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-        column_bits = hash_bits(columns.to(tl.uint32) ^ 0x9E3779B9)
+        column_bits = spread_bits(columns)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
