@@ -67,6 +67,7 @@ def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 
         "repeats": len(reports),
         "jobs": jobs,
         "errors": [r["error"] for r in reports if "error" in r],
+        "startup": last.get("startup", {}),
         "algorithms": last.get("algorithms", {}),
         "numerics": last.get("numerics", {}),
         "overrides": arm.overrides,

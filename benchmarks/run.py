@@ -9,7 +9,7 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     cumulative: true                  # an arm keeps the overrides of those above it; peers neither take nor add
     jobs: 4                           # runs at a time; for accuracy: speeds are then left out of the rows
     ahead: 8                          # processes that import at once and then wait for their turn
-    fresh: true                       # cold processes instead, timed from start to end: process_seconds of a row
+    fresh: true                       # cold processes instead (but for Python's bytecode), timed from start to end
     losses: true                      # rows keep the loss of every batch of the last run
     arms:
       fp32: []
@@ -58,8 +58,9 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     started, call = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
-    stopped, workers = threading.Event(), Workers(table.get("ahead", 1), fresh=table.get("fresh", False))
-    caches = tempfile.TemporaryDirectory()
+    stopped, caches = threading.Event(), tempfile.TemporaryDirectory()
+    bytecode = Path(caches.name) / "bytecode"
+    workers = Workers(table.get("ahead", 1), fresh=table.get("fresh", False), bytecode=bytecode)
 
     def run(repeat: int, index: int) -> None:
         if stopped.is_set():
@@ -114,7 +115,8 @@ def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -
     with tempfile.TemporaryDirectory() as runs:
         arguments = ["-f", str(ROOT / base), *arm.overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
         program = f"benchmarks.peers.{arm.peer}" if arm.peer else "train"
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(cache or f"{runs}/inductor")}
+        compiled = cache or Path(runs)  # inductor's, and what the kernels of fused_layers become
+        environment = {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TRITON_CACHE_DIR": f"{compiled}/triton"}
         status, output, seconds = workers.run(program, arguments, environment)
         if status != 0:
             return {"error": f"exit status {status}: {output.strip()[-2000:]}"}

@@ -18,6 +18,7 @@ REPORT: dict[str, Any] = {
     "throughput": {"samples_per_sec": 100.0, "warmup_seconds": 2.0, "step_seconds_p10_p50_p90": [1, 2, 3]},
     "memory": {"peak_gib": 3.0},
     "metrics": {"accuracy": 0.9},
+    "startup": {"imports_seconds": 4.0},
     "algorithms": {"x": {"engaged": True}},
     "environment": {"gpu": None, "torch": "2"},
 }
@@ -116,6 +117,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(runner, "run_once", fake)
     rows = runner.run_table(runner.read_table(table(matrix={})), "table", Path("results"))
     assert order == ["a=1", "x=1", "y=1"] * 2
+    assert rows[0]["startup"] == REPORT["startup"]
     written = [json.loads(line) for line in Path("results/cpu/table.jsonl").read_text().splitlines()]
     assert written == rows
     assert len({row["call"] for row in written}) == 1
@@ -170,10 +172,11 @@ def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     assert error.startswith("exit status 2: ")
     assert "data.bach_size" in error
     workers.close()
-    cold = Workers(fresh=True)
+    cold = Workers(fresh=True, bytecode=Path("bytecode").absolute())
     peer = runner.run_once("yamls/quickstart.yaml", arm._replace(peer="bare_loop"), cold)
     assert peer["algorithms"]["bare_loop"]["engaged"]
     assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
+    assert [*Path("bytecode").rglob("trainer.cpython-*.pyc")]
     # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.
     assert peer["process_seconds"] + 1 > peer["wall_seconds"] > 1
     cold.close()

@@ -162,6 +162,7 @@ class _Captured:
             forward()
             self.weights = [torch.zeros_like(o) if o.requires_grad else None for o in self._attached]
             self._taught = shared.prepare(self._differentiate())
+            self._attached = ()  # its memory is the capture's to use
 
         recorder.warm_up(both)
         self._outputs, self._replay_forward = recorder.record(forward)

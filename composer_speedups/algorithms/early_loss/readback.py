@@ -17,6 +17,8 @@ from composer import Trainer
 from composer.devices import Device
 from torch import Tensor
 
+from composer_speedups.state import torch_device
+
 __all__ = ["CUDACopies", "Copies", "Interception", "Readback"]
 
 
@@ -159,17 +161,22 @@ class Interception:
         caller = sys._getframe(1).f_code
         one = tensor.shape == (1,) and tensor.dtype == torch.float32
         if one and caller in (self._batch, self._microbatches):
-            total = self._original(tensor).as_subclass(_Total)
+            total = self._move(tensor).as_subclass(_Total)
             total.readback, total.sent, total.value = self.readback, [], None
             return total
         if one and caller is self._microbatch:
-            loss = self._original(tensor).as_subclass(_Loss)
+            loss = self._move(tensor).as_subclass(_Loss)
             loss.readback = self.readback
             return loss
         # A process group of GPUs adds up only what is on them.
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         if alone and (caller is self._times or (caller is self._microbatches and tensor.ndim == 0)):
             return tensor
+        return self._original(tensor)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        if float(tensor) == 0:  # as all of them are: filled there, it waits for no copy from pageable memory
+            return torch.zeros_like(tensor, device=torch_device(self._device))
         return self._original(tensor)
 
     def install(self) -> None:
