@@ -12,7 +12,8 @@ from torch import Tensor
 
 __all__ = ["column_sums", "gelu_backward"]
 
-_ROWS, _COLUMNS = 8, 128
+_BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # of one tile
+_SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 
 
 def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -28,10 +29,10 @@ def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor
     """
     tokens, features = x_TF.shape
     result = torch.empty_like(x_TF)
-    groups = _groups(x_TF)
+    groups = _groups(x_TF, _BACKWARD["COLUMNS"])
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    _gelu_backward[(triton.cdiv(features, _COLUMNS), groups)](
-        grad_TF, x_TF, result, partial, tokens, features, ROWS=_ROWS, COLUMNS=_COLUMNS, num_warps=4
+    _gelu_backward[(triton.cdiv(features, _BACKWARD["COLUMNS"]), groups)](
+        grad_TF, x_TF, result, partial, tokens, features, **_BACKWARD
     )
     return grad_TF, result, partial.sum(0)
 
@@ -39,20 +40,18 @@ def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor
 def column_sums(x_TF: Tensor) -> Tensor:
     """Sum over tokens, float32 (F,), of a contiguous (T, F)."""
     tokens, features = x_TF.shape
-    groups = _groups(x_TF)
+    groups = _groups(x_TF, _SUMS["COLUMNS"])
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    _column_sums[(triton.cdiv(features, _COLUMNS), groups)](
-        x_TF, partial, tokens, features, ROWS=8 * _ROWS, COLUMNS=_COLUMNS, num_warps=4
-    )
+    _column_sums[(triton.cdiv(features, _SUMS["COLUMNS"]), groups)](x_TF, partial, tokens, features, **_SUMS)
     return partial.sum(0)
 
 
-def _groups(x_TF: Tensor) -> int:
+def _groups(x_TF: Tensor, columns: int) -> int:
     """Into how many parts the tokens fall, each summed by a program of its own."""
     if not x_TF.is_cuda:
         return 3
     programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
-    return max(1, programs // triton.cdiv(x_TF.shape[1], _COLUMNS))
+    return max(1, programs // triton.cdiv(x_TF.shape[1], columns))
 
 
 @triton.jit

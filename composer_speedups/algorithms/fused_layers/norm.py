@@ -14,9 +14,9 @@ from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mi
 
 __all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
 
-# Rows that a program of the backward kernel has in registers: more would leave room for fewer programs, and one a warp
-# (with its sums over tokens) does not fit.
-_ROWS = 2
+# Rows that a program of the backward kernel has in registers, and warps a multiprocessor: more rows would leave room
+# for fewer warps, and a warp alone has no room for its sums over tokens.
+_BACKWARD = {"ROWS": 2, "warps": 16}
 
 
 def add_norm_forward(
@@ -75,13 +75,13 @@ def add_norm_backward(
     again = None if bias_H is None else torch.empty_like(grad_TH)
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(8, block // 256))
-    programs = min(triton.cdiv(tokens, _ROWS), _programs(grad_TH, warps))
+    programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
     _backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, grad_x, grad_x if again is None else again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, AGAIN=again is not None, ROWS=_ROWS, BLOCK=block, num_warps=warps,
+        DROPOUT=dropout > 0, AGAIN=again is not None, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_x, partial.sum(0), again
 
@@ -95,7 +95,7 @@ def _programs(x: Tensor, warps: int) -> int:
     """As many as a device holds at a time; a row of partial sums is written for each."""
     if not x.is_cuda:
         return 4
-    return 16 // warps * torch.cuda.get_device_properties(x.device).multi_processor_count
+    return _BACKWARD["warps"] // warps * torch.cuda.get_device_properties(x.device).multi_processor_count
 
 
 @triton.jit

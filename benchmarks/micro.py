@@ -1,0 +1,243 @@
+"""python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1] [KERNEL.OPTION=N,N …]
+
+Times each kernel of fused_layers by itself in bf16, beside PyTorch's own operators for the same work and beside the
+time that reading its inputs and writing its outputs once would take at the speed of a large copy. Prints Markdown, and
+appends a row to benchmarks/results/<gpu>/micro.jsonl.
+
+The rows have lengths of IMDB's reviews. Kernels are ``attention``, ``queries`` and ``keys`` (the two of attention's
+backward pass), ``norm_backward`` and ``gelu_backward``; their options are those that the modules name (ROWS, COLUMNS,
+num_warps, num_stages, maxnreg), and several numbers are tried one after another: ``attention.num_stages=1,2``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.rows import RESULTS, Row, append_rows
+from composer_speedups.environment import environment
+
+__all__ = ["Case", "Settings", "lengths", "main", "markdown", "read_arguments"]
+
+# Of 8,000 reviews in tokens of bert-base-uncased's vocabulary, at every 32nd part from the shortest to the longest.
+_QUANTILES = (
+    13, 74, 96, 120, 140, 150, 156, 161, 168, 175, 182, 189, 197, 206, 215, 225, 236,
+    247, 261, 276, 294, 313, 333, 356, 385, 417, 452, 496, 555, 636, 761, 943, 2467,
+)  # fmt: skip
+_OPTIONS = {"attention", "queries", "keys", "norm_backward", "gelu_backward"}
+
+
+class Settings(NamedTuple):
+    rows: int = 128
+    longest: int = 256
+    hidden: int = 768
+    heads: int = 12
+    dropout: float = 0.1
+
+
+class Case(NamedTuple):
+    """One kernel: its call, PyTorch's, and what it has to move and to multiply."""
+
+    name: str
+    ours: Callable[[], Any]
+    theirs: Callable[[], Any]
+    moved: int  # bytes
+    flops: int = 0
+
+
+def lengths(rows: int, longest: int) -> list[int]:
+    """Lengths of a batch, spread as IMDB's are."""
+    at = (np.arange(rows) + 0.5) / rows
+    spread = np.interp(at, np.linspace(0, 1, len(_QUANTILES)), _QUANTILES)
+    return [min(int(length), longest) for length in spread]
+
+
+def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[str, list[int]]]]:
+    """Settings, and numbers to try by kernel and option.
+
+    Raises:
+        SystemExit: One line that names the argument.
+    """
+    settings, tried = Settings(), {}  # type: ignore[var-annotated]
+    for argument in arguments:
+        name, _, value = argument.partition("=")
+        kernel, _, option = name.partition(".")
+        try:
+            if option and kernel in _OPTIONS:
+                tried.setdefault(kernel, {})[option] = [int(number) for number in value.split(",")]
+            else:
+                kind = type(getattr(Settings(), name))
+                settings = settings._replace(**{name: kind(value)})
+        except (AttributeError, TypeError, ValueError):
+            known = ", ".join([*Settings._fields, *(f"{kernel}.OPTION" for kernel in sorted(_OPTIONS))])
+            raise SystemExit(f"{argument}: takes numbers for {known}") from None
+    return settings, tried
+
+
+def microseconds(call: Callable[[], Any], repeats: int = 30) -> float:
+    """Of one call on the GPU: the median of five times ``repeats`` calls."""
+    for _ in range(3):
+        call()
+    found = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
+        found.append(1e3 * start.elapsed_time(end) / repeats)
+    return sorted(found)[2]
+
+
+def copied_per_microsecond(size: int = 2**30) -> float:
+    """Bytes that a large copy reads and writes."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * size / microseconds(lambda: target.copy_(source), 5)
+
+
+def cases(settings: Settings) -> list[Case]:
+    from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
+    from composer_speedups.algorithms.fused_layers.gelu import gelu_backward
+    from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
+
+    rows, longest, hidden, heads, dropout = settings
+    sizes = lengths(rows, longest)
+    tokens = sum(sizes)
+    cu = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device="cuda")
+    seed = torch.tensor([7], dtype=torch.int32, device="cuda")
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+    x, residual, grad, qkv = (
+        random(tokens, hidden),
+        random(tokens, hidden),
+        random(tokens, hidden),
+        random(tokens, 3 * hidden),
+    )
+    up, d_up = random(tokens, 4 * hidden), random(tokens, 4 * hidden)
+    weight, bias = torch.ones(hidden, device="cuda"), torch.zeros(hidden, device="cuda")
+    out, logs = attention_forward(qkv, cu, longest, heads, dropout, seed)
+    _, summed, statistics = add_norm_forward(x.clone(), residual, weight, bias, 1e-12, dropout, seed)
+    unit, products = 2 * tokens * hidden, 4 * sum(size**2 for size in sizes) * hidden
+
+    q, k, v = (each.view(tokens, heads, -1) for each in qkv.split(hidden, 1))
+    flash: Any = torch.ops.aten._flash_attention_forward
+    flash_out = flash(q, k, v, cu, cu, longest, longest, dropout, False, False)
+
+    def flash_backward() -> Any:
+        result, logsumexp, state, offset = flash_out[:4]
+        return torch.ops.aten._flash_attention_backward(
+            grad.view_as(q), q, k, v, result, logsumexp, cu, cu, longest, longest, dropout, False, state, offset
+        )
+
+    leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+
+    def plain_norm() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            summed = F.dropout(leaves[0], dropout) + leaves[1]
+            return F.layer_norm(summed, (hidden,), leaves[2].bfloat16(), leaves[3].bfloat16(), 1e-12)
+
+    leaf = up.clone().requires_grad_()
+    normed, activated = plain_norm(), F.gelu(leaf)
+    return [
+        Case("attention", lambda: attention_forward(qkv, cu, longest, heads, dropout, seed),
+             lambda: flash(q, k, v, cu, cu, longest, longest, dropout, False, False), 4 * unit, products),
+        Case("attention_backward", lambda: attention_backward(grad, qkv, out, logs, cu, longest, dropout, seed),
+             flash_backward, 8 * unit, 5 * products // 2),
+        Case("norm", lambda: add_norm_forward(x, residual, weight, bias, 1e-12, dropout, seed), plain_norm, 4 * unit),
+        Case("norm_backward", lambda: add_norm_backward(grad, summed, statistics, weight, dropout, seed, bias),
+             lambda: torch.autograd.grad(normed, leaves, grad, retain_graph=True), 5 * unit),
+        Case("gelu_backward", lambda: gelu_backward(d_up, up),
+             lambda: (torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0].sum(0), F.gelu(up)), 16 * unit),
+    ]  # fmt: skip
+
+
+def _places(kernel: str) -> tuple[str, dict[str, Any]]:
+    """The case that shows a kernel's options, and where its module keeps them."""
+    from composer_speedups.algorithms.fused_layers import attention, gelu, norm
+
+    return {
+        "attention": ("attention", attention._FORWARD),
+        "queries": ("attention_backward", attention._QUERIES),
+        "keys": ("attention_backward", attention._KEYS),
+        "norm_backward": ("norm_backward", norm._BACKWARD),
+        "gelu_backward": ("gelu_backward", gelu._BACKWARD),
+    }[kernel]
+
+
+def _tries(
+    found: Sequence[Case], tried: dict[str, dict[str, list[int]]]
+) -> Iterator[tuple[Case, dict[str, int], float]]:
+    """Every case as it is, then with each combination of a kernel's options."""
+    for case in found:
+        yield case, {}, microseconds(case.ours)
+    for kernel, options in tried.items():
+        name, place = _places(kernel)
+        case, before = next(case for case in found if case.name == name), dict(place)
+        for numbers in itertools.product(*options.values()):
+            chosen = dict(zip(options, numbers, strict=True))
+            place.update(chosen)
+            yield case, {f"{kernel}.{option}": number for option, number in chosen.items()}, microseconds(case.ours)
+            place.clear()
+            place.update(before)
+
+
+def main(arguments: Sequence[str]) -> None:
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    settings, tried = read_arguments(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.micro times kernels of a CUDA GPU, and there is none here")
+    found, speed = cases(settings), copied_per_microsecond()
+    theirs = {case.name: microseconds(case.theirs) for case in found}
+    kernels = [
+        {
+            "name": case.name,
+            "options": options,
+            "us": time,
+            "torch_us": theirs[case.name],
+            "copy_us": case.moved / speed,
+            "tflops": case.flops / time / 1e6 or None,
+        }
+        for case, options, time in _tries(found, tried)
+    ]
+    row = {
+        "table": "micro",
+        "call": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        **settings._asdict(),
+        "tokens": sum(lengths(settings.rows, settings.longest)),
+        "copy_gb_per_second": speed / 1e3,
+        "kernels": kernels,
+        "environment": environment(),
+    }
+    append_rows([row], "micro", RESULTS)
+    print("\n".join(markdown(row)))
+
+
+def markdown(row: Row) -> Iterator[str]:
+    """A row as a table."""
+    yield "| kernel | options | µs | PyTorch's, µs | one copy, µs | TFLOP/s |"
+    yield "|---|---|---|---|---|---|"
+    for kernel in row["kernels"]:
+        options = " ".join(f"{name}={number}" for name, number in kernel["options"].items())
+        rate = "–" if kernel["tflops"] is None else f"{kernel['tflops']:.0f}"
+        yield (
+            f"| {kernel['name']} | {options} | {kernel['us']:.0f} | {kernel['torch_us']:.0f} "
+            f"| {kernel['copy_us']:.0f} | {rate} |"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
