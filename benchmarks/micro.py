@@ -141,12 +141,10 @@ def cases(settings: Settings) -> list[Case]:
             grad.view_as(q), q, k, v, result, logsumexp, cu, cu, longest, longest, dropout, False, state, offset
         )
 
-    leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
+    leaves = [t.to(x.dtype).requires_grad_() for t in (x.clone(), residual.clone(), weight, bias)]
 
     def plain_norm() -> Tensor:
-        with torch.autocast("cuda", torch.bfloat16):
-            summed = F.dropout(leaves[0], dropout) + leaves[1]
-            return F.layer_norm(summed, (hidden,), leaves[2].bfloat16(), leaves[3].bfloat16(), 1e-12)
+        return F.layer_norm(F.dropout(leaves[0], dropout) + leaves[1], (hidden,), leaves[2], leaves[3], 1e-12)
 
     leaf = up.clone().requires_grad_()
     normed, activated = plain_norm(), F.gelu(leaf)
