@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.unpadding import plan_unpadding
 from composer_speedups.errors import TechniqueError
-from tests.common import Batch, batch, make_trainer, plain_batches, tiny_bert
-from tests.masks import masked_batch, random_masks, real_logits
+from tests.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.masks import masked_batch, random_masks
 from tests.models import FAMILIES, HEADS, tiny_model
-from tests.reference.loop import gradients
+from tests.reference.nearness import distance, values
 
 # torch says once a process that its debug mode may miss synchronizations.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
@@ -36,28 +35,15 @@ def test_it_is_about_as_near_to_float32_as_the_padded_model(family: Any, head: A
     for seed, mask in enumerate(random_masks(25, widest=64)):
         if mask.any():
             inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
-            exact.append(_values(stock, inputs, None))
-            theirs.append(_values(stock, inputs, dtype))
-            mine.append(_values(ours, inputs, dtype))
+            exact.append(values(stock, inputs, None))
+            theirs.append(values(stock, inputs, dtype))
+            mine.append(values(ours, inputs, dtype))
     ran = {module.ran for module in ours.modules() if isinstance(module, FusedLayer | FusedEmbeddings)}
     assert "triton" in ran
     for i, what in enumerate(["logits", "gradients"]):
-        reference = torch.cat([values[i] for values in exact])
-        error = _distance(torch.cat([values[i] for values in mine]), reference)
-        assert 0 < error <= 3 * _distance(torch.cat([values[i] for values in theirs]), reference), what
-
-
-def _values(model: Any, inputs: Batch, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    model.zero_grad()
-    with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
-        output = model(**inputs)
-    output.loss.backward()
-    flat = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
-    return real_logits(output, inputs["attention_mask"]).detach().float().flatten(), flat
-
-
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
+        reference = torch.cat([each[i] for each in exact])
+        error = distance(torch.cat([each[i] for each in mine]), reference)
+        assert 0 < error <= 3 * distance(torch.cat([each[i] for each in theirs]), reference), what
 
 
 def test_a_planned_step_never_waits_for_the_gpu() -> None:

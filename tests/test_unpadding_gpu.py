@@ -9,17 +9,17 @@ import pytest
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
-from torch import Tensor
 
 from composer_speedups import Unpadding, apply_unpadding
 from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.unpadding import plan_unpadding
 from composer_speedups.algorithms.unpadding.attention import FLASH, operators_among
 from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
-from tests.common import Batch, batch, make_trainer, tiny_bert
-from tests.masks import masked_batch, random_masks, real_logits
+from tests.common import batch, make_trainer, tiny_bert
+from tests.masks import masked_batch, random_masks
 from tests.models import HEADS, UNPADDED, tiny_model
 from tests.reference.loop import gradients
+from tests.reference.nearness import distance, values
 
 # torch says once a process that its debug mode may miss synchronizations.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
@@ -37,34 +37,21 @@ def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str,
     for seed, mask in enumerate(random_masks(60, widest=64)):
         if mask.any():
             inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
-            exact.append(_values(padded, inputs, bf16=False))
-            padded_bf16.append(_values(padded, inputs, bf16=True))
+            exact.append(values(padded, inputs, None))
+            padded_bf16.append(values(padded, inputs, torch.bfloat16))
             recorder = OperatorRecorder()
             with recorder:
-                unpadded_bf16.append(_values(unpadded, inputs, bf16=True))
+                unpadded_bf16.append(values(unpadded, inputs, torch.bfloat16))
             if unpadded_encoders(unpadded)[0].ran == "unpadded":
                 assert operators_among(recorder.counts) == [FLASH.strip("_")]
                 assert recorder.counts[FLASH] == 2
                 flash += 1
     assert flash >= 20
     for i, what in enumerate(["logits", "gradients"]):
-        reference = torch.cat([values[i] for values in exact])
-        ours = _distance(torch.cat([values[i] for values in unpadded_bf16]), reference)
-        theirs = _distance(torch.cat([values[i] for values in padded_bf16]), reference)
+        reference = torch.cat([each[i] for each in exact])
+        ours = distance(torch.cat([each[i] for each in unpadded_bf16]), reference)
+        theirs = distance(torch.cat([each[i] for each in padded_bf16]), reference)
         assert 0 < ours <= 1.5 * theirs, what
-
-
-def _values(model: Any, inputs: Batch, *, bf16: bool) -> tuple[Tensor, Tensor]:
-    model.zero_grad()
-    with torch.autocast("cuda", torch.bfloat16, enabled=bf16):
-        output = model(**inputs)
-    output.loss.backward()
-    flat = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
-    return real_logits(output, inputs["attention_mask"]).detach().float().flatten(), flat
-
-
-def _distance(actual: Tensor, expected: Tensor) -> float:
-    return float((actual - expected).norm() / expected.norm())
 
 
 def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:

@@ -1,0 +1,28 @@
+"""How near a run in 16 bits on a GPU comes to float32: logits and gradients, and their relative distance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.common import Batch
+from tests.masks import real_logits
+from tests.reference.loop import gradients
+
+__all__ = ["distance", "values"]
+
+
+def values(model: Any, inputs: Batch, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Logits of the real tokens or rows, and all gradients, flat and in float32; ``None`` computes in float32."""
+    model.zero_grad()
+    with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
+        output = model(**inputs)
+    output.loss.backward()
+    flat = torch.cat([gradient.flatten() for gradient in gradients(model).values()])
+    return real_logits(output, inputs["attention_mask"]).detach().float().flatten(), flat
+
+
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
