@@ -17,6 +17,7 @@ if sys.dont_write_bytecode and sys.pycache_prefix is None:
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "offline")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, on two cores
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -35,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test in a folder of its own, with nothing compiled and full float32 matmuls."""
     monkeypatch.chdir(tmp_path)
-    torch.set_num_threads(1)  # two tests run at a time
+    torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     yield
     torch._dynamo.reset()
