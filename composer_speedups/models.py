@@ -69,7 +69,9 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
     else:
         model = _loaded(auto, name, settings, random=config.init == "random")
     _check_fit(model.config, name, tokenizer, max_length)
-    metrics: list[Metric] = [MulticlassAccuracy(num_classes=2, average="micro"), CrossEntropy()]
+    # Its check of the labels, which the data's own has seen to, would wait for the device at each batch.
+    accuracy = MulticlassAccuracy(num_classes=2, average="micro", validate_args=False)
+    metrics: list[Metric] = [accuracy, CrossEntropy()]
     if config.task == "mlm":
         metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
     with _no_causal_lm():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.config.schema import DataConfig
@@ -126,7 +126,10 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             raise ConfigError(
                 f"data.drop_last: the {len(tokens)} training reviews do not fill one batch of {batch_size}"
             )
-        sampler: DistributedSampler[int] = dist.get_sampler(tokens, shuffle=training, drop_last=drop_last, seed=seed)
+        sampler: Sampler[int] = dist.get_sampler(tokens, shuffle=training, drop_last=drop_last, seed=seed)
+        if not training and world == 1:
+            # Composer asks the device how many reviews a distributed sampler's batch has, and waits, at each batch.
+            sampler = SequentialSampler(tokens)
         if training and config.length_batching is not None:
             sampler = LengthGroupedSampler(
                 tokens.lengths,
