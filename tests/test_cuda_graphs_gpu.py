@@ -157,6 +157,23 @@ def test_eager_attention_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.gpu
+def test_a_further_shape_brings_no_gradients_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    calls = apply_cuda_graphs(model)
+    calls.pool = torch.cuda.graph_pool_handle()
+    allocated = []
+    for rows in (8, 8, 16, 24):
+        model.zero_grad()
+        model(torch.randn(rows, 2048, device="cuda")).square().mean().backward()
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert calls.graphs == 3
+    assert allocated[1] - allocated[0] < weights / 10
+    assert allocated[3] - allocated[1] < weights / 10
+
+
+@pytest.mark.gpu
 def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
     reference, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
     model.compile()
