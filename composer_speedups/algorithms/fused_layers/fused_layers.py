@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from typing import Any, ClassVar, Literal
 
-from composer.core import State
+import torch
+from composer.core import Event, Precision, State
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -17,6 +19,7 @@ from composer_speedups.algorithms.surgery import swap_class
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.errors import TechniqueError
+from composer_speedups.state import device_of
 
 __all__ = ["FusedLayers", "apply_fused_layers"]
 
@@ -115,6 +118,7 @@ class FusedLayers(Technique):
         self.last_layer = last_layer
         self._layers: list[FusedLayer] = []
         self._embeddings: list[FusedEmbeddings] = []
+        self._compiling: Executor | None = None
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(
@@ -133,7 +137,22 @@ class FusedLayers(Technique):
             raise TechniqueError(self.name, str(error), "take it out for this model") from error
         self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
         self._embeddings = [module for module in state.model.modules() if isinstance(module, FusedEmbeddings)]
+        device = device_of(state)
+        if device.type == "cuda":
+            from composer_speedups.algorithms.fused_layers.compile_ahead import compile_ahead
+
+            layer = self._layers[0]
+            dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
+            self._compiling = compile_ahead(layer.parts(), layer.rates(), dtype, device)
         return {"layers": len(self._layers)}
+
+    def observe(self, event: Event, state: State) -> None:
+        if event == Event.BEFORE_FORWARD and self._compiling is not None:
+            self._compiling.shutdown()
+
+    def close(self) -> None:
+        if self._compiling is not None:
+            self._compiling.shutdown(cancel_futures=True)
 
     def verify(self, state: State) -> dict[str, Any]:
         ran = [layer.ran for layer in self._layers]
