@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
-from composer_speedups.algorithms.cuda_graphs.capture import capture_seconds
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.ordering import refuse_clashes, screen
 from composer_speedups.algorithms.requirements import Context
+from composer_speedups.captures import capture_seconds
 from composer_speedups.errors import TechniqueError
 from tests.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import gradients

@@ -14,9 +14,9 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
-from composer_speedups.algorithms.cuda_graphs.capture import capture_seconds
 from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
+from composer_speedups.captures import capture_seconds
 from composer_speedups.flops import batch_lengths, training_flops
 from composer_speedups.state import device_of, model_of
 

@@ -7,7 +7,6 @@ further shape costs no more memory than its graph.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import cache
 from typing import Any, Protocol
@@ -15,14 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CUDARecorder", "Recorder", "SharedGradients", "capture_call", "capture_seconds"]
+from composer_speedups.captures import capturing
 
-_seconds = 0.0
-
-
-def capture_seconds() -> float:
-    """Seconds that captures in this process have taken so far, their warm-up included."""
-    return _seconds
+__all__ = ["CUDARecorder", "Recorder", "SharedGradients", "capture_call"]
 
 
 class Recorder(Protocol):
@@ -74,13 +68,13 @@ class SharedGradients:
         self.parameters = [p for p in parameters if p.requires_grad]
         self._buffers: dict[nn.Parameter, Tensor] = {}
 
-    def prepare(self, gradients: Sequence[Tensor | None]) -> list[nn.Parameter]:
+    def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
         """Make the buffers that gradients such as these need, outside of a capture; the parameters that have some."""
         found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         for parameter, gradient in found:
             if parameter not in self._buffers:
                 self._buffers[parameter] = torch.empty_like(gradient)
-        return [parameter for parameter, _ in found]
+        return frozenset(parameter for parameter, _ in found)
 
     def fill(self, gradients: Sequence[Tensor | None]) -> None:
         pairs = [(self._buffers[p], g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
@@ -112,10 +106,8 @@ def capture_call(
         A function of tensors such as ``static`` that replays. Its outputs lie in the graph's memory, until the next
         replay.
     """
-    global _seconds
-    start = time.perf_counter()
-    captured = _Captured(call, static, shared, recorder)
-    _seconds += time.perf_counter() - start
+    with capturing():
+        captured = _Captured(call, static, shared, recorder)
 
     class Replay(torch.autograd.Function):
         @staticmethod
@@ -147,7 +139,7 @@ class _Captured:
         recorder: Recorder,
     ) -> None:
         self._static, self._shared = static, shared
-        self._taught: list[nn.Parameter] = []
+        self._taught: frozenset[nn.Parameter] = frozenset()
         self._attached: tuple[Tensor, ...] = ()  # the outputs with what autograd knows of them
         self.weights: list[Tensor | None] = []
 
@@ -188,4 +180,4 @@ class _Captured:
                 place.copy_(given)
         self._shared.let_go()
         self._replay_backward()
-        return self._shared.of(set(self._taught))
+        return self._shared.of(self._taught)
