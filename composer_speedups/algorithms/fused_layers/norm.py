@@ -100,7 +100,7 @@ def _programs(x: Tensor, warps: int) -> int:
 
 @triton.jit
 def kept(seed, row, columns, threshold):
-    """Whether dropout keeps each number of a row."""
+    """Whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
     rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
     return mix_bits(rows, spread_bits(columns)) >= threshold
 
@@ -148,7 +148,6 @@ def _backward(
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
         seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-        column_bits = spread_bits(columns)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
@@ -173,7 +172,7 @@ def _backward(
         grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
         tl.store(grad_residual_ptr + at, grad_sum.to(grad_residual_ptr.dtype.element_ty), mask=valid)
         if DROPOUT:
-            keep = mix_bits(hash_bits(rows.to(tl.uint32) ^ seed)[:, None], column_bits[None, :]) >= threshold
+            keep = kept(seed, rows[:, None], columns[None, :], threshold)
             grad_sum = tl.where(keep, grad_sum * scale, 0.0)
             tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
         sum_x += tl.sum(grad_sum, 0)  # of rows past the end 0, of columns past the end not stored
