@@ -11,6 +11,7 @@ num_warps, num_stages, maxnreg), and several numbers are tried one after another
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -32,7 +33,13 @@ _QUANTILES = (
     13, 74, 96, 120, 140, 150, 156, 161, 168, 175, 182, 189, 197, 206, 215, 225, 236,
     247, 261, 276, 294, 313, 333, 356, 385, 417, 452, 496, 555, 636, 761, 943, 2467,
 )  # fmt: skip
-_OPTIONS = {"attention", "queries", "keys", "norm_backward", "gelu_backward"}
+_PLACES = {  # kernel → the case that shows it, its module in fused_layers, and what holds its options there
+    "attention": ("attention", "attention", "_FORWARD"),
+    "queries": ("attention_backward", "attention", "_QUERIES"),
+    "keys": ("attention_backward", "attention", "_KEYS"),
+    "norm_backward": ("norm_backward", "norm", "_BACKWARD"),
+    "gelu_backward": ("gelu_backward", "gelu", "_BACKWARD"),
+}
 
 
 class Settings(NamedTuple):
@@ -71,13 +78,13 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[s
         name, _, value = argument.partition("=")
         kernel, _, option = name.partition(".")
         try:
-            if option and kernel in _OPTIONS:
+            if option and kernel in _PLACES:
                 tried.setdefault(kernel, {})[option] = [int(number) for number in value.split(",")]
             else:
                 kind = type(getattr(Settings(), name))
                 settings = settings._replace(**{name: kind(value)})
         except (AttributeError, TypeError, ValueError):
-            known = ", ".join([*Settings._fields, *(f"{kernel}.OPTION" for kernel in sorted(_OPTIONS))])
+            known = ", ".join([*Settings._fields, *(f"{kernel}.OPTION" for kernel in _PLACES)])
             raise SystemExit(f"{argument}: takes numbers for {known}") from None
     return settings, tried
 
@@ -161,19 +168,6 @@ def cases(settings: Settings) -> list[Case]:
     ]  # fmt: skip
 
 
-def _places(kernel: str) -> tuple[str, dict[str, Any]]:
-    """The case that shows a kernel's options, and where its module keeps them."""
-    from composer_speedups.algorithms.fused_layers import attention, gelu, norm
-
-    return {
-        "attention": ("attention", attention._FORWARD),
-        "queries": ("attention_backward", attention._QUERIES),
-        "keys": ("attention_backward", attention._KEYS),
-        "norm_backward": ("norm_backward", norm._BACKWARD),
-        "gelu_backward": ("gelu_backward", gelu._BACKWARD),
-    }[kernel]
-
-
 def _tries(
     found: Sequence[Case], tried: dict[str, dict[str, list[int]]]
 ) -> Iterator[tuple[Case, dict[str, int], float]]:
@@ -181,7 +175,8 @@ def _tries(
     for case in found:
         yield case, {}, microseconds(case.ours)
     for kernel, options in tried.items():
-        name, place = _places(kernel)
+        name, module, attribute = _PLACES[kernel]
+        place = getattr(importlib.import_module(f"composer_speedups.algorithms.fused_layers.{module}"), attribute)
         case, before = next(case for case in found if case.name == name), dict(place)
         for numbers in itertools.product(*options.values()):
             chosen = dict(zip(options, numbers, strict=True))

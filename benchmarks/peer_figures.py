@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.figures import rows_of, where_of
@@ -16,18 +16,14 @@ Row = dict[str, Any]
 def steps(table: str) -> list[str]:
     """Every arm at each batch size: mean rate, median step, and that of the first arm over it, call by call."""
     rows = rows_of(table)
-    first = rows[0]["arm"]
     lines = [
-        f"| batch | arm | samples/s | median step, ms | {first}'s over it | peak GiB | warm-up s |",
+        f"| batch | arm | samples/s | median step, ms | {rows[0]['arm']}'s over it | peak GiB | warm-up s |",
         "|---|---|---|---|---|---|---|",
     ]
-    for batch, arm in _places(rows):
-        found = [row for row in rows if (row["data.batch_size"], row["arm"]) == (batch, arm)]
-        base = {row["call"]: _step(row) for row in rows if (row["data.batch_size"], row["arm"]) == (batch, first)}
-        ratio = statistics.median(base[row["call"]] / _step(row) for row in found if row["call"] in base)
+    for batch, arm, found, base in _arms(rows):
         lines.append(
             f"| {batch} | {arm} | {_median(found, 'samples_per_sec'):,.0f} "
-            f"| {1e3 * statistics.median(map(_step, found)):.1f} | {ratio:.2f} "
+            f"| {1e3 * statistics.median(map(_step, found)):.1f} | {_ratio(base, found, _step):.2f} "
             f"| {_median(found, 'peak_memory_gib'):.1f} | {_median(found, 'warmup_seconds'):.0f} |"
         )
     return [*lines, "", where_of(rows)]
@@ -36,30 +32,39 @@ def steps(table: str) -> list[str]:
 def jobs(table: str) -> list[str]:
     """Seconds of each arm from the start of its process to its end, and those of the first arm over them."""
     rows = rows_of(table)
-    first = rows[0]["arm"]
     lines = [
-        f"| batch | arm | process, s | {first}'s over it | warm-up s | both evaluations, s |",
+        f"| batch | arm | process, s | {rows[0]['arm']}'s over it | warm-up s | both evaluations, s |",
         "|---|---|---|---|---|---|",
     ]
-    for batch, arm in _places(rows):
-        found = [row for row in rows if (row["data.batch_size"], row["arm"]) == (batch, arm)]
-        base = [row for row in rows if (row["data.batch_size"], row["arm"]) == (batch, first)]
-        seconds = _median(found, "process_seconds")
+    for batch, arm, found, base in _arms(rows):
         lines.append(
-            f"| {batch} | {arm} | {seconds:.1f} | {_median(base, 'process_seconds') / seconds:.2f} "
+            f"| {batch} | {arm} | {_median(found, 'process_seconds'):.1f} | {_ratio(base, found, _process):.2f} "
             f"| {_median(found, 'warmup_seconds'):.0f} | {_median(found, 'eval_seconds'):.1f} |"
         )
     return [*lines, "", where_of(rows)]
 
 
-def _places(rows: Sequence[Row]) -> list[tuple[int, str]]:
+def _arms(rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row], list[Row]]]:
+    """Batch size, arm, its rows there, and those of the first arm of all; arms in the order of the table."""
     places = dict.fromkeys((row["data.batch_size"], row["arm"]) for row in rows)
-    return sorted(places, key=lambda place: place[0])  # arms stay in the order of the table
+    for batch, arm in sorted(places, key=lambda place: place[0]):
+        there = [row for row in rows if row["data.batch_size"] == batch]
+        yield batch, arm, *([row for row in there if row["arm"] == name] for name in (arm, rows[0]["arm"]))
+
+
+def _ratio(base: Sequence[Row], found: Sequence[Row], measure: Callable[[Row], float]) -> float:
+    """The first arm's over another's, in the calls that ran both."""
+    first = {row["call"]: measure(row) for row in base}
+    return statistics.median(first[row["call"]] / measure(row) for row in found if row["call"] in first)
 
 
 def _step(row: Row) -> float:
     """The median step of a row's runs, seconds."""
     return statistics.median(p50 for _, p50, _ in filter(None, row["step_seconds_p10_p50_p90"]))
+
+
+def _process(row: Row) -> float:
+    return float(row["process_seconds"]["median"])
 
 
 def _median(rows: Sequence[Row], name: str) -> float:

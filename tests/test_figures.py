@@ -57,3 +57,9 @@ def test_whole_jobs_are_set_beside_the_first_arm(rows: list[dict[str, Any]]) -> 
         "| 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
         "| 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
     ]
+
+
+def test_whole_jobs_of_different_calls_are_not_set_beside_each_other(rows: list[dict[str, Any]]) -> None:
+    for call, arm, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "peer", 90.0), ("3", "ours", 10.0)):
+        rows.append(row(arm, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
+    assert peer_figures.jobs("any")[3] == "| 8 | ours | 15.0 | 3.00 | 3 | 4.0 |"
