@@ -210,6 +210,7 @@ def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
 @pytest.mark.parametrize("shared", [False, True])
 def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(shared: bool) -> None:
     """Micro-batches of several sizes, in bf16, against the same unpadded model without graphs."""

@@ -183,6 +183,7 @@ def test_it_is_refused_without_a_gpu_on_several_ranks_and_with_another_loop(monk
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
 def test_a_steady_batch_of_the_fast_set_waits_for_nothing_but_the_loss() -> None:
     """Under torch's debug mode, in which whatever waits for the GPU raises; Composer's whole loop is inside."""
 

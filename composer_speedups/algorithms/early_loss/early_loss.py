@@ -93,8 +93,7 @@ class EarlyLoss(Technique):
         if event == Event.BEFORE_FORWARD and self._interception is not None:
             self._interception.readback.forget()
         self._ended = event == Event.FIT_END
-        if super().match(event, state):
-            super().apply(event, state, logger)
+        super().apply(event, state, logger)
 
     def verify(self, state: State) -> dict[str, Any]:
         assert self._interception is not None

@@ -72,7 +72,7 @@ class Readback:
     """What is on its way to the host.
 
     Attributes:
-        reads: Batches whose loss was read early.
+        reads: Losses read, one a batch, or as many as the model names.
         ahead: How many of them were read while the device was still at work on the batch.
         first: The first such loss, and the device's own sum to compare it with; both None before.
     """
