@@ -1,9 +1,8 @@
-"""Times by a clock the test controls: what counts as training, waiting, warm-up, evaluation and saving."""
+"""Times by a clock the test controls: what counts as training, waiting, evaluation and saving."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,32 +10,13 @@ import torch
 from composer.core import Event
 from composer.loggers import InMemoryLogger
 
-from composer_speedups import MixedPrecision, ThroughputMonitor, TorchCompile
+from composer_speedups import MixedPrecision, ThroughputMonitor
 from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.plot import plot_throughput
+from tests.clock import Clock
 from tests.common import Batches, batch, make_trainer, plain_batches, tiny_bert
-
-
-class Clock:
-    """Time passes only where a test says so."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def pass_during(self, target: Any, name: str, seconds: float) -> None:
-        """Every call of a method takes so many seconds more."""
-        original = getattr(target, name)
-
-        def slower(*args: Any, **kwargs: Any) -> Any:
-            self.now += seconds
-            return original(*args, **kwargs)
-
-        setattr(target, name, slower)
 
 
 @pytest.mark.pins
@@ -126,107 +106,6 @@ def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPa
     trainer.close()
     flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
-
-
-@pytest.mark.pins
-def test_batches_that_compile_are_no_steady_state() -> None:
-    monitor = ThroughputMonitor(warmup_batches=1)
-    shapes = [batch([length] * 4) for length in (8, 8, 8, 16, 16, 16)]
-    trainer = make_trainer(
-        [TorchCompile(backend="aot_eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled()
-    )
-    trainer.fit()
-    trainer.close()
-    assert [b.steady for b in monitor.batches] == [False, True, True, False, True, True]
-    summary = monitor.summary()
-    compiling = sum(b.seconds for b in monitor.batches if not b.steady)
-    assert summary["warmup_seconds"] >= compiling > 0
-    assert summary["steady_batches"] == 4
-
-
-def test_what_the_gpu_still_has_to_do_is_the_last_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A host that runs ahead: forward passes take no time until somebody waits for them."""
-    clock, monitor = Clock(), ThroughputMonitor(warmup_batches=2)
-    monitor.clock = PhaseClock(clock)
-    queued: list[float] = []
-
-    def wait(_: torch.device) -> None:
-        clock.now += sum(queued)
-        queued.clear()
-
-    monkeypatch.setattr(module, "_synchronize", wait)
-    rows = Batches([{k: v[0] for k, v in batch([8]).items()} for _ in range(4)])
-    trainer = make_trainer(
-        batches=plain_batches(6),
-        callbacks=[monitor],
-        eval_dataloader=torch.utils.data.DataLoader(rows, batch_size=2),
-        eval_interval="4ba",
-    )
-    forward = trainer.state.model.forward
-
-    def launch(inputs: Any) -> Any:
-        if trainer.state.model.training:
-            clock.now += 0.05
-            queued.append(0.2)
-        return forward(inputs)
-
-    trainer.state.model.forward = launch  # type: ignore[method-assign, assignment]
-    trainer.fit()
-    trainer.close()
-    assert [b.step for b in monitor.batches] == pytest.approx([0.25, 0.25, 0.05, 0.45, 0.05, 0.45])
-    summary = monitor.summary()
-    assert summary["warmup_seconds"] == pytest.approx(0.5)
-    assert summary["eval_seconds"] == 0
-    assert summary["samples_per_sec"] == pytest.approx(4 / 0.25)
-
-
-def test_capturing_a_graph_is_warm_up_wherever_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [100.0]
-    monitor.clock = PhaseClock(clock)
-    monkeypatch.setattr(module, "capture_seconds", lambda: captured[0])
-    trainer = make_trainer(batches=plain_batches(4), callbacks=[monitor])
-    forward = trainer.state.model.forward
-
-    def capture(inputs: Any) -> Any:
-        taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
-        captured[0] += taken
-        clock.now += 0.5 + taken
-        return forward(inputs)
-
-    trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
-    trainer.fit()
-    trainer.close()
-    assert [b.step for b in monitor.batches] == pytest.approx([0.5] * 4)
-    assert [b.steady for b in monitor.batches] == [False, True, True, True]
-    assert monitor.summary()["warmup_seconds"] == pytest.approx(0.5 + 3.0)
-    assert monitor.summary()["samples_per_sec"] == pytest.approx(4 / 0.5)
-
-
-def labelled() -> Any:
-    model = tiny_bert()
-    model.config.problem_type = "single_label_classification"  # or the second batch compiles anew
-    return model
-
-
-@pytest.mark.pins
-def test_a_first_value_comes_before_batch_ten_even_if_every_batch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs = iter(range(1000))
-    monkeypatch.setattr(module, "counters", {"stats": SimpleNamespace(__getitem__=None)})
-    monkeypatch.setitem(module.counters, "stats", _Counting(graphs))
-    logger = InMemoryLogger()
-    trainer = make_trainer(batches=plain_batches(12), callbacks=[ThroughputMonitor(warmup_batches=8)], loggers=[logger])
-    trainer.fit()
-    trainer.close()
-    first = min(t.batch.value for t, _ in logger.data["throughput/samples_per_sec"])
-    assert first == 9
-
-
-class _Counting:
-    def __init__(self, values: Any) -> None:
-        self.values = values
-
-    def __getitem__(self, _: str) -> int:
-        return next(self.values)
 
 
 def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so() -> None:
