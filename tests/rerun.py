@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["CannotRecord", "Rerun"]
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+
+__all__ = ["CannotRecord", "Rerun", "graphed"]
+
+
+def graphed(model: Any, max_graphs: int = 2) -> GraphedCalls:
+    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
+    calls.install("forward")
+    return calls
 
 
 class Rerun:
@@ -15,6 +23,9 @@ class Rerun:
 
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool
+
+    def settle(self) -> None:
+        pass
 
     def warm_up(self, run: Callable[[], None]) -> None:
         run()

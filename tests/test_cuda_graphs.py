@@ -14,12 +14,11 @@ from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.algorithms.ordering import refuse_clashes, screen
 from composer_speedups.algorithms.requirements import Context
-from composer_speedups.captures import capture_seconds
 from composer_speedups.errors import TechniqueError
 from tests.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
-from tests.rerun import CannotRecord, Rerun
+from tests.rerun import CannotRecord, Rerun, graphed
 
 
 def grads_of(model: Any, *calls: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -49,52 +48,6 @@ def test_gradients_of_two_shapes_that_were_both_called_first_add_up() -> None:
     assert_near(grads_of(model, *inputs), grads_of(reference, *inputs))
 
 
-def test_the_shapes_share_one_place_for_gradients() -> None:
-    model = tiny_bert()
-    graphed(model)
-    places = []
-    for lengths in ([5, 4], [8, 8]):
-        model.zero_grad()
-        model(**batch(lengths)).loss.backward()
-        places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
-    assert places[0] == places[1]
-    assert len(places[0]) == len(list(model.parameters()))
-
-
-def test_any_outputs_may_be_differentiated_and_any_parameters_unused() -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
-    model["a"].bias.requires_grad_(False)
-    reference = copy.deepcopy(model)
-    for each in (model, reference):
-        each.forward = lambda x, each=each: (each["a"](x), each["b"](x), x.sum(-1))
-    calls = GraphedCalls(model, model.forward, 1, recorder=Rerun)
-    calls.install("forward")
-    for pick in ([0], [1], [0, 1]):
-        for each in (model, reference):
-            each.zero_grad()
-            outputs = each(torch.ones(4, 3))
-            assert [o.requires_grad for o in outputs] == [True, True, False]
-            torch.stack([(i + 1) * outputs[i].square().sum() for i in pick]).sum().backward()
-        zeros = {
-            n: torch.zeros_like(g) for n, g in gradients(model).items()
-        }  # graphs give these what autograd leaves out
-        assert_near(gradients(model), {**zeros, **gradients(reference)})
-    assert calls.replays == 3
-    assert model["unused"].weight.grad is None
-    assert model["a"].bias.grad is None
-
-
-def test_captures_are_timed() -> None:
-    before = capture_seconds()
-    model = tiny_bert()
-    graphed(model)
-    model(**batch([4, 4]))
-    after = capture_seconds()
-    model(**batch([4, 4]))
-    assert before < after == capture_seconds()
-
-
 def test_a_released_model_is_its_own_again() -> None:
     model = tiny_bert()
     original = model.forward
@@ -104,12 +57,6 @@ def test_a_released_model_is_its_own_again() -> None:
     calls.release()
     assert model.forward == original
     assert calls.graphs == 0
-
-
-def graphed(model: Any, max_graphs: int = 2) -> GraphedCalls:
-    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
-    calls.install("forward")
-    return calls
 
 
 def test_a_call_goes_through_flat_tensors_and_comes_back_as_the_models_own_output() -> None:

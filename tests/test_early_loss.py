@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -144,6 +145,26 @@ def test_others_who_move_tensors_of_the_same_shapes_are_not_served(copies: Watch
     interception.undo()
     interception.undo()
     assert device.tensor_to_device.__func__ is DeviceCPU.tensor_to_device  # type: ignore[attr-defined]
+
+
+def test_what_composer_reads_at_each_batch_is_not_sent_to_the_device(
+    copies: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders: set[str] = set()
+    moved = DeviceCPU.tensor_to_device
+
+    def noted(self: DeviceCPU, tensor: Tensor) -> Tensor:
+        senders.update(sys._getframe(depth).f_code.co_name for depth in (1, 2))
+        return moved(self, tensor)
+
+    monkeypatch.setattr(DeviceCPU, "tensor_to_device", noted)
+    read = {"_train_batch", "_train_microbatches", "_train_microbatch", "_accumulate_time_across_ranks"}
+    read.add("_iter_dataloader")
+    train("tensor", 4)
+    assert read <= senders
+    senders.clear()
+    train("tensor", 4, [EarlyLoss()])
+    assert not read & senders
 
 
 def test_a_loop_that_reads_nothing_through_it_is_noticed(copies: Watched) -> None:

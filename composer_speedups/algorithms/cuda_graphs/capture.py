@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from composer_speedups.captures import capturing
 
@@ -21,6 +22,9 @@ __all__ = ["CUDARecorder", "Recorder", "SharedGradients", "capture_call"]
 
 class Recorder(Protocol):
     """What captures; tests give their own."""
+
+    def settle(self) -> None:
+        """Wait for what was launched so far, which is no part of the capture's time."""
 
     def warm_up(self, run: Callable[[], None]) -> None:
         """Run once, so that what is done at a kernel's first launch is not part of the graph."""
@@ -38,6 +42,9 @@ class CUDARecorder:
 
     def __init__(self, pool: Any = None) -> None:
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
 
     def warm_up(self, run: Callable[[], None]) -> None:
         torch.cuda.synchronize()
@@ -92,13 +99,18 @@ class SharedGradients:
 
 
 def capture_call(
-    call: Callable[..., tuple[Tensor, ...]], static: Sequence[Tensor], shared: SharedGradients, recorder: Recorder
+    call: Callable[..., tuple[Tensor, ...]],
+    static: Sequence[Tensor],
+    leaves: Sequence[nn.Parameter],
+    shared: SharedGradients,
+    recorder: Recorder,
 ) -> Callable[..., tuple[Tensor, ...]]:
     """Capture a call's forward and backward pass.
 
     Args:
-        call: Tensors to tensors; it gives gradients to ``shared.parameters``, and to nothing else.
+        call: Tensors to tensors; it gives gradients to ``leaves``, and to nothing else.
         static: Its arguments, in memory that stays: a replay copies the caller's into it.
+        leaves: What stands for each of ``shared.parameters`` in the call.
         shared: Where each backward pass leaves the gradients.
         recorder: What captures.
 
@@ -106,8 +118,9 @@ def capture_call(
         A function of tensors such as ``static`` that replays. Its outputs lie in the graph's memory, until the next
         replay.
     """
+    recorder.settle()
     with capturing():
-        captured = _Captured(call, static, shared, recorder)
+        captured = _Captured(call, static, leaves, shared, recorder)
 
     class Replay(torch.autograd.Function):
         @staticmethod
@@ -135,6 +148,7 @@ class _Captured:
         self,
         call: Callable[..., tuple[Tensor, ...]],
         static: Sequence[Tensor],
+        leaves: Sequence[nn.Parameter],
         shared: SharedGradients,
         recorder: Recorder,
     ) -> None:
@@ -148,23 +162,29 @@ class _Captured:
             return tuple(output.detach() for output in self._attached)
 
         def backward() -> None:
-            shared.fill(self._differentiate())
+            shared.fill(self._differentiate(leaves))
 
         def both() -> None:
             forward()
             self.weights = [torch.zeros_like(o) if o.requires_grad else None for o in self._attached]
-            self._taught = shared.prepare(self._differentiate())
+            gradients = self._differentiate([*leaves, *shared.parameters])
+            if any(gradient is not None for gradient in gradients[len(leaves) :]):
+                raise RuntimeError("a parameter is used that its module does not hold")
+            self._taught = shared.prepare(gradients[: len(leaves)])
             self._attached = ()  # its memory is the capture's to use
 
-        recorder.warm_up(both)
+        compiled = None
+        while compiled != counters["stats"]["unique_graphs"]:  # what is compiled waits for the GPU, or copies to it
+            compiled = counters["stats"]["unique_graphs"]
+            recorder.warm_up(both)
         self._outputs, self._replay_forward = recorder.record(forward)
         _, self._replay_backward = recorder.record(backward)
         self._attached = ()
 
-    def _differentiate(self) -> list[Tensor | None]:
+    def _differentiate(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
         pairs = [(o, w) for o, w in zip(self._attached, self.weights, strict=True) if w is not None]
         outputs, weights = [output for output, _ in pairs], [weight for _, weight in pairs]
-        return list(torch.autograd.grad(outputs, self._shared.parameters, weights, allow_unused=True))
+        return list(torch.autograd.grad(outputs, inputs, weights, allow_unused=True))
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for place, given in zip(self._static, inputs, strict=True):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder, Recorder, SharedGradients, capture_call
+from composer_speedups.algorithms.cuda_graphs.stand_ins import StandIns
 
 __all__ = ["CaptureError", "GraphedCalls"]
 
@@ -80,13 +80,14 @@ class GraphedCalls:
             try:
                 if self._gradients is None:
                     self._gradients = SharedGradients(self.model.parameters())
-                flat = _FlatCall(self.original, leaves, spec, self.carries)
+                flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
                 self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, self._recorder(self.pool))
             except CaptureError as error:
                 self.on_failure(error)
                 self.release()
-                self.eager_calls += 1
-                return self.original(*args, **kwargs)
+        if key not in self._graphs:  # it failed, and what the error held is free
+            self.eager_calls += 1
+            return self.original(*args, **kwargs)
         self.replays += 1
         return self._graphs[key](leaves)
 
@@ -134,12 +135,10 @@ class _Graph:
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
         buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
         try:
-            with _undone_when_it_fails(), warnings.catch_warnings():
-                # torch's own warm-up keeps nodes of its stream alive while the capture runs on another.
-                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match", UserWarning)
-                # The cache of autocast would hand tensors of one replay to the next.
-                with torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False):
-                    self._replay = capture_call(flat, static, gradients, recorder)
+            # The cache of autocast would hand tensors of one replay to the next.
+            autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
+            with _undone_when_it_fails(), autocast:
+                self._replay = capture_call(flat, static, flat.stand_ins.of(gradients.parameters), gradients, recorder)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -184,15 +183,17 @@ def _carrying(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> It
 
 
 class _FlatCall:
-    """The call with tensors only on both sides, as capturing wants it."""
+    """The call with tensors only on both sides, as capturing wants it, and with stand-ins for the parameters."""
 
     def __init__(
         self,
+        model: nn.Module,
         original: Callable[..., Any],
         leaves: list[Any],
         spec: TreeSpec,
         carries: list[tuple[nn.Module, str]],
     ) -> None:
+        self.stand_ins = StandIns(model)
         self._carries = carries
         self._original, self._leaves, self._spec = original, leaves, spec
         self._outputs: list[Any] = []  # what is no tensor among them
@@ -203,7 +204,7 @@ class _FlatCall:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
-        with _carrying(self._carries, carried):
+        with _carrying(self._carries, carried), self.stand_ins.in_place():
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]

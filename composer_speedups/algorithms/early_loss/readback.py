@@ -1,9 +1,10 @@
 """Numbers that Composer's training loop reads back each batch, without the host waiting for more than it reads.
 
-Composer's ``Trainer`` makes small tensors on the device for four numbers: the loss, the rows of the batch, its
-samples and tokens, and its time. It then reads them with ``.item()``, which waits for everything that was launched
-before. The loss is known when the forward pass is, so a copy of it is sent to the host from there, past the backward
-pass and the optimizer's step. The others come from the host: on one rank they can stay there.
+Composer's ``Trainer`` makes small tensors on the device for five numbers: the loss, the rows of the batch, its
+samples and tokens, its time, and whether the epoch or the evaluation is over. It then reads them with ``.item()``,
+which waits for everything that was launched before. The loss is known when the forward pass is done, so a copy of it
+is sent to the host from there, past the backward pass and the optimizer's step. The others come from the host: on one
+rank they can stay there.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Interception:
     def __init__(self, device: Device, readback: Readback) -> None:
         self.readback = readback
         self._device, self._original = device, device.tensor_to_device
-        self._batch, self._microbatches, self._microbatch, self._times = map(_code, _LOOP)
+        self._batch, self._microbatches, self._microbatch, self._times, self._batches = map(_code, _LOOP)
 
     def __call__(self, tensor: Tensor) -> Tensor:
         caller = sys._getframe(1).f_code
@@ -170,7 +171,7 @@ class Interception:
             return loss
         # A process group of GPUs adds up only what is on them.
         alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone and (caller is self._times or (caller is self._microbatches and tensor.ndim == 0)):
+        if alone and (caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)):
             return tensor
         return self._original(tensor)
 
@@ -187,7 +188,9 @@ class Interception:
             del self._device.tensor_to_device  # type: ignore[method-assign]
 
 
-_LOOP = ("_train_batch", "_train_microbatches", "_train_microbatch", "_accumulate_time_across_ranks")
+_LOOP = (
+    "_train_batch", "_train_microbatches", "_train_microbatch", "_accumulate_time_across_ranks", "_iter_dataloader",
+)  # fmt: skip
 
 
 def _code(name: str) -> CodeType:

@@ -22,7 +22,7 @@ __all__ = ["attention_backward", "attention_forward"]
 
 # Queries (rows) and keys (columns) a block, warps, and loads in flight: the fastest measured on an H200. Beyond 128
 # registers a thread, a multiprocessor has room for three blocks and not four.
-_FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128}
+_FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
 _QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 _KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 
