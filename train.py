@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
+from composer_speedups.algorithms.fused_layers.beside import compiling_beside, wait_for
 from composer_speedups.cli import exit_codes, read_command_line
 from composer_speedups.config import Config, Origins
 from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
@@ -13,11 +15,13 @@ def main(arguments: list[str]) -> None:
     clock = StartupClock()
     config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
     clock.lap("config")
-    with kept_bytecode(config):
-        train(config, origins, clock)
+    with kept_bytecode(config), compiling_beside(config) as kernels:
+        train(config, origins, clock, kernels)
 
 
-def train(config: Config, origins: Origins, clock: StartupClock) -> None:
+def train(
+    config: Config, origins: Origins, clock: StartupClock, kernels: subprocess.Popen[bytes] | None = None
+) -> None:
     with without_gc():
         open_early(config)
 
@@ -52,6 +56,7 @@ def train(config: Config, origins: Origins, clock: StartupClock) -> None:
         model = build_model(config.model, data.tokenizer, config.data.max_length)
         clock.lap("model")
         cpu.join()
+        wait_for(kernels)
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=[StartupTimes(clock)])
         clock.lap("trainer")
         trainer.fit()

@@ -15,7 +15,8 @@ _PATTERNS = {
     "GEMM": r"gemm|nvjet|xmma|cublas|splitk|cutlass|::(addmm|mm|bmm|baddbmm|linear|matmul)$|mkldnn_linear|_scaled_mm",
     "activation": r"gelu|erf|tanh|relu",
     "LayerNorm, dropout, residual": r"layer_?norm|dropout|GammaBeta|masked_scale|bernoulli|seed|LayerNorm",
-    "reductions": r"reduce|_red_|::sum$|::mean$|_per_fused_sum|foreach_norm|LpNorm",
+    "embeddings": r"embedding",
+    "reductions": r"column_sums|reduce|_red_|::sum$|::mean$|_per_fused_sum|foreach_norm|LpNorm",
     "copies and casts": r"memcpy|memset|copy|catarray|::cat$|::to$|fill|zero_|contiguous",
 }
 KINDS = (*_PATTERNS, "other")

@@ -1,4 +1,4 @@
-"""Figures that set the suite beside its peers: steady steps, and whole jobs from process start to end."""
+"""Figures that set the suite beside its peers: steady steps, whole jobs from process start to end, and their start."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.figures import rows_of, where_of
 
-__all__ = ["jobs", "steps"]
+__all__ = ["jobs", "starts", "steps"]
 
 Row = dict[str, Any]
 
@@ -41,6 +41,22 @@ def jobs(table: str) -> list[str]:
             f"| {batch} | {arm} | {_median(found, 'process_seconds'):.1f} | {_ratio(base, found, _process):.2f} "
             f"| {_median(found, 'warmup_seconds'):.0f} | {_median(found, 'eval_seconds'):.1f} |"
         )
+    return [*lines, "", where_of(rows)]
+
+
+def starts(table: str) -> list[str]:
+    """Where the time from the start of each arm's process to the end of its first step goes; of the last run."""
+    rows = rows_of(table)
+    phases = ("imports", "data", "model", "first_step")
+    lines = [
+        f"| arm | to the first step, s | {' | '.join(phase.replace('_', ' ') for phase in phases)} | the rest |",
+        "|---" * (len(phases) + 3) + "|",
+    ]
+    for row in rows:
+        spent = [row["startup"][f"{phase}_seconds"] for phase in phases]
+        total = row["startup"]["to_first_step_seconds"]
+        cells = " | ".join(f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))
+        lines.append(f"| {row['arm']} | {cells} |")
     return [*lines, "", where_of(rows)]
 
 

@@ -9,6 +9,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
 - ``steps TABLE``: steady steps of every arm beside the first one's;
 - ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
+- ``starts TABLE``: from process start to the first trained step;
 - ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
 """
 
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table
-from benchmarks.peer_figures import jobs, steps
+from benchmarks.peer_figures import jobs, starts, steps
 
 __all__ = ["documents", "render"]
 
@@ -57,6 +58,8 @@ def _figure(request: str) -> str:
         return "\n".join(steps(table))
     if kind == "jobs":
         return "\n".join(jobs(table))
+    if kind == "starts":
+        return "\n".join(starts(table))
     if kind == "effect":
         return "\n".join(effect(table, *arms))
     raise ValueError(f"no figure of kind {kind!r}")

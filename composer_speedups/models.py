@@ -19,11 +19,9 @@ from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import check_folder
 from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
+from composer_speedups.sizes import SIZES
 
-__all__ = ["SIZES", "FinetuneModel", "build_model", "resolve_name"]
-
-# layers, hidden, heads; feed-forward is 4 × hidden. Source: arXiv 1908.08962 (tiny, mini), 1810.04805.
-SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+__all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
 # Weights that a pretrained encoder need not have: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")

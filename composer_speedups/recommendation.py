@@ -16,6 +16,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "unpadding": {"pad_to_multiple_of": 512},
     "fused_layers": {},
     "cuda_graphs": {"max_graphs": 16},
+    "early_loss": {},
 }
 """YAML name → settings; ``yamls/bert_imdb_fast.yaml`` holds the same."""
 

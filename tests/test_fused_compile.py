@@ -28,6 +28,7 @@ from composer_speedups.algorithms.fused_layers.gelu import gelu_backward  # noqa
 from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa: E402
 from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward  # noqa: E402
 from composer_speedups.algorithms.fused_layers.parts import Rates  # noqa: E402
+from composer_speedups.algorithms.fused_layers.shape import Shape  # noqa: E402
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 SEED, CU = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 200, 256], dtype=torch.int32)
@@ -51,13 +52,13 @@ class Launch(NamedTuple):
         for i, (name, value) in enumerate(given.items()):
             if isinstance(value, Tensor):
                 found.signature[name] = f"*{TYPES[value.dtype]}"
-            elif fn.params[i].is_constexpr or value == 1:
+            elif fn.params[i].is_constexpr or (value == 1 and not fn.params[i].do_not_specialize):
                 found.signature[name], found.constants[i,] = "constexpr", value
             else:
                 whole = "i32" if -(2**31) <= value < 2**31 else "i64"
                 found.signature[name] = "fp32" if isinstance(value, float) else whole
-            divisible = isinstance(value, int) and value % 16 == 0 and (i,) not in found.constants
-            if isinstance(value, Tensor) or divisible:
+            divisible = isinstance(value, int) and value % 16 == 0 and not fn.params[i].do_not_specialize
+            if isinstance(value, Tensor) or (divisible and (i,) not in found.constants):
                 found.attributes[i,] = [["tt.divisibility", 16]]
         return found
 
@@ -103,12 +104,13 @@ def gelu(dropout: float, dtype: torch.dtype) -> None:
     gelu_backward(tokens(256, 4 * HIDDEN, dtype=dtype), tokens(256, 4 * HIDDEN, dtype=dtype))
 
 
-def embeddings(dropout: float, dtype: torch.dtype) -> None:
-    ids, places = torch.zeros(4, 64, dtype=torch.long), torch.arange(64)[None]
+def embeddings(dropout: float, dtype: torch.dtype, rows: int = 4, no_gradient: tuple[int, int] = (0, -1)) -> None:
+    ids, places = torch.zeros(rows, 64, dtype=torch.long), torch.arange(64)[None]
     word, position, kind = (torch.zeros(n, HIDDEN, requires_grad=True) for n in (32, 64, 2))
     weight = torch.zeros(HIDDEN, requires_grad=True)
-    out = embed(ids, places, 0 * places, word, position, kind, weight, weight, 1e-12, dropout, dtype, (0, -1))
-    out.backward(torch.zeros_like(out))
+    out = embed(ids, places, 0 * places, word, position, kind, weight, weight, 1e-12, dropout, dtype, no_gradient)
+    if out.requires_grad:
+        out.backward(torch.zeros_like(out))
 
 
 @pytest.mark.pins
@@ -137,17 +139,21 @@ def test_every_launch_compiles_and_spills_no_registers(
 
 
 @pytest.mark.parametrize("dropouts", [Rates(0.1, 0.1, 0.1), Rates(0.1, 0.0, 0.6)])
-def test_what_is_compiled_ahead_is_what_a_layer_launches(dropouts: Rates, launched: list[Launch]) -> None:
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_is_compiled_ahead_is_what_a_model_launches(dropouts: Rates, rows: int, launched: list[Launch]) -> None:
     config = BertConfig(num_hidden_layers=1)
-    layer: Any = BertModel(config).encoder.layer[0]
-    parts = FusedBertLayer.parts(layer)
-    for launch in launches(parts, dropouts, torch.bfloat16, torch.device("cpu")):
-        launch()
+    parts = FusedBertLayer.parts(BertModel(config).encoder.layer[0])  # type: ignore[arg-type]
+    shape = Shape(HIDDEN, 4 * HIDDEN, 12, *dropouts, embedding=HIDDEN, embedded=0.1)
+    for some in launches(shape, torch.bfloat16, torch.device("cpu")):
+        for launch in some:
+            launch()
     ahead = {launch.key() for launch in launched}
     launched.clear()
     x, cu = tokens(512, HIDDEN).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
     fused_layer(x, parts, dropouts, cu, 512).backward(tokens(512, HIDDEN))
+    embeddings(0.1, torch.bfloat16, rows, (0, 1))
     with torch.no_grad():
         fused_layer(x, parts, Rates(0.0, 0.0, 0.0), cu, 512)
-    assert len(launched) == 3 + 6 + 3
+        embeddings(0.0, torch.bfloat16, rows)
+    assert len(launched) == 3 + 6 + 2 + 3 + 1
     assert {launch.key() for launch in launched} <= ahead

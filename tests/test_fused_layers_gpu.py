@@ -10,8 +10,8 @@ import torch
 
 from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
-from composer_speedups.algorithms.fused_layers.families import FusedBertLayer, FusedLayer
-from composer_speedups.algorithms.fused_layers.parts import Rates
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.fused_layers.shape import Shape
 from composer_speedups.algorithms.unpadding import plan_unpadding
 from composer_speedups.errors import TechniqueError
 from tests.common import batch, make_trainer, plain_batches, tiny_bert
@@ -83,9 +83,10 @@ def test_the_same_seed_trains_alike_and_dropout_is_drawn_anew_each_step() -> Non
 def test_what_is_compiled_ahead_runs() -> None:
     from composer_speedups.algorithms.fused_layers.compile_ahead import launches  # it imports Triton
 
-    layer: Any = tiny_bert().bert.encoder.layer[0]  # wherever it is
-    for launch in launches(FusedBertLayer.parts(layer), Rates(0.1, 0.1, 0.1), torch.bfloat16, torch.device("cuda")):
-        launch()
+    shape = Shape(64, 128, 2, 0.1, 0.1, 0.1, 64, 0.1)
+    for some in launches(shape, torch.bfloat16, torch.device("cuda")):
+        for launch in some:
+            launch()
     torch.cuda.synchronize()
 
 

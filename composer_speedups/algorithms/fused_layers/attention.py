@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.attention_backward import key_gradients, query_gradients
+from composer_speedups.algorithms.fused_layers.attention_backward import (
+    attention_key_gradients,
+    attention_query_gradients,
+)
 from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits, spread_bits
 from composer_speedups.algorithms.fused_layers.norm import threshold_of
 
@@ -47,7 +50,7 @@ def attention_forward(
     size = hidden // heads
     out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
-    _forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
+    _attention_forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
         qkv, cu_seqlens, out, logs, seed, tokens, size**-0.5 * 1.4426950408889634, threshold_of(dropout),
         1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0, **_FORWARD,
     )  # fmt: skip
@@ -80,17 +83,17 @@ def attention_backward(
     scale, rows = size**-0.5, len(cu_seqlens) - 1
     common = (tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
     constants = {"HIDDEN": hidden, "SIZE": size, "DROPOUT": dropout > 0}
-    query_gradients[(triton.cdiv(longest, _QUERIES["ROWS"]), heads, rows)](
+    attention_query_gradients[(triton.cdiv(longest, _QUERIES["ROWS"]), heads, rows)](
         grad_out, qkv, out, logs, delta, bits, grad, cu_seqlens, seed, *common, **constants, **_QUERIES
     )
-    key_gradients[(triton.cdiv(longest, _KEYS["COLUMNS"]), heads, rows)](
+    attention_key_gradients[(triton.cdiv(longest, _KEYS["COLUMNS"]), heads, rows)](
         grad_out, qkv, logs, delta, bits, grad, cu_seqlens, *common, **constants, **_KEYS
     )
     return grad
 
 
 @triton.jit
-def _forward(
+def _attention_forward(
     qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip

@@ -9,11 +9,11 @@ import triton.language as tl
 
 from composer_speedups.algorithms.fused_layers.dropout_bits import hash_bits, mix_bits, spread_bits
 
-__all__ = ["key_gradients", "query_gradients"]
+__all__ = ["attention_key_gradients", "attention_query_gradients"]
 
 
 @triton.jit
-def query_gradients(
+def attention_query_gradients(
     grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, scale,
     threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -59,7 +59,7 @@ def query_gradients(
 
 
 @triton.jit
-def key_gradients(
+def attention_key_gradients(
     grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, tokens, scale,
     threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,

@@ -5,6 +5,7 @@ Shapes: B rows, S slots a row, N = B·S, H units an embedding. The sum is not st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.norm import kept, threshold_of
 
-__all__ = ["embed"]
+__all__ = ["embed", "embed_backward", "embed_forward"]
 
 _ROWS_A_PROGRAM = 16
 
@@ -53,41 +54,78 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, positions: Tensor, types: Tensor, *rest: Any) -> Tensor:
         word, position, token_type, weight, bias, eps, dropout, dtype, no_gradient = rest
-        (rows, width), hidden = ids.shape, word.shape[1]
-        out = torch.empty(rows, width, hidden, device=ids.device, dtype=dtype)
-        statistics = torch.empty(2, rows * width, device=ids.device, dtype=torch.float32)
         seed = torch.zeros(1, dtype=torch.int32, device=ids.device)
         if dropout > 0:
             seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=ids.device)
-        strides = [0 if x.shape[0] == 1 else width for x in (positions, types)]
-        block = triton.next_power_of_2(hidden)
-        _forward[(rows * width,)](
-            ids, positions, types, word, position, token_type, weight, bias, out, statistics, seed,
-            width, *strides, rows * width, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
-            DROPOUT=dropout > 0, BLOCK=block, num_warps=4,
-        )  # fmt: skip
-        ctx.save_for_backward(ids, positions, types, word, position, token_type, weight, statistics, seed)
-        ctx.settings = strides, dropout, no_gradient
+        tables = (word, position, token_type)
+        out, statistics = embed_forward((ids, positions, types), tables, weight, bias, eps, dropout, dtype, seed)
+        ctx.save_for_backward(ids, positions, types, *tables, weight, statistics, seed)
+        ctx.settings = dropout, no_gradient
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ids, positions, types, word, position, token_type, weight, statistics, seed = ctx.saved_tensors
-        strides, dropout, no_gradient = ctx.settings
-        (rows, width), hidden = ids.shape, word.shape[1]
-        tables = [torch.zeros_like(table, dtype=torch.float32) for table in (word, position, token_type)]
-        groups = triton.cdiv(rows, _ROWS_A_PROGRAM)
-        partial = torch.empty(groups * width, 2, hidden, device=ids.device, dtype=torch.float32)
-        _backward[(width, groups)](
-            grad.contiguous(), ids, positions, types, word, position, token_type, weight, statistics, seed,
-            *tables, partial, rows, width, *strides, rows * width, hidden, threshold_of(dropout),
-            1 / (1 - dropout), *no_gradient,
-            DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), EACH=_ROWS_A_PROGRAM, num_warps=4,
-        )  # fmt: skip
-        norm = partial.sum(0)
-        found = [*tables, norm[0], norm[1]]
-        wanted = [g.to(p.dtype) for g, p in zip(found, (word, position, token_type, weight, weight), strict=True)]
+        ids, positions, types, *tables, weight, statistics, seed = ctx.saved_tensors
+        found = embed_backward(grad, (ids, positions, types), tables, weight, statistics, seed, *ctx.settings)
+        wanted = [g.to(p.dtype) for g, p in zip(found, (*tables, weight, weight), strict=True)]
         return None, None, None, *wanted, None, None, None, None
+
+
+def embed_forward(
+    indices: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    weight_H: Tensor,
+    bias_H: Tensor,
+    eps: float,
+    dropout: float,
+    dtype: torch.dtype,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The result, (B, S, H), and the mean and inverse standard deviation of each of its sums, (2, N).
+
+    Args:
+        indices: ``ids_BS``, ``positions`` and ``types`` of :func:`embed`, and ``tables`` are those that they index.
+        seed: int32 (1,), of the dropout mask.
+    """
+    ids, hidden = indices[0], weight_H.shape[0]
+    rows, width = ids.shape
+    out = torch.empty(rows, width, hidden, device=ids.device, dtype=dtype)
+    statistics = torch.empty(2, rows * width, device=ids.device, dtype=torch.float32)
+    _embedding_forward[(rows * width,)](
+        *indices, *tables, weight_H, bias_H, out, statistics, seed,
+        width, *_strides(indices), rows * width, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
+        DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), num_warps=4,
+    )  # fmt: skip
+    return out, statistics
+
+
+def embed_backward(
+    grad: Tensor,
+    indices: Sequence[Tensor],
+    tables: Sequence[Tensor],
+    weight_H: Tensor,
+    statistics: Tensor,
+    seed: Tensor,
+    dropout: float,
+    no_gradient: tuple[int, int],
+) -> list[Tensor]:
+    """Gradients of the three tables, of the LayerNorm's weight and of its bias, in float32."""
+    (rows, width), hidden = indices[0].shape, weight_H.shape[0]
+    gradients = [torch.zeros_like(table, dtype=torch.float32) for table in tables]
+    groups = triton.cdiv(rows, _ROWS_A_PROGRAM)
+    partial = torch.empty(groups * width, 2, hidden, device=grad.device, dtype=torch.float32)
+    _embedding_backward[(width, groups)](
+        grad.contiguous(), *indices, *tables, weight_H, statistics, seed,
+        *gradients, partial, rows, width, *_strides(indices), rows * width, hidden, threshold_of(dropout),
+        1 / (1 - dropout), *no_gradient,
+        DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), EACH=_ROWS_A_PROGRAM, num_warps=4,
+    )  # fmt: skip
+    return [*gradients, *partial.sum(0)]
+
+
+def _strides(indices: Sequence[Tensor]) -> list[int]:
+    """From one row of the positions to the next, and of the types; 0 where all rows share one."""
+    return [0 if x.shape[0] == 1 else x.shape[1] for x in indices[1:]]
 
 
 @triton.jit
@@ -97,8 +135,8 @@ def _gathered(word_ptr, position_ptr, type_ptr, word, position, kind, hidden, co
     return total + tl.load(position_ptr + position * hidden + columns, mask=valid, other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _forward(
+@triton.jit(do_not_specialize=["positions_stride", "types_stride"])  # one kernel, compiled ahead, for all models
+def _embedding_forward(
     ids_ptr, positions_ptr, types_ptr, word_ptr, position_ptr, type_ptr, weight_ptr, bias_ptr, out_ptr,
     statistics_ptr, seed_ptr, width, positions_stride, types_stride, slots, hidden, eps, threshold, scale,
     DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
@@ -125,8 +163,8 @@ def _forward(
     tl.store(statistics_ptr + slots + slot, inverse)
 
 
-@triton.jit
-def _backward(
+@triton.jit(do_not_specialize=["rows", "positions_stride", "types_stride", "no_word", "no_position"])
+def _embedding_backward(
     grad_ptr, ids_ptr, positions_ptr, types_ptr, word_ptr, position_ptr, type_ptr, weight_ptr, statistics_ptr,
     seed_ptr, grad_word_ptr, grad_position_ptr, grad_type_ptr, partial_ptr, rows, width, positions_stride,
     types_stride, slots, hidden, threshold, scale, no_word, no_position,

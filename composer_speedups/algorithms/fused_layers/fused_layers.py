@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from concurrent.futures import Executor
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.embedding_families import EMBEDDINGS, FusedEmbeddings
 from composer_speedups.algorithms.fused_layers.families import FAMILIES, FusedLayer
+from composer_speedups.algorithms.fused_layers.shape import Shape
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_autocast, needs_cuda
 from composer_speedups.algorithms.surgery import swap_class
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
@@ -118,7 +118,7 @@ class FusedLayers(Technique):
         self.last_layer = last_layer
         self._layers: list[FusedLayer] = []
         self._embeddings: list[FusedEmbeddings] = []
-        self._compiling: Executor | None = None
+        self._compiling: Any = None  # a Compiling, whose module imports Triton
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(
@@ -141,18 +141,19 @@ class FusedLayers(Technique):
         if device.type == "cuda":
             from composer_speedups.algorithms.fused_layers.compile_ahead import compile_ahead
 
-            layer = self._layers[0]
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
-            self._compiling = compile_ahead(layer.parts(), layer.rates(), dtype, device)
+            self._compiling = compile_ahead(Shape.of_modules(self._layers[0], self._embeddings[0]), dtype, device)
         return {"layers": len(self._layers)}
 
     def observe(self, event: Event, state: State) -> None:
-        if event == Event.BEFORE_FORWARD and self._compiling is not None:
-            self._compiling.shutdown()
+        if self._compiling is not None and event == Event.BEFORE_FORWARD:
+            self._compiling.wait()
+        elif self._compiling is not None:
+            self._compiling.close()  # nothing may be launched beside a capture of CUDA graphs, which may come next
 
     def close(self) -> None:
         if self._compiling is not None:
-            self._compiling.shutdown(cancel_futures=True)
+            self._compiling.close(cancel=True)
 
     def verify(self, state: State) -> dict[str, Any]:
         ran = [layer.ran for layer in self._layers]

@@ -38,7 +38,7 @@ def add_norm_forward(
     out = torch.empty_like(x_TH)
     statistics = torch.empty(2, tokens, device=x_TH.device, dtype=torch.float32)
     block = triton.next_power_of_2(hidden)
-    _forward[(tokens,)](
+    _layernorm_forward[(tokens,)](
         x_TH, residual_TH, weight_H, bias_H, out, statistics, seed,
         tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
         DROPOUT=dropout > 0, BLOCK=block, num_warps=max(1, min(8, block // 1024)),
@@ -77,7 +77,7 @@ def add_norm_backward(
     warps = max(1, min(8, block // 256))
     programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
-    _backward[(programs,)](
+    _layernorm_backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, grad_x, grad_x if again is None else again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
@@ -106,7 +106,7 @@ def kept(seed, row, columns, threshold):
 
 
 @triton.jit
-def _forward(
+def _layernorm_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
     tokens, hidden, eps, threshold, scale,
     DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
@@ -134,7 +134,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _layernorm_backward(
     grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
     grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr,
     tokens, hidden, threshold, scale,

