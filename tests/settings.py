@@ -37,6 +37,7 @@ class Entry:
         weight_dtype: Dtype of the trained and exported weights.
         package: What the GPU variants are skipped without, where that is no extra of ours.
         also: Further variants to which something else applies than to these.
+        gpu: What applies on a GPU instead.
     """
 
     variants: list[dict[str, Any]] = field(default_factory=list)
@@ -51,6 +52,7 @@ class Entry:
     weight_dtype: torch.dtype = torch.float32
     package: str | None = None
     also: tuple[Entry, ...] = ()
+    gpu: Entry | None = None
 
     def __post_init__(self) -> None:
         assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
@@ -118,6 +120,12 @@ ENTRIES: dict[str, Entry] = {
         [{}, {"last_layer": "all"}],
         needs={"unpadding": {}},
         evidence=("layers", "layers_ran", "embeddings_ran"),
+        gpu=Entry(  # its kernels take 16 bits only
+            gpu_variants=[{}, {"last_layer": "all"}],
+            needs={"unpadding": {}, **BF16},
+            dtype=torch.bfloat16,
+            loss_bound=0.05,
+        ),
     ),
     "gradient_checkpointing": Entry(
         [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
@@ -222,7 +230,7 @@ def cases(*, gpu: bool = False) -> list[Any]:
     found = [
         Case(name, tuple(arguments.items()), entry)
         for name, first in sorted(ENTRIES.items())
-        for entry in (first, *first.also)
+        for entry in ((first.gpu or first) if gpu else first, *first.also)
         for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
     ]
     return [pytest.param(case, id=case.id, marks=_skip(case.entry.package)) for case in found]

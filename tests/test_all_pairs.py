@@ -38,6 +38,7 @@ def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
     found: dict[str, Technique] = {}
     for name in pair:
         entry = ENTRIES[name]
+        entry = (entry.gpu or entry) if gpu else entry
         variants = entry.gpu_variants if gpu else entry.variants
         found[name] = technique_class(name)(**(variants or entry.variants or entry.gpu_variants)[0])
         for needed, arguments in entry.needs.items():

@@ -146,7 +146,7 @@ def test_tables_of_the_repository_are_read_and_others_refused() -> None:
         assert runner.arms_of(runner.read_table(path))
     with pytest.raises(SystemExit, match="needs base and arms"):
         runner.read_table(table(more=1))
-    with pytest.raises(SystemExit, match=r"no such table; there are compiled, .*ladder, minilm"):
+    with pytest.raises(SystemExit, match=r"no such table; there are cold_start, compiled, .*ladder, minilm"):
         runner.main(["nothing"])
 
 

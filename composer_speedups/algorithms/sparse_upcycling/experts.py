@@ -132,7 +132,8 @@ class SparseFeedForward(nn.Module):
         super().__init__()
         weight = up.weight
         self.router = nn.Linear(up.in_features, experts, bias=False, device=weight.device, dtype=weight.dtype)
-        nn.init.normal_(self.router.weight, std=ROUTER_STD)
+        with torch.no_grad():  # drawn on the CPU: the same choices wherever the model is
+            self.router.weight.copy_(torch.randn(self.router.weight.shape) * ROUTER_STD)
         self.router.weight.requires_grad_(weight.requires_grad)
         self.experts = nn.ModuleList(Expert(up, activation, down) for _ in range(experts))
         self.top_k, self.name, self.routing = top_k, name, routing
