@@ -33,9 +33,11 @@ def wandb_run(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, list[Any]], di
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     run("trainer.max_duration=6ba", "loggers.wandb={mode: offline, tags: [a]}", "algorithms.torch_compile=null")
+    import wandb
     from wandb.proto import wandb_internal_pb2 as pb
     from wandb.sdk.internal.datastore import DataStore
 
+    wandb.teardown()  # the process that writes the file has then ended
     (file,) = Path("runs/quickstart/wandb").glob("offline-run-*/run-*.wandb")
     store = DataStore()
     store.open_for_scan(str(file))
