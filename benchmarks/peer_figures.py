@@ -8,22 +8,25 @@ from typing import Any
 
 from benchmarks.figures import rows_of, where_of
 
-__all__ = ["jobs", "starts", "steps"]
+__all__ = ["jobs", "kernels", "starts", "steps"]
 
 Row = dict[str, Any]
 
 
 def steps(table: str) -> list[str]:
-    """Every arm at each batch size: mean rate, median step, and that of the first arm over it, call by call."""
+    """Every arm at each batch size: its rate and median step, and how they compare with the first arm's, call by call.
+
+    The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's.
+    """
     rows = rows_of(table)
     lines = [
-        f"| batch | arm | samples/s | median step, ms | {rows[0]['arm']}'s over it | peak GiB | warm-up s |",
+        f"| batch | arm | samples/s | over {rows[0]['arm']} | median step, ms | peak GiB | warm-up s |",
         "|---|---|---|---|---|---|---|",
     ]
     for batch, arm, found, base in _arms(rows):
         lines.append(
-            f"| {batch} | {arm} | {_median(found, 'samples_per_sec'):,.0f} "
-            f"| {1e3 * statistics.median(map(_step, found)):.1f} | {_ratio(base, found, _step):.2f} "
+            f"| {batch} | {arm} | {_median(found, 'samples_per_sec'):,.0f} | {_ratio(found, base, _rate):.2f} "
+            f"| {1e3 * statistics.median(map(_step, found)):.1f} ({_ratio(base, found, _step):.2f}) "
             f"| {_median(found, 'peak_memory_gib'):.1f} | {_median(found, 'warmup_seconds'):.0f} |"
         )
     return [*lines, "", where_of(rows)]
@@ -60,6 +63,20 @@ def starts(table: str) -> list[str]:
     return [*lines, "", where_of(rows)]
 
 
+def kernels(table: str) -> list[str]:
+    """The kernels of the last row with their own options, beside PyTorch's and the time of one copy."""
+    row = rows_of(table)[-1]
+    lines = ["| kernel | µs | PyTorch's | over it | one copy |", "|---" * 5 + "|"]
+    for kernel in row["kernels"]:
+        if not kernel["options"]:
+            ours, theirs = kernel["us"], kernel["torch_us"]
+            lines.append(
+                f"| {kernel['name'].replace('_', ' ')} | {ours:.0f} | {theirs:.0f} | {theirs / ours:.2f} "
+                f"| {kernel['copy_us']:.0f} |"
+            )
+    return [*lines, "", where_of([row])]
+
+
 def _arms(rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row], list[Row]]]:
     """Batch size, arm, its rows there, and those of the first arm of all; arms in the order of the table."""
     places = dict.fromkeys((row["data.batch_size"], row["arm"]) for row in rows)
@@ -69,9 +86,13 @@ def _arms(rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row], list[Row]]
 
 
 def _ratio(base: Sequence[Row], found: Sequence[Row], measure: Callable[[Row], float]) -> float:
-    """The first arm's over another's, in the calls that ran both."""
+    """The measure of the one over that of the other, in the calls that ran both."""
     first = {row["call"]: measure(row) for row in base}
     return statistics.median(first[row["call"]] / measure(row) for row in found if row["call"] in first)
+
+
+def _rate(row: Row) -> float:
+    return float(row["samples_per_sec"]["median"])
 
 
 def _step(row: Row) -> float:

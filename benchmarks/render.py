@@ -10,6 +10,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``steps TABLE``: steady steps of every arm beside the first one's;
 - ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
 - ``starts TABLE``: from process start to the first trained step;
+- ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
 - ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
 """
 
@@ -22,7 +23,7 @@ from pathlib import Path
 
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table
-from benchmarks.peer_figures import jobs, starts, steps
+from benchmarks.peer_figures import jobs, kernels, starts, steps
 
 __all__ = ["documents", "render"]
 
@@ -60,6 +61,8 @@ def _figure(request: str) -> str:
         return "\n".join(jobs(table))
     if kind == "starts":
         return "\n".join(starts(table))
+    if kind == "kernels":
+        return "\n".join(kernels(table))
     if kind == "effect":
         return "\n".join(effect(table, *arms))
     raise ValueError(f"no figure of kind {kind!r}")

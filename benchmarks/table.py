@@ -75,12 +75,15 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _check_arm(path: Path, name: str, arm: Any) -> None:
+    given = arm.get("set", []) if isinstance(arm, dict) else arm
+    strings = isinstance(given, list) and all(isinstance(override, str) for override in given)
+    if not strings or (isinstance(arm, dict) and set(arm) - _KNOWN_OF_AN_ARM):
+        raise SystemExit(
+            f"{path}: arm {name!r} must be a list of overrides, each a string (in quotes where it has a colon), "
+            f"or have {', '.join(sorted(_KNOWN_OF_AN_ARM))}"
+        )
     if isinstance(arm, list):
         return
-    if not isinstance(arm, dict) or set(arm) - _KNOWN_OF_AN_ARM:
-        raise SystemExit(
-            f"{path}: arm {name!r} must be a list of overrides, or have {', '.join(sorted(_KNOWN_OF_AN_ARM))}"
-        )
     peers = sorted(p.stem for p in _PEERS.glob("*.py") if "def main(" in p.read_text())
     if arm.get("peer") not in (None, *peers):
         raise SystemExit(f"{path}: arm {name!r} names no peer; there are {', '.join(peers)}")

@@ -11,7 +11,10 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
+from benchmarks.peers.job import read_arguments
 from benchmarks.worker import Worker, Workers
+from composer_speedups.algorithms.ordering import refuse_clashes, techniques_of
+from composer_speedups.algorithms.registry import build_techniques
 from tests.conftest import ROOT
 
 REPORT: dict[str, Any] = {
@@ -82,7 +85,7 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
     ]
     with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer"):
         runner.read_table(table(arms={"HF": {"peer": "hf"}}))
-    with pytest.raises(SystemExit, match="arm 'HF' must be a list of overrides, or have peer, set, warm"):
+    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, set, warm"):
         runner.read_table(table(arms={"HF": {"pear": "hf"}}))
 
 
@@ -141,9 +144,17 @@ def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
     assert [json.loads(row)["arm"] for row in rows] == ["plain"]
 
 
-def test_tables_of_the_repository_are_read_and_others_refused() -> None:
-    for path in (ROOT / "benchmarks" / "tables").glob("*.yaml"):
-        assert runner.arms_of(runner.read_table(path))
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "tables").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys, and that its techniques go together; a GPU is assumed."""
+    monkeypatch.setenv("IMDB_DIR", "imdb")
+    read = runner.read_table(path)
+    for arm in runner.arms_of(read):
+        config, _ = read_arguments(["-f", str(ROOT / read["base"]), *arm.overrides])
+        refuse_clashes(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
+
+
+def test_unknown_tables_and_keys_are_refused() -> None:
     with pytest.raises(SystemExit, match="needs base and arms"):
         runner.read_table(table(more=1))
     with pytest.raises(SystemExit, match=r"no such table; there are cold_start, compiled, .*ladder, minilm"):

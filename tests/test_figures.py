@@ -40,12 +40,16 @@ def test_ratios_are_within_a_call_and_a_dash_where_none_ran_both(rows: list[dict
 
 def test_steps_are_set_beside_the_first_arm_call_by_call(rows: list[dict[str, Any]]) -> None:
     def timed(arm: str, call: str, step: float) -> dict[str, Any]:
-        return row(arm, call, 100, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
+        rate = 100 if arm == "peer" else 150
+        return row(arm, call, rate, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
 
     rows += [timed("peer", "2026-01-01", 0.02), timed("ours", "2026-01-01", 0.01)]
     rows += [timed("peer", "2026-01-02", 0.09), timed("ours", "2026-01-02", 0.03)]
     lines = peer_figures.steps("any")
-    assert lines[2:4] == ["| 8 | peer | 100 | 55.0 | 1.00 | 2.0 | 3 |", "| 8 | ours | 100 | 20.0 | 2.50 | 2.0 | 3 |"]
+    assert lines[2:4] == [
+        "| 8 | peer | 100 | 1.00 | 55.0 (1.00) | 2.0 | 3 |",
+        "| 8 | ours | 150 | 1.50 | 20.0 (2.50) | 2.0 | 3 |",
+    ]
     assert lines[-1].startswith("x, driver x, torch x")
     assert lines[-1].endswith("2026-01-01, 2026-01-02; commit 0123456.")
 
@@ -63,3 +67,18 @@ def test_whole_jobs_of_different_calls_are_not_set_beside_each_other(rows: list[
     for call, arm, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "peer", 90.0), ("3", "ours", 10.0)):
         rows.append(row(arm, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
     assert peer_figures.jobs("any")[3] == "| 8 | ours | 15.0 | 3.00 | 3 | 4.0 |"
+
+
+def test_kernels_are_those_of_the_last_row_with_their_own_options(rows: list[dict[str, Any]]) -> None:
+    kernel = {"name": "norm_backward", "us": 50.0, "torch_us": 125.0, "copy_us": 40.0}
+    for call, factor in (("2026-01-01", 3), ("2026-01-02", 1)):
+        timed = [{**kernel, "us": factor * 50.0, "options": {}}, {**kernel, "options": {"norm_backward.ROWS": 4}}]
+        rows.append({"call": call, "environment": ENVIRONMENT, "kernels": timed})
+    assert peer_figures.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
+
+
+def test_starts_leave_nothing_out(rows: list[dict[str, Any]]) -> None:
+    spent = {"interpreter": 0.5, "imports": 4.0, "data": 1.0, "model": 0.5, "trainer": 0.25, "first_step": 2.0}
+    startup = {f"{phase}_seconds": seconds for phase, seconds in spent.items()}
+    rows.append(row("ours", "2026-01-01", 1, startup={**startup, "to_first_step_seconds": sum(spent.values())}))
+    assert peer_figures.starts("any")[2] == "| ours | 8.2 | 4.0 | 1.0 | 0.5 | 2.0 | 0.8 |"
