@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,6 +79,19 @@ def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(beside, "_start", noted)
     run("trainer.max_duration=1ba", "data.eval_samples=8")
     assert started[0].returncode == 0
+
+
+@pytest.mark.parametrize(("modes", "shared"), [("Default\nDefault", True), ("Default\nExclusive_Process", False)])
+def test_a_gpu_that_takes_one_process_is_left_to_the_run(
+    modes: str, shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{modes}\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert beside._shared_gpus() is shared
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not beside._shared_gpus()
 
 
 def test_a_run_that_ends_early_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:

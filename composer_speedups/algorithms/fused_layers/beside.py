@@ -87,6 +87,16 @@ def _wanted(config: Config) -> bool:
     return gpu and "fused_layers" in config.algorithms and os.environ.get("LOCAL_RANK", "0") == "0"
 
 
+def _shared_gpus() -> bool:
+    """Whether several processes may use each of them; a GPU in exclusive mode is the run's alone."""
+    command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
+    try:
+        modes = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return {mode.strip() for mode in modes if mode.strip()} == {"Default"}
+
+
 def _start(config: Config) -> subprocess.Popen[bytes]:
     mixed = (config.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
     model = {name: getattr(config.model, name) for name in ("name", "size", "dropout")}
@@ -102,10 +112,10 @@ def _start(config: Config) -> subprocess.Popen[bytes]:
 def _main(arguments: str) -> None:
     given = json.loads(arguments)
     shape = shape_of(given["model"])
+    if not _shared_gpus():
+        return
     import torch
 
-    if not torch.cuda.is_available():
-        return
     from composer_speedups.algorithms.fused_layers.compile_ahead import compile_ahead
 
     dtype = torch.float16 if given["fp16"] else torch.bfloat16

@@ -142,7 +142,8 @@ class FusedLayers(Technique):
             from composer_speedups.algorithms.fused_layers.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
-            self._compiling = compile_ahead(Shape.of_modules(self._layers[0], self._embeddings[0]), dtype, device)
+            shape = Shape.of_modules(self._layers[0], next(iter(self._embeddings), None))
+            self._compiling = compile_ahead(shape, dtype, device)
         return {"layers": len(self._layers)}
 
     def observe(self, event: Event, state: State) -> None:

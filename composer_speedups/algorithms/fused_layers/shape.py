@@ -50,9 +50,11 @@ class Shape(NamedTuple):
 
     @classmethod
     def of_modules(cls, layer: Any, embeddings: Any) -> Shape:
-        """From a :class:`FusedLayer` and a :class:`FusedEmbeddings`."""
+        """From a :class:`FusedLayer` and a :class:`FusedEmbeddings`; None where the model has its own embeddings."""
         parts, rates = layer.parts(), layer.rates()
+        hidden, embedded = parts.query.in_features, rates.output
+        width = hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0]
         return cls(
-            parts.query.in_features, parts.up.out_features, parts.heads, rates.weights, rates.attention, rates.output,
-            embeddings.LayerNorm.weight.shape[0], embeddings.dropout.p,
+            hidden, parts.up.out_features, parts.heads, rates.weights, rates.attention, rates.output,
+            width, embedded if embeddings is None else embeddings.dropout.p,
         )  # fmt: skip
