@@ -78,14 +78,15 @@ def accuracy(table: str, only: Sequence[str] = ()) -> list[str]:
     for row in rows:
         arms.setdefault(row["arm"], {}).setdefault(row["seed"], []).extend(row["accuracy"]["runs"])
     timed = all(row["samples_per_sec"] for row in rows)
-    seeds = sorted(set.intersection(*(set(by_seed) for by_seed in arms.values())))  # means of the same seeds compare
+    seeds = sorted({seed for by_seed in arms.values() for seed in by_seed})
     lines = [
         f"| arm | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |{' samples/s |' if timed else ''}",
         "|---" * (len(seeds) + 2 + timed) + "|",
     ]
     for arm, by_seed in arms.items():
-        means = [statistics.fmean(by_seed[seed]) for seed in seeds]
-        line = f"| {arm} | {' | '.join(f'{mean:.4f}' for mean in means)} | {statistics.fmean(means):.4f} |"
+        means = [statistics.fmean(by_seed[seed]) if seed in by_seed else None for seed in seeds]
+        mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
+        line = f"| {arm} | {' | '.join('–' if m is None else f'{m:.4f}' for m in [*means, mean])} |"
         if timed:
             rates = _runs([row for row in rows if row["arm"] == arm], "samples_per_sec")
             line += f" {min(rates):,.0f}–{max(rates):,.0f} |"

@@ -1,4 +1,4 @@
-"""python -m benchmarks.render [--check]: write the figures of README.md and the cards from the committed rows.
+"""python -m benchmarks.render [--check]: write the figures of README.md, docs and the cards from the committed rows.
 
 A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``:
 
@@ -32,8 +32,12 @@ _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTAL
 
 
 def documents() -> list[Path]:
-    """README.md and every technique's card."""
-    return [ROOT / "README.md", *sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md"))]
+    """README.md, docs and every technique's card."""
+    return [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md")),
+    ]
 
 
 def render(text: str) -> str:

@@ -82,3 +82,9 @@ def test_starts_leave_nothing_out(rows: list[dict[str, Any]]) -> None:
     startup = {f"{phase}_seconds": seconds for phase, seconds in spent.items()}
     rows.append(row("ours", "2026-01-01", 1, startup={**startup, "to_first_step_seconds": sum(spent.values())}))
     assert peer_figures.starts("any")[2] == "| ours | 8.2 | 4.0 | 1.0 | 0.5 | 2.0 | 0.8 |"
+
+
+def test_an_arm_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
+    for arm, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
+        rows.append(row(arm, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
+    assert figures.accuracy("any")[2:4] == ["| a | 0.8000 | 0.9000 | 0.8500 |", "| b | – | 0.7000 | – |"]
