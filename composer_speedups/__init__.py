@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _OTHERS = {
     "EngagementReport": "composer_speedups.callbacks.engagement",
     "MemoryAnatomy": "composer_speedups.callbacks.memory",
+    "RunSummary": "composer_speedups.callbacks.run_summary",
     "ThroughputMonitor": "composer_speedups.callbacks.throughput",
     "recommended": "composer_speedups.recommendation",
 }

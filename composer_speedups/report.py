@@ -20,17 +20,11 @@ from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.config import Config
 from composer_speedups.environment import environment
 from composer_speedups.files import write_atomically
+from composer_speedups.metrics import final_metrics
 from composer_speedups.plot import plot_throughput
 from composer_speedups.runs import RunFolder
 
 __all__ = ["build_report", "summary_table", "write_report"]
-
-_METRIC_NAMES = {
-    "MulticlassAccuracy": "accuracy",
-    "CrossEntropy": "loss",
-    "MaskedAccuracy": "accuracy",
-    "LanguageCrossEntropy": "loss",
-}
 
 
 def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[str, Any]:
@@ -64,7 +58,7 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
         "throughput": throughput.summary() if throughput else {},
         "memory": memory.summary() if memory else {},
         "startup": startup.summary() if startup else {},
-        "metrics": _metrics(state),
+        "metrics": final_metrics(state),
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
         "training": {
@@ -81,21 +75,6 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
         "config": dataclasses.asdict(config),
         "wall_seconds": wall_seconds,
     }
-
-
-def _metrics(state: State) -> dict[str, float]:
-    """Loss and accuracy of the last training batch (``train_``) and of the last evaluation."""
-    metrics: dict[str, float] = {}
-    if state.total_loss_dict:
-        metrics["train_loss"] = float(state.total_loss_dict["loss/train/total"])
-    for prefix, group in [
-        ("train_", state.train_metrics or {}),
-        *(("", m) for m in state.eval_metrics.values()),
-    ]:
-        for name, metric in group.items():
-            if metric.update_called:
-                metrics.setdefault(prefix + _METRIC_NAMES.get(name, name), float(metric.compute()))
-    return metrics
 
 
 def summary_table(report: dict[str, Any], folder: str) -> str:

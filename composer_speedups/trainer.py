@@ -28,7 +28,9 @@ from composer_speedups.algorithms.technique import Technique
 from composer_speedups.algorithms.tf32_matmul import TF32Matmul
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.config import Config
 from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, TrainerConfig
 from composer_speedups.data import Data
@@ -158,6 +160,9 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
     if config.callbacks.memory is not None:
         callbacks.append(MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory)))
+    callbacks.append(RunSummary())
+    if config.loggers.wandb is not None:
+        callbacks.append(WandbAxes())
     return callbacks
 
 

@@ -6,6 +6,10 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.wandb_runs import WandbRun
 
 ROOT = Path(__file__).parent.parent
 if sys.dont_write_bytecode and sys.pycache_prefix is None:
@@ -40,6 +44,19 @@ def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     torch.set_float32_matmul_precision("highest")
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="session")
+def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> WandbRun:
+    """One offline run of the quickstart for all tests that look at what it logged; not to be changed by them."""
+    from tests.wandb_runs import train_offline
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("wandb_run"))
+        patch.delenv("WANDB_MODE", raising=False)
+        patch.delenv("WANDB_API_KEY", raising=False)
+        torch.set_num_threads(1)
+        return train_offline()
 
 
 @pytest.fixture
