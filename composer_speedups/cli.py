@@ -30,17 +30,17 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 
 @contextlib.contextmanager
-def exit_codes() -> Iterator[None]:
+def exit_codes(program: str = "train.py") -> Iterator[None]:
     """A user's mistake becomes one line on stderr and exit status 2.
 
     A run that failed is one line and 1: a technique had no effect, or its first batches showed that it cannot run.
-    Any other exception keeps its traceback and Python's status 1.
+    Any other exception keeps its traceback and Python's status 1. The line begins with ``program``.
     """
     try:
         yield
         gc.freeze()  # else the interpreter looks through a million objects before it ends, for seconds
     except UserError as error:
-        print(f"train.py: {error}", file=sys.stderr, flush=True)
+        print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
         os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError)) else 2)
