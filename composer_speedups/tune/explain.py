@@ -98,6 +98,8 @@ def _measured(verdict: Verdict, result: Result) -> str:
     if verdict.stacked is not None and verdict.stacked != (result.base_seconds, verdict.alone_seconds):
         before, after = verdict.stacked
         parts.append(f"on top of what was chosen by then {after:,.1f} s after {before:,.1f} s")
+    elif verdict.reason:
+        parts.append(f"on top of what was chosen by then: {verdict.reason}")
     return ", ".join(parts)
 
 

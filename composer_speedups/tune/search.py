@@ -149,9 +149,9 @@ class Search:
             if verdict.state == "refused":
                 verdict.state, verdict.reason = "untried", _NO_TIME
             return
-        if verdict.alone is None or not outcome.ok:
+        if verdict.alone is None:
             verdict.state = "measured" if outcome.ok else "failed"
-            verdict.reason = outcome.reason
+        verdict.reason = outcome.reason
         seconds = self.session.plan(outcome)
         if outcome.ok:
             verdict.stacked = (self._current_seconds, seconds)

@@ -73,7 +73,10 @@ def read_settings(overrides: Sequence[str]) -> tuple[TuneConfig, list[str]]:
         name = dotted.removeprefix(_PREFIX)
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)  # names are long, and cut short
-            raise ConfigError(f"{_LINE}: unknown key {dotted!r}{did_you_mean(name, close or known)}")
+            hint = f"; did you mean '{_PREFIX}{close[0]}'?" if close else f"; known: {', '.join(known)}"
+            raise ConfigError(f"{_LINE}: unknown key {dotted!r}{hint}")
+        if name == "allow" and text.strip() in _ALLOWED:
+            raise ConfigError(f"{_LINE}: tune.allow takes a list, as in tune.allow=[{text.strip()}]")
         try:
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([f"{name}={text}"]))
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
