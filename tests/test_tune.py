@@ -113,7 +113,7 @@ def test_a_trial_is_the_given_run_cut_down() -> None:
     assert trial.algorithms == {"lora": {}}
     assert trial.checkpoint.interval is trial.loggers.file is None
     assert trial.callbacks.throughput is not None
-    assert not (trial.export or trial.plot)
+    assert trial.export is trial.plot is False
     assert trial_config(config, {}, 12, Path("folder"), 64).data.batch_size == 64
     assert config.trainer.max_duration == "2ep"
 
@@ -159,7 +159,7 @@ def result(**changes: Any) -> Result:
     given, faster = Outcome("ok", "", 0.1, 1.0, 3), Outcome("ok", "", 0.05, 11.0, 3)
     compiled = Candidate("torch_compile (scope: blocks)", {"torch_compile": {"scope": "blocks"}}, kind="rounding")
     verdicts = [
-        Verdict(compiled, "measured", "", faster, 60.85, (100.7, 60.85)),
+        Verdict(compiled, "measured", "", faster, 60.86, (100.7, 60.86)),
         Verdict(Candidate("tf32_matmul", {"tf32_matmul": {}}), "refused", "tf32_matmul: it needs a GPU"),
         Verdict(Candidate("lora", {"lora": {}}), "untried", "not allowed"),
         Verdict(Candidate("adafactor", {"adafactor": {}}), "untried", "not allowed"),
@@ -195,7 +195,7 @@ def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
     said = " ".join(text.replace("#", " ").split())
     for words in (
         "1.67 times as fast",
-        "alone 1.65 times as fast, 60.9 s (start +10.0 s, step 100.0 → 50.0 ms: pays from step 197)",
+        "alone 1.65 times as fast, 60.9 s (start +10.0 s, step 100.0 → 50.0 ms: pays from step 203)",
         "in the given YAML",
         "- tf32_matmul: it needs a GPU",
         "- lora, adafactor: not allowed",
