@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,15 +30,10 @@ ENVIRONMENT = {
 }  # fmt: skip
 
 
-def tune(*arguments: str, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "composer_speedups.tune", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout, env={**_environment()})
-
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
 
 
 def test_tune_keys_are_parsed_and_the_others_are_the_configs() -> None:

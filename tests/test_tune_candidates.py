@@ -11,10 +11,12 @@ import torch
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.registry import technique_class
 from composer_speedups.algorithms.requirements import Context
-from composer_speedups.config import Config
+from composer_speedups.config import Config, load_config
+from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.tune.candidates import CHOICES, Candidate, candidates_for, kind_of, worst
 from composer_speedups.tune.changes import Refused, apply_candidate, available, forbidden, key_of, refusal
 from composer_speedups.tune.settings import Kind
+from tests.conftest import ROOT
 from tests.settings import ENTRIES, Entry
 
 CPU = Context(torch.device("cpu"))
@@ -74,11 +76,21 @@ def test_a_candidate_displaces_what_it_clashes_with_but_never_the_recipe() -> No
         "fused_optimizer": {},
         "unpadding": {},
     }
+    few = {"unpadding": {"pad_to_multiple_of": 512}}
+    added = apply_candidate(Candidate("fused", {"unpadding": {}, "fused_layers": {}}), few)
+    assert added == {**few, "fused_layers": {}}, "settings that are there stay"
     fused = Candidate("fused", {"unpadding": {}, "fused_layers": {}})
     with pytest.raises(Refused, match="lora is part of the recipe and stays"):
         apply_candidate(fused, {"lora": {}})
     with pytest.raises(Refused, match="already in the set"):
         apply_candidate(Candidate("x", {"torch_compile": {"scope": "model"}}), {"torch_compile": {}})
+
+
+def test_the_recommended_set_takes_the_place_of_a_compiled_one() -> None:
+    given = load_config(ROOT / "yamls" / "bert_imdb.yaml").algorithms
+    (recommended,) = [c for c in candidates_for(given, "cuda") if c.label == "the recommended set"]
+    assert "torch_compile" in given
+    assert key_of(apply_candidate(recommended, given)) == key_of(RECOMMENDED)
 
 
 def test_sets_are_equal_whatever_their_order_and_defaults() -> None:

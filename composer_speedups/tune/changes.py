@@ -28,13 +28,15 @@ class Refused(Exception):
 def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]:
     """``current`` with the candidate in it, and without what clashes with it.
 
+    A technique that the candidate names without settings keeps those that it has.
+
     Raises:
         Refused: Nothing would change, or what it clashes with is part of the recipe.
     """
     changed = {n: s for n, s in current.items() if n not in candidate.removes} | {
-        n: dict(s) for n, s in candidate.adds.items()
+        n: dict(s) for n, s in candidate.adds.items() if s or n not in current
     }
-    added = build_techniques(candidate.adds)
+    added = build_techniques(_stopping({n: changed[n] for n in candidate.adds}))
     for other in build_techniques(_stopping(current)):
         if other.name in candidate.adds or other.name in candidate.removes:
             continue
