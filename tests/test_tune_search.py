@@ -155,6 +155,7 @@ def test_what_is_refused_costs_no_trial_and_is_tried_again_when_it_has_what_it_n
     result = world.search(SDPA)
     assert not any("sdpa_attention" in techniques for techniques in world.sets)
     assert (result.verdicts[0].state, result.verdicts[0].reason) == ("refused", "it needs a GPU")
+    assert result.kept_given == "nothing was tried"
 
     needy = World()
     needy.refusal = (  # type: ignore[method-assign]

@@ -180,7 +180,8 @@ class Search:
         result = self.result
         result.chosen = dict(result.given)
         if key_of(self._current) == key_of(result.given):
-            result.kept_given = "nothing that was tried saved more than the noise"
+            tried = any(v.state in ("measured", "failed") for v in result.verdicts)
+            result.kept_given = "nothing that was tried saved more than the noise" if tried else "nothing was tried"
             return
         for _ in range(self.settings.repeats):
             if self.session.left < (2.0 if result.pairs else 1.5) * self.session.wall:
