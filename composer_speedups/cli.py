@@ -31,7 +31,7 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
-    """A user's mistake becomes one line on stderr, with the program's name before it, and exit status 2.
+    """A user's mistake becomes one line on stderr, which begins with ``program``, and exit status 2.
 
     A run that failed is one line and 1: a technique had no effect, or its first batches showed that it cannot run.
     Any other exception keeps its traceback and Python's status 1.

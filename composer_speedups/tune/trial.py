@@ -1,0 +1,164 @@
+"""One trial: train.py in a process of its own, for some steps, and what its report says."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import composer_speedups
+from composer_speedups.config import Config, save_config
+from composer_speedups.config.schema import CheckpointConfig, LoggersConfig, MemoryConfig, ThroughputConfig
+from composer_speedups.errors import ConfigError
+from composer_speedups.tune.outcomes import Algorithms, Outcome
+
+__all__ = ["Trials", "find_train", "outcome_of", "outcome_of_failure", "reason_in", "trial_config"]
+
+_KILLED_FOR_MEMORY = (-signal.SIGKILL, 128 + signal.SIGKILL)
+
+
+def find_train() -> Path:
+    """train.py of the checkout that this package lies in, or of the working directory.
+
+    Raises:
+        ConfigError: Neither has one.
+    """
+    places = [Path(composer_speedups.__file__).parent.parent, Path.cwd()]
+    found = next((place / "train.py" for place in places if (place / "train.py").is_file()), None)
+    if found is None:
+        raise ConfigError("there is no train.py here; start it in a checkout of composer_speedups")
+    return found
+
+
+def trial_config(
+    config: Config, algorithms: Algorithms, steps: int, folder: Path, batch_size: int | None = None
+) -> Config:
+    """The run cut down to ``steps`` steps, in ``folder``; what decides a step's time stays as it is.
+
+    Composer evaluates at the end of every run: here one batch, no larger than a training batch.
+    """
+    batch_size = batch_size or config.data.batch_size
+    return dataclasses.replace(
+        config,
+        algorithms=dict(algorithms),
+        run_name="trial",
+        runs_folder=str(folder),
+        export=False,
+        plot=False,
+        data=dataclasses.replace(config.data, batch_size=batch_size, eval_batch_size=batch_size),
+        scheduler=dataclasses.replace(config.scheduler, warmup="0.1dur"),
+        trainer=dataclasses.replace(
+            config.trainer,
+            max_duration=f"{steps}ba",
+            eval_interval=f"{steps}ba",
+            eval_batches=1,
+            progress_bar=False,
+        ),
+        checkpoint=CheckpointConfig(),
+        callbacks=dataclasses.replace(config.callbacks, throughput=ThroughputConfig(), memory=MemoryConfig()),
+        loggers=LoggersConfig(),
+    )
+
+
+class Trials:
+    """Runs trials one after another, each in a fresh process with empty compile caches.
+
+    A user's first run compiles too; so the start of a technique that compiles is what it costs then.
+
+    Args:
+        config: The given run.
+        train: train.py.
+    """
+
+    def __init__(self, config: Config, train: Path) -> None:
+        self.config, self.train = config, train
+
+    def __call__(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
+        """Train ``steps`` steps with these techniques; ends the process after ``timeout`` seconds.
+
+        Whatever goes wrong is an :class:`Outcome`, not an exception.
+        """
+        with tempfile.TemporaryDirectory(prefix="tune-") as name:
+            folder = Path(name)
+            save_config(trial_config(self.config, algorithms, steps, folder, batch_size), folder / "trial.yaml")
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            started = time.monotonic()
+            status, output = _run([sys.executable, str(self.train), "-f", str(folder / "trial.yaml")], caches, timeout)
+            wall = time.monotonic() - started
+            if status is None:
+                return Outcome("time", f"not done after {wall:.0f} s", wall_seconds=wall)
+            if status != 0:
+                return outcome_of_failure(status, output, wall)
+            return outcome_of(json.loads((folder / "trial" / "report.json").read_text()), wall)
+
+
+def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
+    """Exit status (None when it was ended at ``timeout``) and all output."""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            start_new_session=True,  # so that its DataLoader workers and compilers can be ended with it
+        )
+        try:
+            status: int | None = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            status = None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        return status, log.read()
+
+
+def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
+    """What a run's report.json says, as an outcome."""
+    throughput, training = report["throughput"], report["training"]
+    if not throughput.get("steady_batches"):
+        batches = training["batches"]
+        return Outcome("failed", f"none of its {batches} steps came to a steady state", wall_seconds=wall_seconds)
+    techniques = report["algorithms"]
+    return Outcome(
+        "ok",
+        step_seconds=throughput["step_seconds"] + throughput["data_seconds"],
+        start_seconds=report["startup"].get("trainer_seconds", 0.0) + throughput["warmup_seconds"],
+        other_batches=throughput["other_batches"],
+        samples_per_sec=throughput["samples_per_sec"],
+        peak_gib=report["memory"].get("peak_gib"),
+        tokens_per_step=training["tokens"] / training["batches"],
+        wall_seconds=wall_seconds,
+        evidence={name: entry["evidence"] for name, entry in techniques.items()},
+        unengaged={
+            name: str(entry["evidence"].get("unavailable", "it did not engage"))
+            for name, entry in techniques.items()
+            if not entry["engaged"]
+        },
+    )
+
+
+def outcome_of_failure(status: int, output: str, wall_seconds: float) -> Outcome:
+    """What an exit status other than 0 and the output say, as an outcome."""
+    reason = reason_in(output) or f"it ended with status {status}"
+    lowered = output.lower()
+    if "out of memory" in lowered or "outofmemoryerror" in lowered or status in _KILLED_FOR_MEMORY:
+        return Outcome("memory", f"ran out of memory ({reason})", wall_seconds=wall_seconds)
+    return Outcome("refused" if status == 2 else "failed", reason, wall_seconds=wall_seconds)
+
+
+def reason_in(output: str) -> str:
+    """train.py's own line, or else the last line that says anything; at most 300 characters."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    own = [line.removeprefix("train.py: ") for line in lines if line.startswith("train.py: ")]
+    return (own or lines or [""])[-1][:300]
