@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
+from benchmarks.failures import failure
 from benchmarks.peers.job import read_arguments
 from benchmarks.worker import Worker, Workers
 from composer_speedups.algorithms.ordering import refuse_clashes, techniques_of
@@ -85,7 +86,7 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
     ]
     with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer"):
         runner.read_table(table(arms={"HF": {"peer": "hf"}}))
-    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, set, warm"):
+    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"):
         runner.read_table(table(arms={"HF": {"pear": "hf"}}))
 
 
@@ -113,7 +114,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
         order.append(arm.overrides[-1])
         if arm.overrides[-1] == "y=1":
-            return {"error": "exit status 1: CUDA out of memory"}
+            return failure(1, "CUDA out of memory")
         rate = 100.0 + len(order)
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
 
@@ -128,7 +129,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     assert written[1]["accuracy"]["median"] == 0.9
     assert written[2]["samples_per_sec"] is None
     assert written[2]["errors"] == ["exit status 1: CUDA out of memory"] * 2
-    assert "| + y |  | failed" in "\n".join(runner.markdown(rows))
+    assert "| + y |  | out of memory" in "\n".join(runner.markdown(rows))
 
 
 def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +168,7 @@ def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch
     assert [row["jobs"] for row in rows] == [3, 3, 3]
     assert [row["samples_per_sec"] for row in rows] == [None] * 3
     assert [row["accuracy"]["runs"] for row in rows] == [[0.9, 0.9]] * 3
-    assert "| plain |  | accuracy 0.9000" in "\n".join(runner.markdown(rows))
+    assert "| plain |  | not timed |  |  |  |  |  | 0.9000 |" in "\n".join(runner.markdown(rows))
 
 
 @pytest.mark.slow
