@@ -66,7 +66,7 @@ def _panel(axes: Axes, rows: Sequence[Row], measure: str, first: str, most: floa
         axes.annotate(text, at, (5, 0), textcoords="offset points", va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [row["arm"] for row in rows], fontsize=10)
     axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.set_xlim(0, 1.22 * most)
+    axes.set_xlim(0, 1.28 * most)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     plain(axes)
     axes.grid(visible=False, axis="y")
@@ -83,6 +83,7 @@ def seed_dots(rows: Sequence[Row], path: Path) -> None:
     seeds = sorted({row["seed"] for row in rows})
     figure = Figure(figsize=(WIDTH, 1.5 + 0.34 * len(arms)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
+    labelled: set[int] = set()
     for place, arm in enumerate(arms):
         known = [row for row in rows if row["arm"] == arm and row["accuracy"]]
         if not known:
@@ -92,7 +93,8 @@ def seed_dots(rows: Sequence[Row], path: Path) -> None:
         for row in known:
             number = seeds.index(row["seed"])
             values = row["accuracy"]["runs"]
-            label = f"seed {row['seed']}" if place == 0 else None
+            label = f"seed {row['seed']}" if row["seed"] not in labelled else None
+            labelled.add(row["seed"])
             style = {"color": COLOURS[number % len(COLOURS)], "marker": "osD^v"[number % 5]}
             axes.scatter(values, [place] * len(values), s=34, alpha=0.9, label=label, zorder=3, **style)
     axes.set_yticks(range(len(arms)), arms, fontsize=10)

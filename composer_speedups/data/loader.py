@@ -10,12 +10,14 @@ import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
+from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
+from composer_speedups.data.random_rows import random_rows
 from composer_speedups.data.sources import load_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.errors import ConfigError
@@ -103,10 +105,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         if size is not None and size % world:
             raise ConfigError(f"data.{name}: {size} reviews cannot be shared by {world} ranks; use a multiple")
     with dist.run_local_rank_zero_first():
-        train, evaluation = load_reviews(config)
-        tokenizer = load_tokenizer(config, model_name, train)
-        train_tokens = tokenize(train, tokenizer, config)
-        eval_tokens = None if evaluation is None else tokenize(evaluation, tokenizer, config)
+        tokenizer, train_tokens, eval_tokens = _tokens(config, model_name)
 
     pad = Pad(
         tokenizer.pad_token_id,
@@ -157,6 +156,25 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         loader(FlatTokens(train_tokens), config.batch_size, training=True),
         eval_tokens and loader(FlatTokens(eval_tokens), config.eval_batch_size or config.batch_size, training=False),
         tokenizer,
+    )
+
+
+def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset | None]:
+    """The tokenizer, and the tokens to train on and to validate on."""
+    if config.source == "random":
+        tokenizer = load_tokenizer(config, model_name, None)
+        counts = {"train": config.train_samples, "eval": config.eval_samples}
+        train, evaluation = (
+            random_rows(count or 8000, config.seed, split, config.max_length, tokenizer)
+            for split, count in counts.items()
+        )
+        return tokenizer, train, evaluation
+    reviews, validation = load_reviews(config)
+    tokenizer = load_tokenizer(config, model_name, reviews)
+    return (
+        tokenizer,
+        tokenize(reviews, tokenizer, config),
+        (None if validation is None else tokenize(validation, tokenizer, config)),
     )
 
 
