@@ -95,8 +95,9 @@ def seed_dots(rows: Sequence[Row], path: Path) -> None:
             values = row["accuracy"]["runs"]
             label = f"seed {row['seed']}" if row["seed"] not in labelled else None
             labelled.add(row["seed"])
-            style = {"color": COLOURS[number % len(COLOURS)], "marker": "osD^v"[number % 5]}
-            axes.scatter(values, [place] * len(values), s=34, alpha=0.9, label=label, zorder=3, **style)
+            colour, marker = COLOURS[number % len(COLOURS)], "osD^v"[number % 5]
+            places = [place] * len(values)
+            axes.scatter(values, places, s=34, color=colour, marker=marker, alpha=0.9, label=label, zorder=3)
     axes.set_yticks(range(len(arms)), arms, fontsize=10)
     axes.set_ylim(len(arms) - 0.4, -0.6)
     axes.set_xlabel(f"accuracy of the last evaluation; a line is the arm's mean\n{source(rows[0])}", fontsize=10)

@@ -32,14 +32,14 @@ def test_random_rows_are_as_long_as_asked_and_hold_no_special_token() -> None:
     data, again = (build_data(config, model_name="", task="classification", on_gpu=False) for _ in range(2))
     other = build_data(dataclasses.replace(config, seed=3), model_name="", task="classification", on_gpu=False)
     assert data.eval is not None
-    drawn = [loader.dataset for loader in (data.train.dataloader, data.eval.dataloader, other.train.dataloader)]
-    train, evaluation, elsewhere = drawn
+    drawn: list[Any] = [spec.dataloader.dataset for spec in (data.train, data.eval, other.train, again.train)]
+    train, evaluation, elsewhere, again_train = drawn
     assert (len(train), len(evaluation)) == (40, 8)
     assert set(train.lengths.tolist()) == {12}
     assert set(train.labels.tolist()) == {0, 1}
     assert not set(train.ids.tolist()) & set(tokenizer.all_special_ids)
     assert len(set(train.ids.tolist())) > 40
-    assert train.ids.tolist() == again.train.dataloader.dataset.ids.tolist()
+    assert train.ids.tolist() == again_train.ids.tolist()
     assert train.ids.tolist()[:96] != evaluation.ids.tolist()
     assert train.ids.tolist() != elsewhere.ids.tolist()
     batch = next(iter(data.train.dataloader))
