@@ -40,17 +40,11 @@ class Call:
             SystemExit: Another process is running the table, or the unfinished call is of something else.
         """
         journal = Journal(folder_of(present_gpu(), results) / f"{name}.runs.jsonl")
-        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        header = header_of(name, now, table, arms, code_version(ROOT))
-        found = journal.go_on(header) if table.get("resume") else None
-        if found is None:
-            if (left := read_unfinished(journal.path)) is not None:
-                keep_rows(_rows_of(left), name, results)
-            journal.begin(header)
-            found = Unfinished(header, {})
-        else:
-            print(f"goes on with the call of {found.header['call']}, {len(found.runs)} runs of it done", flush=True)
-        return cls(found, journal, results)
+        try:
+            return cls(_take_up(journal, table, name, arms, results), journal, results)
+        except BaseException:
+            journal.close(finished=False)
+            raise
 
     def add(self, arm: int, repeat: int, report: Row) -> None:
         """Keep a run's report; on the disk when this returns."""
@@ -66,6 +60,19 @@ class Call:
         if not finished:
             print(f"stopped; resume=true goes on from {self._journal.path}", file=sys.stderr, flush=True)
         return rows
+
+
+def _take_up(journal: Journal, table: Row, name: str, arms: Sequence[Arm], results: Path) -> Unfinished:
+    """The call that the working file is of, or a new one, for which the rows of an older one are kept first."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    header = header_of(name, now, table, arms, code_version(ROOT))
+    if table.get("resume") and (found := journal.go_on(header)) is not None:
+        print(f"goes on with the call of {found.header['call']}, {len(found.runs)} runs of it done", flush=True)
+        return found
+    if (left := read_unfinished(journal.path)) is not None:
+        keep_rows(_rows_of(left), name, results)
+    journal.begin(header)
+    return Unfinished(header, {})
 
 
 def _rows_of(call: Unfinished) -> list[Row]:

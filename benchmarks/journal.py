@@ -54,12 +54,21 @@ def header_of(name: str, call: str, table: Row, arms: Sequence[Arm], code: str |
 
 
 def read_unfinished(path: Path) -> Unfinished | None:
-    """The last call's working file; None without one. A line cut short by the call's death is left out."""
+    """The last call's working file; None without one. A line cut short by the call's death is left out.
+
+    Raises:
+        SystemExit: A line before the last is damaged.
+    """
     try:
         lines = path.read_text().split("\n")
     except FileNotFoundError:
         return None
-    whole = [json.loads(line) for line in lines[:-1]]  # what follows the last line break was not written to its end
+    whole = []
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last break was not written to its end
+        try:
+            whole.append(json.loads(line))
+        except ValueError as error:
+            raise SystemExit(f"{path}: line {number} is damaged; move the file away to begin anew") from error
     if not whole:
         return None
     header, *entries = whole
