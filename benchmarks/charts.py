@@ -151,7 +151,7 @@ def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
 
 def kind_of(table: Row, rows: Sequence[Row]) -> str:
     """The kind of chart for a table: see the top of this file."""
-    if table.get("losses") and len({row["arm"] for row in rows}) <= len(COLOURS):
+    if table.get("losses") and len({row["arm"] for row in rows}) <= len(COLOURS):  # more cannot be told apart
         return "losses"
     if "seed" in table.get("matrix", {}):
         return "seeds"

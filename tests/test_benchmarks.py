@@ -16,6 +16,7 @@ from benchmarks.peers.job import read_arguments
 from benchmarks.worker import Worker, Workers
 from composer_speedups.algorithms.ordering import refuse_clashes, techniques_of
 from composer_speedups.algorithms.registry import build_techniques
+from composer_speedups.cli import read_command_line
 from tests.conftest import ROOT
 
 REPORT: dict[str, Any] = {
@@ -84,8 +85,14 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
         ("HF", "hf_trainer", False, ["peer.a=1", "loggers.file={}"]),
         ("+ y", None, True, ["x=1", "y=1", "loggers.file={}"]),
     ]
-    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer"):
+    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, stock_composer"):
         runner.read_table(table(arms={"HF": {"peer": "hf"}}))
+    with pytest.raises(SystemExit, match="arm 'HF' is a peer, which trains in one process; leave out ranks"):
+        runner.read_table(table(arms={"HF": {"peer": "hf_trainer", "ranks": 2}}))
+    with pytest.raises(SystemExit, match="arm 'x' has ranks 0; it must be a whole number of at least 1"):
+        runner.read_table(table(arms={"x": {"ranks": 0}}))
+    with pytest.raises(SystemExit, match="published must have where"):
+        runner.read_table(table(published={"where": "there", "arms": {"+ z": "1"}}))
     with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"):
         runner.read_table(table(arms={"HF": {"pear": "hf"}}))
 
@@ -151,14 +158,17 @@ def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, m
     monkeypatch.setenv("IMDB_DIR", "imdb")
     read = runner.read_table(path)
     for arm in runner.arms_of(read):
-        config, _ = read_arguments(["-f", str(ROOT / read["base"]), *arm.overrides])
+        read_config = read_arguments if arm.peer else read_command_line
+        config, _ = read_config(["-f", str(ROOT / read["base"]), *arm.overrides])
         refuse_clashes(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
 
 
 def test_unknown_tables_and_keys_are_refused() -> None:
     with pytest.raises(SystemExit, match="needs base and arms"):
         runner.read_table(table(more=1))
-    with pytest.raises(SystemExit, match=r"no such table; there are cold_start, compiled, .*ladder, minilm"):
+    with pytest.raises(
+        SystemExit, match=r"no such table; there are batch_sizes, bert_large_dummy, .*ladder, leave_one_out"
+    ):
         runner.main(["nothing"])
 
 
