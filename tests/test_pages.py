@@ -171,7 +171,12 @@ def test_dots_are_drawn_for_each_seed_and_the_mean(monkeypatch: pytest.MonkeyPat
 )
 def test_the_gpus_state_is_nvidia_smis(said: str | None, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, ...]] = []
-    monkeypatch.setattr(environments, "_run", lambda *command: asked.append(command) or said)
+
+    def run(*command: str) -> str | None:
+        asked.append(command)
+        return said
+
+    monkeypatch.setattr(environments, "_run", run)
     state = environments.gpu_state("GPU-1")
     assert list(state) == ["driver", "gpu_power_limit_watts", "gpu_sm_clock_mhz", "gpu_max_sm_clock_mhz"]
     assert list(state.values()) == expected

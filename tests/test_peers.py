@@ -161,7 +161,7 @@ def test_stock_composer_has_the_posts_settings_and_refuses_others() -> None:
     plain = peer(stock_composer, "peer.attention=eager", "trainer.max_duration=1ba", name="plain")
     assert plain["algorithms"]["stock_composer"]["evidence"]["graphs"] == 0
     for flag, line in (
-        ("peer.compil=true", "unknown key 'peer.compil'; did you mean 'peer.compile'"),
+        ("peer.compil=true", "unknown key 'peer.compil'; did you mean 'compile'"),
         ("peer.precision=fp8", "peer.precision: must be fp32, amp_fp16, amp_bf16, not 'fp8'"),
         ("peer.compile=3", "peer.compile: must be true, false or a mapping, not 3"),
     ):

@@ -20,7 +20,7 @@ import psutil
 import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping
-from composer.core import Callback, State
+from composer.core import Callback, DataSpec, State
 from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 
@@ -31,6 +31,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.cli import exit_codes
 from composer_speedups.config.schema import MemoryConfig, ThroughputConfig
+from composer_speedups.data.loader import real_tokens
 from composer_speedups.errors import ConfigError, did_you_mean
 from composer_speedups.report import build_report
 from composer_speedups.runs import RunFolder
@@ -54,7 +55,7 @@ class _Losses(Callback):
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments)
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
-    own = {"precision": "amp_fp16" if on_gpu else "fp32", "compile": on_gpu, "attention": "sdpa"}
+    own: dict[str, Any] = {"precision": "amp_fp16" if on_gpu else "fp32", "compile": on_gpu, "attention": "sdpa"}
     for name in flags:
         if name not in own:
             raise ConfigError(f"unknown key 'peer.{name}'{did_you_mean(name, [*own])}")
@@ -74,7 +75,7 @@ def main(arguments: list[str]) -> None:
         before = compile_counts()
         trainer = Trainer(
             model=job.model,
-            train_dataloader=job.train,
+            train_dataloader=DataSpec(job.train, get_num_tokens_in_batch=real_tokens),
             eval_dataloader=job.eval,
             eval_interval=config.trainer.eval_interval if job.eval else 1,
             max_duration=config.trainer.max_duration,

@@ -23,7 +23,7 @@ from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.errors import ConfigError
 from composer_speedups.flops import batch_lengths
 
-__all__ = ["Data", "Pad", "build_data"]
+__all__ = ["Data", "Pad", "build_data", "real_tokens"]
 
 Rows = Ragged | Sequence[Mapping[str, Any]]
 Batch = dict[str, torch.Tensor]
@@ -150,7 +150,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             prefetch_factor=config.prefetch_factor,
             persistent_workers=config.persistent_workers,
         )
-        return DataSpec(dataloader, get_num_tokens_in_batch=_real_tokens)
+        return DataSpec(dataloader, get_num_tokens_in_batch=real_tokens)
 
     return Data(
         loader(FlatTokens(train_tokens), config.batch_size, training=True),
@@ -178,6 +178,7 @@ def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset 
     )
 
 
-def _real_tokens(batch: Any) -> int:
+def real_tokens(batch: Any) -> int:
+    """Tokens of a batch without its padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())
