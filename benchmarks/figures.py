@@ -121,7 +121,7 @@ def where_of(rows: Sequence[Row]) -> str:
         return form.format(", ".join(sorted(map(str, values)))) if values else ""
 
     on_gpu = any(row["environment"]["gpu"] for row in rows)
-    commits = ", ".join(sorted({(row["environment"]["commit"] or "unknown")[:7] for row in rows}))
+    commits = ", ".join(sorted({(row["environment"].get("commit") or "unknown")[:7] for row in rows}))
     parts = [
         each("gpu") if on_gpu else each("cpu", "CPU {}"),
         each("gpu_power_limit_watts", "limit {} W"),

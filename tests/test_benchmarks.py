@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
-from benchmarks.failures import failure, reason
+from benchmarks.failures import failure
 from benchmarks.peers.job import read_arguments
 from benchmarks.worker import Worker, Workers
 from composer_speedups.algorithms.ordering import refuse_clashes, techniques_of
@@ -163,6 +163,21 @@ def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, m
         refuse_clashes(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
 
 
+def test_the_command_leaves_rows_a_page_and_a_chart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_table, leave_page = runner.run_table, runner.leave_page
+    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    monkeypatch.setattr(runner, "run_table", lambda *of: run_table(*of, Path("results")))
+    monkeypatch.setattr(runner, "leave_page", lambda *of: leave_page(*of, Path("results")))
+    runner.main([str(table(matrix={})), "repeats=1"])
+    said = capsys.readouterr()
+    assert "| + x |  | 100 (100–100) | 1.00 |" in said.out
+    assert "written: results/cpu/table.md results/cpu/table.png" in said.out
+    assert said.err == ""  # the bar is for terminals
+    assert {path.name for path in Path("results/cpu").iterdir()} == {"table.jsonl", "table.md", "table.png"}
+
+
 def test_unknown_tables_and_keys_are_refused() -> None:
     with pytest.raises(SystemExit, match="needs base and arms"):
         runner.read_table(table(more=1))
@@ -205,17 +220,3 @@ def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     with pytest.raises(RuntimeError, match="a worker ended with status -9 before its run"):
         ended.wait_until_ready()
     ended.close()
-
-
-@pytest.mark.slow
-def test_ranks_of_an_arm_train_together() -> None:
-    """Through Composer's launcher, two processes on the CPU."""
-    brief = ["data.train_samples=32", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
-    workers = Workers()
-    arm = runner.Arm("two", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache"], ranks=2)
-    report = runner.run_once("yamls/quickstart.yaml", arm, workers)
-    assert report["training"]["ranks"] == 2
-    assert "process_seconds" not in report  # the table is not of whole processes
-    failed = runner.run_once("yamls/quickstart.yaml", arm._replace(overrides=["data.batch_size=31"]), workers)
-    assert "data.batch_size: 31 reviews cannot be shared by 2 ranks" in reason(failed["error"])
-    workers.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from benchmarks import call as calls
@@ -233,22 +230,3 @@ def test_a_killed_runner_is_resumed() -> None:
 def test_values_that_mean_nothing_are_refused(override: str) -> None:
     with pytest.raises(SystemExit, match=override):
         runner.read_table(table(), [override])
-
-
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv of util-linux")
-@pytest.mark.parametrize("start", ["Worker()", "ColdRun('benchmarks.worker', [], {})"])
-def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
-    code = f"from benchmarks.worker import ColdRun, Worker; run = {start}; print(run._process.pid, flush=True)"
-    script = [sys.executable, "-c", f"import time; {code}; time.sleep(600)"]
-    with subprocess.Popen(script, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        run = psutil.Process(int(process.stdout.readline()))
-        assert run.is_running()
-        process.kill()
-    deadline = time.monotonic() + 30
-    while psutil.pid_exists(run.pid) and run.is_running():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if run.status() == psutil.STATUS_ZOMBIE:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
