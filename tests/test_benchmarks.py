@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,8 +169,8 @@ def test_the_command_leaves_rows_a_page_and_a_chart(
 ) -> None:
     run_table, leave_page = runner.run_table, runner.leave_page
     monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
-    monkeypatch.setattr(runner, "run_table", lambda *of: run_table(*of, Path("results")))
-    monkeypatch.setattr(runner, "leave_page", lambda *of: leave_page(*of, Path("results")))
+    monkeypatch.setattr(runner, "run_table", partial(run_table, results=Path("results")))
+    monkeypatch.setattr(runner, "leave_page", partial(leave_page, results=Path("results")))
     runner.main([str(table(matrix={})), "repeats=1"])
     said = capsys.readouterr()
     assert "| + x |  | 100 (100–100) | 1.00 |" in said.out
