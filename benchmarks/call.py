@@ -104,7 +104,7 @@ def leave_page(
     chart, text = folder / f"{name}.png", folder / f"{name}.md"
     drawn = draw(table, rows, chart)
     where = table.get("published", {"where": ""})["where"]
-    write_atomically(text, page(rows, name, rows[0]["call"], where, chart.name if drawn else ""))
+    write_atomically(text, page(rows, name, table.get("given", []), where, chart.name if drawn else ""))
     return [text, chart] if drawn else [text]
 
 

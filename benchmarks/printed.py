@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -63,17 +64,18 @@ def _number(spread: dict[str, Any] | None, form: str) -> str:
     return "" if spread is None else format(spread["median"], form)
 
 
-def page(rows: Sequence[Row], name: str, call: str, published: str = "", chart: str = "") -> str:
+def page(rows: Sequence[Row], name: str, given: Sequence[str], published: str = "", chart: str = "") -> str:
     """A Markdown page of a call: the table, where it ran, and its chart.
 
     Args:
         rows: All of one call.
         name: The table's.
-        call: When it began.
+        given: What the command line changed in it.
         published: Where the published figures are from.
         chart: File name of the chart; empty for none.
     """
-    lines = [f"# {name}", "", f"`python -m benchmarks.run {name}`, call of {call}.", "", *markdown(rows), ""]
+    command = shlex.join(["python", "-m", "benchmarks.run", name, *given])
+    lines = [f"# {name}", "", f"`{command}`, call of {rows[0]['call']}.", "", *markdown(rows), ""]
     known = [row for row in rows if row["environment"]]
     lines += [where_of(known) if known else "No run ended without an error, so none says where it ran."]
     runs = sorted({row["repeats"] for row in rows})

@@ -61,6 +61,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         _check_arm(path, name, arm)
     _check_published(path, table)
     table["last"] = []
+    table["given"] = [override for override in overrides if not override.startswith("resume=")]
     for override in overrides:
         key, _, value = override.partition("=")
         if key in ("repeats", "jobs", "ahead"):
