@@ -61,10 +61,10 @@ def gpu_state(identity: str | None = None) -> dict[str, Any]:
     Args:
         identity: UUID or number of the GPU; None takes the first.
     """
-    which = [] if identity is None else [f"--id={identity}"]
-    query = f"--query-gpu={','.join(_GPU_STATE.values())}"
-    said = _run("nvidia-smi", *which, query, "--format=csv,noheader,nounits") or ""
-    fields = [field.strip() for field in said.split(",")]
+    command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
+    said = _run(*command, f"--id={identity}") if identity is not None else None
+    said = said or _run(*command)  # a part of a GPU has an identity that nvidia-smi's query does not take
+    fields = [field.strip() for field in (said or "").split(",")]
     if len(fields) != len(_GPU_STATE):
         return dict.fromkeys(_GPU_STATE)
     driver, *numbers = fields
