@@ -2,31 +2,38 @@
 
 - ``waterfall``: samples/s of a cumulative table's arms, each bar what its technique added.
 - ``losses``: loss curves of two or more arms over each other, from a table with ``losses: true``.
+- ``bars``: samples/s of arms side by side, with their spread, at every point of the matrix.
+- ``seconds``: the same of whole processes' seconds, from a table with ``fresh: true``.
+- ``seeds``: accuracy by arm and seed, from a table whose matrix is over ``seed``.
 
-The rows are those of the last call of benchmarks/results/nvidia-h200/TABLE.jsonl that has the arms; the first point of
-its matrix is drawn. Without arms, all of the call's are taken.
+The rows are those of the last call of benchmarks/results/nvidia-h200/TABLE.jsonl that has the arms; ``waterfall`` and
+``losses`` draw the first point of its matrix. Without arms, all of the call's are taken. The runner draws each table in
+the kind that suits it.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.rows import RESULTS, Row
-from composer_speedups.files import write_atomically
+from benchmarks.bars import arm_bars, seed_dots
+from benchmarks.canvas import BLUE, COLOURS, GREY, RED, WIDTH, plain, source, spell_point, write_png
+from benchmarks.rows import RESULTS, Row, point_of
 
-__all__ = ["last_call", "loss_curves", "main", "smooth", "waterfall"]
+__all__ = ["draw_table", "last_call", "loss_curves", "main", "smooth", "waterfall"]
 
-_WIDTH = 8.0  # inches, at 150 dots an inch; README shows it at some 800 pixels
-_GAIN, _LOSS, _TOTAL = "#2b7bba", "#c44e52", "#555555"
-_COLOURS = ("#c44e52", "#2b7bba", "#3a923a", "#8c564b")
+_NEEDS = {
+    "waterfall": "samples_per_sec",
+    "losses": "losses",
+    "bars": "samples_per_sec",
+    "seconds": "process_seconds",
+    "seeds": "accuracy",
+}  # what a row must hold
 
 
 def last_call(rows: Sequence[Row], needs: str, arms: Sequence[str] = ()) -> list[Row]:
@@ -44,21 +51,11 @@ def last_call(rows: Sequence[Row], needs: str, arms: Sequence[str] = ()) -> list
     for call in sorted({row["call"] for row in usable}, reverse=True):
         found: dict[str, Row] = {}
         for row in usable:
-            if row["call"] == call and _point(row) == _point(next(r for r in usable if r["call"] == call)):
+            if row["call"] == call and point_of(row) == point_of(next(r for r in usable if r["call"] == call)):
                 found[row["arm"]] = row
         if set(arms) <= set(found):
             return [found[arm] for arm in arms or found]
     raise SystemExit(f"no call has rows of {', '.join(arms) or 'any arm'} with {needs}")
-
-
-def _point(row: Row) -> dict[str, object]:
-    return {key: value for key, value in row.items() if "." in key}
-
-
-def _spell(row: Row) -> str:
-    """What was measured, for the line under a chart."""
-    point = ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in _point(row).items())
-    return ", ".join(filter(None, [point, row["environment"]["gpu"] or "CPU", f"torch {row['environment']['torch']}"]))
 
 
 def waterfall(rows: Sequence[Row], path: Path) -> None:
@@ -69,11 +66,11 @@ def waterfall(rows: Sequence[Row], path: Path) -> None:
         path: PNG to write.
     """
     rates = [row["samples_per_sec"]["median"] for row in rows]
-    figure = Figure(figsize=(_WIDTH, 1.3 + 0.42 * len(rows)), dpi=150, layout="constrained")
+    figure = Figure(figsize=(WIDTH, 1.3 + 0.42 * len(rows)), dpi=150, layout="constrained")
     axes = figure.add_subplot()
     for place, rate in enumerate(rates):
         before = rates[place - 1] if place else 0.0
-        colour = _TOTAL if place == 0 else _GAIN if rate >= before else _LOSS
+        colour = GREY if place == 0 else BLUE if rate >= before else RED
         axes.barh(place, rate - before, left=before, color=colour, height=0.62)
         if place:  # from the bar above
             axes.plot([before, before], [place - 0.69, place + 0.31], color="#999999", linewidth=0.8)
@@ -90,11 +87,11 @@ def waterfall(rows: Sequence[Row], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(rates))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel(f"samples/s, steady state\n{_spell(rows[0])}", fontsize=10)
+    axes.set_xlabel(f"samples/s, steady state\n{source(rows[0], spell_point(rows[0]))}", fontsize=10)
     axes.set_title(f"{rates[-1] / rates[0]:.1f} times {rows[0]['arm']}, one technique at a time", fontsize=12)
-    _plain(axes)
+    plain(axes)
     axes.grid(visible=False, axis="y")
-    _write(figure, path)
+    write_png(figure, path)
 
 
 def smooth(losses: Sequence[float], window: int) -> np.ndarray:
@@ -116,53 +113,88 @@ def loss_curves(rows: Sequence[Row], path: Path, window: int = 20) -> None:
     Raises:
         ValueError: More rows than can be told apart.
     """
-    if len(rows) > len(_COLOURS):
-        raise ValueError(f"{len(rows)} curves in one chart; name {len(_COLOURS)} arms at most")
-    figure = Figure(figsize=(_WIDTH, 4.2), dpi=150, layout="constrained")
+    if len(rows) > len(COLOURS):
+        raise ValueError(f"{len(rows)} curves in one chart; name {len(COLOURS)} arms at most")
+    figure = Figure(figsize=(WIDTH, 4.2), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    for row, colour, style in zip(rows, _COLOURS, ("-", "--", ":", "-."), strict=False):
+    for row, colour, style in zip(rows, COLOURS, ("-", "--", ":", "-."), strict=False):
         batches = np.arange(1, len(row["losses"]) + 1)
         axes.plot(batches, row["losses"], color=colour, alpha=0.18, linewidth=0.8)
         axes.plot(batches, smooth(row["losses"], window), style, color=colour, linewidth=2.0, label=row["arm"])
-    axes.set_xlabel(f"batch\n{_spell(rows[0])}", fontsize=10)
+    axes.set_xlabel(f"batch\n{source(rows[0], spell_point(rows[0]))}", fontsize=10)
     axes.set_ylabel("training loss", fontsize=11)
     axes.set_title(f"each batch (faint) and the mean of the last {window}", fontsize=12)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.legend(fontsize=11, frameon=False)
-    _plain(axes)
-    _write(figure, path)
+    plain(axes)
+    write_png(figure, path)
 
 
-def _plain(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.set_axisbelow(True)
+def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
+    """Draw a call's rows in the kind that suits the table; False where they have nothing to draw.
+
+    Args:
+        table: As read: ``losses``, ``cumulative``, ``fresh`` and the matrix decide.
+        rows: Of one call.
+        path: PNG to write.
+    """
+    kind = kind_of(table, rows)
+    usable = [row for row in rows if row.get(_NEEDS[kind])]
+    if not usable:
+        return False
+    if kind in ("waterfall", "losses"):
+        usable = [row for row in usable if point_of(row) == point_of(usable[0])]
+    _draw(kind, rows if kind in ("bars", "seconds") else usable, path)
+    return True
 
 
-def _write(figure: Figure, path: Path) -> None:
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
+def kind_of(table: Row, rows: Sequence[Row]) -> str:
+    """The kind of chart for a table: see the top of this file."""
+    if table.get("losses") and len({row["arm"] for row in rows}) <= len(COLOURS):  # more cannot be told apart
+        return "losses"
+    if "seed" in table.get("matrix", {}):
+        return "seeds"
+    if table.get("cumulative"):
+        return "waterfall"
+    return "seconds" if table.get("fresh") else "bars"
+
+
+def _draw(kind: str, rows: Sequence[Row], path: Path) -> None:
+    if kind == "waterfall":
+        waterfall(rows, path)
+    elif kind == "losses":
+        loss_curves(rows, path)
+    elif kind == "seeds":
+        seed_dots(rows, path)
+    else:
+        arm_bars(rows, path, _NEEDS[kind])
+
+
+def _whole_call(rows: Sequence[Row], needs: str, arms: Sequence[str]) -> list[Row]:
+    """All rows of the last call that has the arms, at every point, in the order of the table."""
+    call = last_call(rows, needs, arms)[0]["call"]
+    return [row for row in rows if row["call"] == call and row.get(needs) and (not arms or row["arm"] in arms)]
 
 
 def main(arguments: Sequence[str], results: Path = RESULTS / "nvidia-h200") -> None:
-    if len(arguments) < 3 or arguments[0] not in ("waterfall", "losses"):
+    if len(arguments) < 3 or arguments[0] not in _NEEDS:
         print(__doc__)
         raise SystemExit(2)
     kind, table, path, *names = arguments
     arms = [name.strip() for name in " ".join(names).split("|") if name.strip()]
-    source = results / f"{table}.jsonl"
-    if not source.is_file():
-        raise SystemExit(f"{source}: no such rows; measure them with python -m benchmarks.run {table}")
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    if kind == "waterfall":
-        waterfall(last_call(rows, "samples_per_sec", arms), Path(path))
-    else:
-        try:
-            loss_curves(last_call(rows, "losses", arms), Path(path))
-        except ValueError as error:
-            raise SystemExit(str(error)) from error
+    source_file = results / f"{table}.jsonl"
+    if not source_file.is_file():
+        raise SystemExit(f"{source_file}: no such rows; measure them with python -m benchmarks.run {table}")
+    rows = [json.loads(line) for line in source_file.read_text().splitlines()]
+    pick = last_call if kind in ("waterfall", "losses") else _whole_call
+    picked = pick(rows, _NEEDS[kind], arms)
+    if kind == "seeds" and any("seed" not in row for row in picked):
+        raise SystemExit(f"{source_file}: its rows are of one seed; draw bars")
+    try:
+        _draw(kind, picked, Path(path))
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -115,17 +115,25 @@ def effect(table: str, arm: str, before: str) -> list[str]:
 
 
 def where_of(rows: Sequence[Row]) -> str:
-    """Hardware, versions, days and commits of the rows; more than one where they differ."""
+    """Hardware, versions, days and commits of the rows; more than one where they differ, nothing where none knows."""
 
-    def each(name: str) -> str:
-        return ", ".join(sorted({row["environment"][name] for row in rows}))
+    def each(name: str, form: str = "{}") -> str:
+        values = {row["environment"].get(name) for row in rows} - {None}
+        return form.format(", ".join(sorted(map(str, values)))) if values else ""
 
+    on_gpu = any(row["environment"]["gpu"] for row in rows)
+    commits = ", ".join(sorted({(row["environment"].get("commit") or "unknown")[:7] for row in rows}))
+    parts = [
+        each("gpu") if on_gpu else each("cpu", "CPU {}"),
+        each("gpu_power_limit_watts", "limit {} W"),
+        each("gpu_sm_clock_mhz", "SM clock {} MHz"),
+        each("driver", "driver {}"),
+        each("torch", "torch {}"),
+        each("composer", "Composer {}"),
+        each("transformers", "transformers {}"),
+    ]
     days = ", ".join(sorted({row["call"][:10] for row in rows}))
-    commits = ", ".join(sorted({row["environment"]["commit"][:7] for row in rows}))
-    return (
-        f"{each('gpu')}, driver {each('driver')}, torch {each('torch')}, Composer {each('composer')}, "
-        f"transformers {each('transformers')}; {days}; commit {commits}."
-    )
+    return f"{', '.join(filter(None, parts))}; {days}; commit {commits}."
 
 
 def summary(table: str) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.rows import RESULTS, Row, append_rows
+from benchmarks.rows import RESULTS, Row, keep_rows
 from composer_speedups.environment import environment
 
 __all__ = ["Case", "Settings", "lengths", "main", "markdown", "read_arguments"]
@@ -215,7 +215,7 @@ def main(arguments: Sequence[str]) -> None:
         "kernels": kernels,
         "environment": environment(),
     }
-    append_rows([row], "micro", RESULTS)
+    keep_rows([row], "micro", RESULTS)
     print("\n".join(markdown(row)))
 
 

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.gemm_floor import gemm_floor, linear_shapes
 from benchmarks.kernels import busy, by_kind, by_name, kernels_of_trace, kind_of
-from benchmarks.rows import RESULTS, Row, append_rows
+from benchmarks.rows import RESULTS, Row, keep_rows
 from composer_speedups.algorithms.ordering import screen
 from composer_speedups.algorithms.registry import build_techniques
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -159,7 +159,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
         row = _row(rest, profiler, shapes, where)
         row["algorithms"] = EngagementReport.summary(trainer.state)
         trainer.close()
-    append_rows([row], "profile", results)
+    keep_rows([row], "profile", results)
     print("\n".join(markdown(row)))
     return row
 

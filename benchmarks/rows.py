@@ -1,17 +1,18 @@
-"""Rows of a table: the medians of an arm's runs with their spread, and the rows as Markdown."""
+"""Rows of a table: the medians of an arm's runs with their spread, and the file that they are kept in."""
 
 from __future__ import annotations
 
 import json
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Arm
+from composer_speedups.files import write_atomically
 
-__all__ = ["RESULTS", "Row", "append_rows", "markdown", "row_of", "spell"]
+__all__ = ["RESULTS", "Row", "folder_of", "keep_rows", "point_of", "row_of", "spell"]
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -35,18 +36,29 @@ _MEASURED = {  # name in a row → where the report has it
 _TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n in ("wall_seconds", "process_seconds")]
 
 
-def append_rows(rows: Sequence[Row], name: str, results: Path = RESULTS) -> Path:
-    """Append to ``<results>/<gpu>/<name>.jsonl``, or ``cpu`` where no row has a GPU; returns that file."""
-    gpu = next((row["environment"]["gpu"] for row in rows if row["environment"]), None) or "cpu"
-    folder = results / re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+def folder_of(gpu: str | None, results: Path = RESULTS) -> Path:
+    """Where the rows of a GPU are kept, ``cpu`` for None; made if it is not there."""
+    folder = results / re.sub(r"[^a-z0-9]+", "-", (gpu or "cpu").lower()).strip("-")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.jsonl"
-    with path.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    return folder
+
+
+def keep_rows(rows: Sequence[Row], name: str, results: Path = RESULTS) -> Path:
+    """Add the rows of one call to ``<results>/<gpu>/<name>.jsonl``, ``cpu`` where no row has a GPU; returns that file.
+
+    Rows that are there from the same call, which was stopped then, make way.
+    """
+    gpu = next((row["environment"]["gpu"] for row in rows if row["environment"]), None)
+    path = folder_of(gpu, results) / f"{name}.jsonl"
+    calls = {row["call"] for row in rows}
+    lines = path.read_text().splitlines() if path.exists() else []
+    lines = [line for line in lines if json.loads(line)["call"] not in calls] + [json.dumps(row) for row in rows]
+    if lines:
+        write_atomically(path, "".join(f"{line}\n" for line in lines))
     return path
 
 
-def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 1) -> Row:
+def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 1, published: str | None = None) -> Row:
     """What is kept of an arm: medians with their spread, evidence, and where it ran.
 
     Runs that shared the machine (``jobs`` above 1) say nothing about speed, and their times are left out.
@@ -60,6 +72,7 @@ def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 
         "arm": arm.name,
         "peer": arm.peer,
         "warm": arm.warm,
+        "ranks": arm.ranks,
         **arm.point,
         **dict.fromkeys(_MEASURED),
         **{name: _spread([_find(r, path) for r in good]) for name, path in measured.items()},
@@ -67,11 +80,13 @@ def row_of(table: str, call: str, arm: Arm, reports: Sequence[Row], jobs: int = 
         "repeats": len(reports),
         "jobs": jobs,
         "errors": [r["error"] for r in reports if "error" in r],
+        "error_kinds": [r.get("error_kind", "failed") for r in reports if "error" in r],
         "startup": last.get("startup", {}),
         "algorithms": last.get("algorithms", {}),
         "numerics": last.get("numerics", {}),
         "overrides": arm.overrides,
         "environment": last.get("environment", {}),
+        **({"published": published} if published else {}),
         **({"losses": last["losses"]} if "losses" in last else {}),
     }
 
@@ -90,25 +105,10 @@ def _find(report: dict[str, Any], path: tuple[str, ...]) -> float | None:
     return value
 
 
+def point_of(row: Row) -> dict[str, Any]:
+    """A row's place in the matrix of its table: config keys, which have a dot but for ``seed``."""
+    return {key: value for key, value in row.items() if "." in key or key == "seed"}
+
+
 def spell(point: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in point.items())
-
-
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows as a Markdown table, speed-up over the first arm of each point."""
-    yield "| arm | point | samples/s (least–most) | ratio | peak GiB | warm-up s |"
-    yield "|---|---|---|---|---|---|"
-    first: dict[str, float] = {}
-    for row in rows:
-        point = spell({k: v for k, v in row.items() if "." in k})
-        rate, memory, warmup = (row[k] for k in ("samples_per_sec", "peak_memory_gib", "warmup_seconds"))
-        if rate is None:
-            accuracy = row["accuracy"]
-            said = f"accuracy {accuracy['median']:.4f}" if accuracy else "failed"
-            yield f"| {row['arm']} | {point} | {said} | | | |"
-            continue
-        base = first.setdefault(point, rate["median"])
-        yield (
-            f"| {row['arm']} | {point} | {rate['median']:,.0f} ({rate['min']:,.0f}–{rate['max']:,.0f}) "
-            f"| {rate['median'] / base:.2f} | {memory['median']:.1f} | {warmup['median']:.1f} |"
-        )

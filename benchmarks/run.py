@@ -11,19 +11,29 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     ahead: 8                          # processes that import at once and then wait for their turn
     fresh: true                       # cold processes instead (but for Python's bytecode), timed from start to end
     losses: true                      # rows keep the loss of every batch of the last run
+    published: {where: "a V100", arms: {fp32: "8.86 samples/s"}}  # what others measured, shown beside the rows
     arms:
       fp32: []
       + TF32: ["algorithms.tf32_matmul={}"]
       + TF32, warm: {set: ["algorithms.torch_compile={}"], warm: true}
+      2 GPUs: {ranks: 2}
       HF Trainer: {peer: hf_trainer, set: [peer.torch_compile_mode=default]}
 
-``peer`` names a module of benchmarks.peers that runs in train.py's place, with the same base and overrides. Every run
-compiles anew; the runs of an arm with ``warm`` share a compile cache, which one run that is not counted has filled.
+``peer`` names a module of benchmarks.peers that runs in train.py's place, with the same base and overrides; an arm with
+``ranks`` is started by ``composer -n RANKS``. Every run compiles anew; the runs of an arm with ``warm`` share a compile
+cache, which one run that is not counted has filled.
 
 On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]"
-runs those only (the first is what the others are compared with), and other overrides come last. Rows are appended to
+runs those only (the first is what the others are compared with), and other overrides come last. Rows are kept in
 benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median, least and greatest
-of its runs; rows of one call have one time in ``call``, and only those compare. A failed run leaves its error.
+of its runs; rows of one call have one time in ``call``, and only those compare. A failed run leaves its error, and its
+row and the printed table say what kind: out of memory, refused (a config or a missing package) or failed. Beside the
+rows, <table>.md and <table>.png show those of the last finished call.
+
+Until a call is finished, each run that ends is kept in <table>.runs.jsonl beside the rows. After a call that was
+stopped or killed, the same command with resume=true goes on where it stopped: runs that are there are not run again. It
+must be of the same arms, overrides and code; without an unfinished call it begins one, so that it can be given always.
+Without resume=true, an unfinished call's runs become rows, and a new call begins.
 """
 
 from __future__ import annotations
@@ -37,10 +47,14 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 
-from benchmarks.rows import RESULTS, Row, append_rows, markdown, row_of, spell
+from tqdm import tqdm
+
+from benchmarks.call import Call, leave_page
+from benchmarks.failures import failure, reason
+from benchmarks.printed import markdown
+from benchmarks.rows import RESULTS, Row, row_of, spell
 from benchmarks.table import Arm, arms_of, read_table
 from benchmarks.worker import Workers
 
@@ -52,15 +66,18 @@ _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULT
 
 
 def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
-    """Run all arms in turn, ``repeats`` times over, and append a row for each that ran, also when stopped."""
+    """Run all arms in turn, ``repeats`` times over, and keep a row for each that ran, also when stopped."""
     arms, repeats, jobs = arms_of(table), table.get("repeats", 1), table.get("jobs", 1)
-    runs: list[list[Row]] = [[] for _ in arms]
-    started, call = time.monotonic(), datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    call = Call.begin(table, name, arms, results)
+    started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
     stopped, caches = threading.Event(), tempfile.TemporaryDirectory()
     bytecode = Path(caches.name) / "bytecode"
     workers = Workers(table.get("ahead", 1), fresh=table.get("fresh", False), bytecode=bytecode)
+    waiting = [(repeat, i) for repeat in range(repeats) for i in range(len(arms)) if (i, repeat) not in call.runs]
+    total = repeats * len(arms)
+    bar = tqdm(total=total, initial=total - len(waiting), desc=name, unit="run", disable=None, dynamic_ncols=True)
 
     def run(repeat: int, index: int) -> None:
         if stopped.is_set():
@@ -71,31 +88,36 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
             if arm.warm and not cache.exists():
                 run_once(table["base"], arm, workers, cache)
             report = run_once(table["base"], arm, workers, cache if arm.warm else None)
+            if stopped.is_set():  # it was ended, which says nothing about the arm
+                return
+            call.add(index, repeat, report)
         except BaseException:
             stopped.set()
             raise
-        runs[index].append(report)
         done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-        print(f"{done}  {arm.name} {spell(arm.point)} {_said(report)}", flush=True)
+        tqdm.write(f"{done}  {arm.name} {spell(arm.point)} {_said(report)}")
+        sys.stdout.flush()
+        bar.update()
 
     pool = ThreadPoolExecutor(jobs)
     try:
-        waiting = [pool.submit(run, repeat, i) for repeat in range(repeats) for i in range(len(arms))]
-        for future in waiting:
+        for future in [pool.submit(run, repeat, i) for repeat, i in waiting]:
             future.result()
     finally:
+        whole = not stopped.is_set() and len(call.runs) >= total
         stopped.set()
         workers.close()
         pool.shutdown(cancel_futures=True)
         caches.cleanup()
-        rows = [row_of(name, call, arm, own, jobs) for arm, own in zip(arms, runs, strict=True) if own]
-        append_rows(rows, name, results)
+        bar.close()
+        rows = call.end(finished=whole)
     return rows
 
 
 def _said(report: Row) -> str:
     if "error" in report:
-        return str(report["error"]).splitlines()[-1]
+        kind = report.get("error_kind", "failed")
+        return kind if kind == "out of memory" else f"{kind}: {reason(report['error'])}"
     throughput, accuracy = report["throughput"], report["metrics"].get("accuracy")
     said = f"accuracy {accuracy:.4f}, " if accuracy is not None else ""
     if "process_seconds" in report:
@@ -117,9 +139,9 @@ def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -
         program = f"benchmarks.peers.{arm.peer}" if arm.peer else "train"
         compiled = cache or Path(runs)  # inductor's, and what the kernels of fused_layers become
         environment = {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TRITON_CACHE_DIR": f"{compiled}/triton"}
-        status, output, seconds = workers.run(program, arguments, environment)
+        status, output, seconds = workers.run(program, arguments, environment, arm.ranks)
         if status != 0:
-            return {"error": f"exit status {status}: {output.strip()[-2000:]}"}
+            return failure(status, output)
         report = json.loads((Path(runs) / "arm" / "report.json").read_text())
         log = Path(runs) / "arm" / "log-rank0.txt"
         if "losses" not in report and log.exists():
@@ -137,8 +159,12 @@ def main(arguments: Sequence[str]) -> None:
     if not path.is_file():
         known = ", ".join(sorted(p.stem for p in (ROOT / "benchmarks" / "tables").glob("*.yaml")))
         raise SystemExit(f"{path}: no such table; there are {known}")
-    rows = run_table(read_table(path, arguments[1:]), path.stem)
+    table = read_table(path, arguments[1:])
+    rows = run_table(table, path.stem)
     print("\n".join(markdown(rows)))
+    from benchmarks.charts import draw_table  # Matplotlib, which the runs do not wait for
+
+    print("written:", *leave_page(table, rows, path.stem, draw_table))
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import yaml
 
 __all__ = ["Arm", "arms_of", "read_table"]
 
-_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "fresh", "losses", "arms"}
-_KNOWN_OF_AN_ARM = {"peer", "set", "warm"}
+_KNOWN = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "fresh", "losses", "published", "arms"}
+_KNOWN_OF_AN_ARM = {"peer", "ranks", "set", "warm"}
 _PEERS = Path(__file__).parent / "peers"
 
 
@@ -23,6 +23,7 @@ class Arm(NamedTuple):
     overrides: list[str]
     peer: str | None = None  # a module of benchmarks.peers in train.py's place
     warm: bool = False  # its runs find a filled compile cache
+    ranks: int = 1  # processes, a GPU each, that train together
 
 
 def arms_of(table: dict[str, Any]) -> list[Arm]:
@@ -42,7 +43,7 @@ def arms_of(table: dict[str, Any]) -> list[Arm]:
             asked = ["loggers.file={}"] if table.get("losses") else []
             if name in (table.get("only") or table["arms"]):
                 overrides = [*table.get("set", []), *placed, *own, *asked, *table.get("last", [])]
-                arms.append(Arm(name, point, overrides, peer, warm))
+                arms.append(Arm(name, point, overrides, peer, warm, arm.get("ranks", 1)))
     return arms
 
 
@@ -58,11 +59,19 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KNOWN))}")
     for name, arm in table["arms"].items():
         _check_arm(path, name, arm)
+    _check_published(path, table)
     table["last"] = []
+    table["given"] = [override for override in overrides if not override.startswith("resume=")]
     for override in overrides:
         key, _, value = override.partition("=")
         if key in ("repeats", "jobs", "ahead"):
+            if not value.isdecimal() or int(value) < 1:
+                raise SystemExit(f"{override}: must be a whole number of at least 1")
             table[key] = int(value)
+        elif key == "resume":
+            if value not in ("true", "false"):
+                raise SystemExit(f"{override}: must be true or false")
+            table[key] = value == "true"
         elif key == "arms":
             table["only"] = yaml.safe_load(value)
             if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["arms"]):
@@ -87,3 +96,14 @@ def _check_arm(path: Path, name: str, arm: Any) -> None:
     peers = sorted(p.stem for p in _PEERS.glob("*.py") if "def main(" in p.read_text())
     if arm.get("peer") not in (None, *peers):
         raise SystemExit(f"{path}: arm {name!r} names no peer; there are {', '.join(peers)}")
+    ranks = arm.get("ranks", 1)
+    if not isinstance(ranks, int) or ranks < 1:
+        raise SystemExit(f"{path}: arm {name!r} has ranks {ranks!r}; it must be a whole number of at least 1")
+    if ranks > 1 and arm.get("peer"):
+        raise SystemExit(f"{path}: arm {name!r} is a peer, which trains in one process; leave out ranks")
+
+
+def _check_published(path: Path, table: dict[str, Any]) -> None:
+    published = table.get("published", {"where": "", "arms": {}})
+    if set(published) != {"where", "arms"} or not set(published["arms"]) <= set(table["arms"]):
+        raise SystemExit(f"{path}: published must have where (a text) and arms (those of the table, each with a text)")

@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,8 @@ __all__ = ["Worker", "Workers"]
 
 ROOT = Path(__file__).parent.parent
 _READY = "ready\n"
+_SETPRIV = shutil.which("setpriv")
+_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []  # a killed runner leaves no run behind
 
 
 class Worker:
@@ -32,7 +35,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker"],
+            [*_WITH_RUNNER, sys.executable, "-m", "benchmarks.worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -71,13 +74,17 @@ class Worker:
 
 
 class ColdRun:
-    """One process that starts now and imports everything itself; ``environment`` adds to this process's own."""
+    """One process that starts now and imports everything itself; ``environment`` adds to this process's own.
 
-    def __init__(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+    With more ``ranks`` than one it is Composer's launcher, ``composer -n RANKS``, which starts a process each.
+    """
+
+    def __init__(self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1) -> None:
+        launcher = ["-m", "composer.cli.launcher", "-n", str(ranks)] if ranks > 1 else []
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the run
         self._started = time.perf_counter()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments],
+            [*_WITH_RUNNER, sys.executable, *launcher, "-m", program, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -127,19 +134,23 @@ class Workers:
         self._lock = threading.Lock()
 
     def run(
-        self, program: str, arguments: Sequence[str], environment: Mapping[str, str]
+        self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1
     ) -> tuple[int, str, float | None]:
-        """Exit status and output of the next one, and a cold one's seconds from start to end."""
-        if self._fresh:
+        """Exit status and output of the next one, and a cold one's seconds from start to end.
+
+        Runs of several ``ranks`` are always cold: Composer's launcher starts their processes itself.
+        """
+        if self._fresh or ranks > 1:
             with self._lock:
-                if self._bytecode is not None:
+                if self._fresh and self._bytecode is not None:
                     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._bytecode)}
                     environment = {**environment, **kept}
                     self._import(program, environment)
-                cold = ColdRun(program, arguments, environment)
+                cold = ColdRun(program, arguments, environment, ranks)
                 self._all.append(cold)
             try:
-                return cold.wait()
+                status, output, seconds = cold.wait()
+                return status, output, seconds if self._fresh else None
             finally:
                 cold.close()
         with self._lock:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["environment"]
+__all__ = ["environment", "gpu_state"]
 
 _PACKAGES = {
     "composer": "mosaicml",
@@ -21,18 +21,26 @@ _PACKAGES = {
     "triton": "triton",
 }
 
+_GPU_STATE = {  # name in a report → nvidia-smi's
+    "driver": "driver_version",
+    "gpu_power_limit_watts": "power.limit",
+    "gpu_sm_clock_mhz": "clocks.sm",
+    "gpu_max_sm_clock_mhz": "clocks.max.sm",
+}
+
 _CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # new rows beside it change no code
 
 
 def environment() -> dict[str, Any]:
     """GPU, driver, CPU, versions, and the commit of the code in use (None outside a git checkout)."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    uuid = getattr(torch.cuda.get_device_properties(), "uuid", None) if gpu else None
     named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for a copy of the code without its git history
     commit = named or _git("rev-parse", "HEAD")
     return {
         "gpu": gpu,
         "gpu_count": torch.cuda.device_count(),
-        "driver": _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpu else None,
+        **(gpu_state(None if uuid is None else f"GPU-{uuid}") if gpu else dict.fromkeys(_GPU_STATE)),
         "cuda": torch.version.cuda,
         "cpu": _cpu(),
         "cpu_count": os.cpu_count(),
@@ -43,6 +51,32 @@ def environment() -> dict[str, Any]:
         "commit": commit,
         "uncommitted_changes": None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE)),
     }
+
+
+def gpu_state(identity: str | None = None) -> dict[str, Any]:
+    """Driver, power limit and SM clocks as nvidia-smi has them now; None for what it does not say.
+
+    At the end of a run the clock is close to the one that the run had.
+
+    Args:
+        identity: UUID or number of the GPU; None takes the first.
+    """
+    command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
+    said = _run(*command, f"--id={identity}") if identity is not None else None
+    said = said or _run(*command)  # a part of a GPU has an identity that nvidia-smi's query does not take
+    fields = [field.strip() for field in (said or "").split(",")]
+    if len(fields) != len(_GPU_STATE):
+        return dict.fromkeys(_GPU_STATE)
+    driver, *numbers = fields
+    return dict(zip(_GPU_STATE, [driver, *map(_number, numbers)], strict=True))
+
+
+def _number(text: str) -> float | None:
+    """None where it says [N/A] or the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
 
 
 def _version(package: str) -> str | None:

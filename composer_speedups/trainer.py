@@ -48,12 +48,15 @@ def open_device(config: TrainerConfig) -> Device:
     whatever other Trainers of the process do.
 
     Raises:
-        ConfigError: No GPU, where one is asked for or where Composer's mixed precision, FSDP or automatic
-            micro-batches need it.
+        ConfigError: Fewer GPUs than ranks, or none, where one is asked for or where Composer's mixed precision, FSDP or
+            automatic micro-batches need it.
     """
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     if config.device != "cpu" and torch.cuda.is_available():
+        ranks, gpus = dist.get_local_world_size(), torch.cuda.device_count()
+        if ranks > gpus:
+            raise ConfigError(f"trainer.device: {ranks} ranks need a GPU each, and there are {gpus}; lower composer -n")
         return DeviceGPU(allow_tf32=False)
     if config.precision != "fp32":
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
+from benchmarks.failures import failure
 from benchmarks.peers.job import read_arguments
 from benchmarks.worker import Worker, Workers
 from composer_speedups.algorithms.ordering import refuse_clashes, techniques_of
 from composer_speedups.algorithms.registry import build_techniques
+from composer_speedups.cli import read_command_line
 from tests.conftest import ROOT
 
 REPORT: dict[str, Any] = {
@@ -83,9 +86,15 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
         ("HF", "hf_trainer", False, ["peer.a=1", "loggers.file={}"]),
         ("+ y", None, True, ["x=1", "y=1", "loggers.file={}"]),
     ]
-    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer"):
+    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, stock_composer"):
         runner.read_table(table(arms={"HF": {"peer": "hf"}}))
-    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, set, warm"):
+    with pytest.raises(SystemExit, match="arm 'HF' is a peer, which trains in one process; leave out ranks"):
+        runner.read_table(table(arms={"HF": {"peer": "hf_trainer", "ranks": 2}}))
+    with pytest.raises(SystemExit, match="arm 'x' has ranks 0; it must be a whole number of at least 1"):
+        runner.read_table(table(arms={"x": {"ranks": 0}}))
+    with pytest.raises(SystemExit, match="published must have where"):
+        runner.read_table(table(published={"where": "there", "arms": {"+ z": "1"}}))
+    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"):
         runner.read_table(table(arms={"HF": {"pear": "hf"}}))
 
 
@@ -113,7 +122,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
         order.append(arm.overrides[-1])
         if arm.overrides[-1] == "y=1":
-            return {"error": "exit status 1: CUDA out of memory"}
+            return failure(1, "CUDA out of memory")
         rate = 100.0 + len(order)
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
 
@@ -128,7 +137,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     assert written[1]["accuracy"]["median"] == 0.9
     assert written[2]["samples_per_sec"] is None
     assert written[2]["errors"] == ["exit status 1: CUDA out of memory"] * 2
-    assert "| + y |  | failed" in "\n".join(runner.markdown(rows))
+    assert "| + y |  | out of memory" in "\n".join(runner.markdown(rows))
 
 
 def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,14 +159,30 @@ def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, m
     monkeypatch.setenv("IMDB_DIR", "imdb")
     read = runner.read_table(path)
     for arm in runner.arms_of(read):
-        config, _ = read_arguments(["-f", str(ROOT / read["base"]), *arm.overrides])
+        read_config = read_arguments if arm.peer else read_command_line
+        config, _ = read_config(["-f", str(ROOT / read["base"]), *arm.overrides])
         refuse_clashes(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
+
+
+def test_the_command_leaves_rows_a_page_and_a_chart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_table, leave_page = runner.run_table, runner.leave_page
+    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    monkeypatch.setattr(runner, "run_table", partial(run_table, results=Path("results")))
+    monkeypatch.setattr(runner, "leave_page", partial(leave_page, results=Path("results")))
+    runner.main([str(table(matrix={})), "repeats=1"])
+    said = capsys.readouterr()
+    assert "| + x |  | 100 (100–100) | 1.00 |" in said.out
+    assert "written: results/cpu/table.md results/cpu/table.png" in said.out
+    assert said.err == ""  # the bar is for terminals
+    assert {path.name for path in Path("results/cpu").iterdir()} == {"table.jsonl", "table.md", "table.png"}
 
 
 def test_unknown_tables_and_keys_are_refused() -> None:
     with pytest.raises(SystemExit, match="needs base and arms"):
         runner.read_table(table(more=1))
-    with pytest.raises(SystemExit, match=r"no such table; there are cold_start, compiled, .*ladder, minilm"):
+    with pytest.raises(SystemExit, match=r"no such table; there are batch_sizes, .*ladder, leave_one_out"):
         runner.main(["nothing"])
 
 
@@ -167,7 +192,7 @@ def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch
     assert [row["jobs"] for row in rows] == [3, 3, 3]
     assert [row["samples_per_sec"] for row in rows] == [None] * 3
     assert [row["accuracy"]["runs"] for row in rows] == [[0.9, 0.9]] * 3
-    assert "| plain |  | accuracy 0.9000" in "\n".join(runner.markdown(rows))
+    assert "| plain |  | not timed |  |  |  |  |  | 0.9000 |" in "\n".join(runner.markdown(rows))
 
 
 @pytest.mark.slow

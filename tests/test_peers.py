@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.peers import bare_loop
+from benchmarks.peers import bare_loop, stock_composer
 from benchmarks.peers.job import plan_of, read_arguments
 from composer_speedups import EmptyCache
 from composer_speedups.config import load_config
@@ -38,9 +38,9 @@ def losses_of_ours() -> list[float]:
 
 
 @pytest.mark.parametrize("overrides", [[], ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"]])
-def test_all_three_train_the_same_steps(overrides: list[str]) -> None:
+def test_all_train_the_same_steps(overrides: list[str]) -> None:
     ours = run(*JOB, *overrides)
-    for module in (bare_loop, hf_trainer):
+    for module in (bare_loop, hf_trainer, stock_composer):
         report = peer(module, *overrides)
         assert len(report["losses"]) == ours["training"]["batches"] == 6
         torch.testing.assert_close(report["losses"], losses_of_ours(), atol=6e-5, rtol=0)  # the log has four digits
@@ -50,7 +50,7 @@ def test_all_three_train_the_same_steps(overrides: list[str]) -> None:
 
 def test_a_peers_report_has_the_shape_of_ours() -> None:
     ours = run(*JOB)
-    for module in (bare_loop, hf_trainer):
+    for module in (bare_loop, hf_trainer, stock_composer):
         report = peer(module)
         assert set(report) - {"losses"} == set(ours)
         for section in ("throughput", "memory", "training", "environment", "numerics"):
@@ -149,3 +149,21 @@ def test_arguments_of_a_peer_are_apart_from_the_configs() -> None:
     assert flags == {"a": True, "b": "x"}
     assert config.seed == 3
     assert "benchmarks.peers.hf_trainer" in sys.modules
+
+
+def test_stock_composer_has_the_posts_settings_and_refuses_others() -> None:
+    compiled = peer(stock_composer, "peer.compile={backend: aot_eager}", "trainer.max_duration=1ba", name="compiled")
+    evidence = compiled["algorithms"]["stock_composer"]["evidence"]
+    assert evidence["graphs"] > 0
+    assert evidence["foreach"]
+    assert evidence["optimizer"] == "torch.optim.adamw.AdamW"
+    assert evidence["attention"] == "sdpa"
+    plain = peer(stock_composer, "peer.attention=eager", "trainer.max_duration=1ba", name="plain")
+    assert plain["algorithms"]["stock_composer"]["evidence"]["graphs"] == 0
+    for flag, line in (
+        ("peer.compil=true", "unknown key 'peer.compil'; did you mean 'compile'"),
+        ("peer.precision=fp8", "peer.precision: must be fp32, amp_fp16, amp_bf16, not 'fp8'"),
+        ("peer.compile=3", "peer.compile: must be true, false or a mapping, not 3"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            peer(stock_composer, flag, name="refused")

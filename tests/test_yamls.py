@@ -50,8 +50,9 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=150), "", Dataset.from_dict(reviews))
     config = tiny_bert().config
     config.vocab_size = len(tokenizer)
-    type(tiny_bert())(config).save_pretrained("google-bert/bert-base-uncased")
-    tokenizer.save_pretrained("google-bert/bert-base-uncased")
+    for size in ("base", "large"):
+        type(tiny_bert())(config).save_pretrained(f"google-bert/bert-{size}-uncased")
+        tokenizer.save_pretrained(f"google-bert/bert-{size}-uncased")
 
 
 @pytest.mark.parametrize("name", YAMLS)

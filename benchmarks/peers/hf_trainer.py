@@ -27,12 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 from composer.devices import DeviceCPU, DeviceGPU
-from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.peers.hf_flags import OWN_FLAGS, training_arguments
-from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
+from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
 from composer_speedups.algorithms.probe import compile_counts
 from composer_speedups.cli import exit_codes
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> None:
         args = training_arguments(config, plan, own["preset"], flags, on_gpu, str(folder.path))
         device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
         meter = Meter(config, job.model, device, _precision(args))
-        _set_attention(job.model, own["attention"])
+        set_attention(job.model, own["attention"])
         trainer = _Peer(job, plan, meter, args, config, grad_norm=own["grad_norm"])
         before = compile_counts()
         trainer.train()
@@ -69,13 +68,6 @@ def main(arguments: list[str]) -> None:
 
 def _precision(args: TrainingArguments) -> str:
     return "amp_bf16" if args.bf16 else "amp_fp16" if args.fp16 else "fp32"
-
-
-def _set_attention(model: HuggingFaceModel, attention: str) -> None:
-    try:
-        model.model.set_attn_implementation(attention)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(f"peer.attention: {attention!r} cannot be used ({str(error).splitlines()[0]})") from error
 
 
 class _Peer(Trainer):

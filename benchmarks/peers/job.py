@@ -20,7 +20,7 @@ from composer_speedups.errors import ConfigError
 from composer_speedups.models import FinetuneModel, build_model, resolve_name
 from composer_speedups.trainer import build_scheduler
 
-__all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments"]
+__all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments", "set_attention"]
 
 _PREFIX = "peer."
 
@@ -93,6 +93,18 @@ def build_job(config: Config, *, on_gpu: bool) -> Job:
     assert isinstance(train, DataLoader)
     assert evaluation is None or isinstance(evaluation, DataLoader)
     return Job(train, evaluation, model)
+
+
+def set_attention(model: FinetuneModel, attention: str) -> None:
+    """Change the attention of a job's model.
+
+    Raises:
+        ConfigError: transformers does not have it, or it needs a package.
+    """
+    try:
+        model.model.set_attn_implementation(attention)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"peer.attention: {attention!r} cannot be used ({str(error).splitlines()[0]})") from error
 
 
 def plan_of(config: Config, batches_an_epoch: int) -> Plan:

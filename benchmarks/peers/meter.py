@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -27,7 +27,7 @@ from composer_speedups.models import FinetuneModel
 from composer_speedups.report import build_report, summary_table
 from composer_speedups.runs import RunFolder
 
-__all__ = ["Meter"]
+__all__ = ["Meter", "numerics_of", "write_peer_report"]
 
 
 class Meter:
@@ -109,27 +109,39 @@ class Meter:
         if self._last is not None:
             self.metrics["train_loss"] = float(self._last)
 
-    def numerics(self) -> dict[str, str]:
-        """What EngagementReport says of a run of the suite."""
-        return {
-            "precision": self.state.precision.value,
-            "matmul": precision_in_force(self.state),
-            "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        }
-
     def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> dict[str, Any]:
-        """Write report.json and print the summary; returns the report.
-
-        ``algorithms`` holds the peer's name and evidence of what it ran with; with ``loggers.file``, ``losses`` is
-        the loss of every batch.
-        """
+        """Write report.json and print the summary; returns the report."""
         wall_seconds = time.time() - psutil.Process().create_time()
         report = build_report(self.state, self.config, wall_seconds)
         report["metrics"] = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
-        report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": dict(evidence)}}
-        report["numerics"] = self.numerics()
-        if self.losses is not None:
-            report["losses"] = [float(loss) for loss in self.losses]
-        write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
-        print(summary_table(report, str(folder.path)), flush=True)
-        return report
+        report["numerics"] = numerics_of(self.state)
+        return write_peer_report(report, folder, peer, evidence, self.losses)
+
+
+def numerics_of(state: State) -> dict[str, str]:
+    """What EngagementReport says of a run of the suite."""
+    return {
+        "precision": state.precision.value,
+        "matmul": precision_in_force(state),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
+
+
+def write_peer_report(
+    report: dict[str, Any],
+    folder: RunFolder,
+    peer: str,
+    evidence: Mapping[str, Any],
+    losses: Sequence[torch.Tensor] | None = None,
+) -> dict[str, Any]:
+    """Write a peer's report.json and print the summary; returns the report.
+
+    ``algorithms`` holds the peer's name and evidence of what it ran with; ``losses``, with ``loggers.file``, is the
+    loss of every batch.
+    """
+    report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": dict(evidence)}}
+    if losses is not None:
+        report["losses"] = [float(loss) for loss in losses]
+    write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
+    print(summary_table(report, str(folder.path)), flush=True)
+    return report

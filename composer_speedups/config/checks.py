@@ -56,6 +56,8 @@ def check_together(config: Config, origin_of: Origins) -> None:
     if data.source != "files" and (data.train_file or data.eval_file):
         name = "data.train_file" if data.train_file else "data.eval_file"
         refuse(name, f"has no effect with data.source: {data.source}; set data.source=files")
+    if data.source == "random" and data.tokenizer == "wordpiece":
+        refuse("data.tokenizer", "wordpiece has no reviews to train on with data.source: random; name a tokenizer")
     if data.workers == 0 and data.persistent_workers:
         refuse("data.persistent_workers", "needs data.workers of at least 1")
     if data.workers == 0 and data.prefetch_factor is not None:

@@ -36,8 +36,8 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    source: Literal["hub", "files", "builtin"] = "hub"
-    """Hugging Face hub, local parquet/csv/jsonl files, or generated reviews that need no download."""
+    source: Literal["hub", "files", "builtin", "random"] = "hub"
+    """Hub, local parquet/csv/jsonl files, generated reviews, or random tokens (max_length a row, nothing to learn)."""
     hub_name: str = "stanfordnlp/imdb"
     """Dataset on the hub, with source: hub."""
     train_split: str = "train"

@@ -10,18 +10,20 @@ import numpy as np
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
+from datasets import Dataset
 from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
+from composer_speedups.data.random_rows import random_rows
 from composer_speedups.data.sources import load_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.errors import ConfigError
 from composer_speedups.flops import batch_lengths
 
-__all__ = ["Data", "Pad", "build_data"]
+__all__ = ["Data", "Pad", "build_data", "real_tokens"]
 
 Rows = Ragged | Sequence[Mapping[str, Any]]
 Batch = dict[str, torch.Tensor]
@@ -103,10 +105,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         if size is not None and size % world:
             raise ConfigError(f"data.{name}: {size} reviews cannot be shared by {world} ranks; use a multiple")
     with dist.run_local_rank_zero_first():
-        train, evaluation = load_reviews(config)
-        tokenizer = load_tokenizer(config, model_name, train)
-        train_tokens = tokenize(train, tokenizer, config)
-        eval_tokens = None if evaluation is None else tokenize(evaluation, tokenizer, config)
+        tokenizer, train_tokens, eval_tokens = _tokens(config, model_name)
 
     pad = Pad(
         tokenizer.pad_token_id,
@@ -151,7 +150,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             prefetch_factor=config.prefetch_factor,
             persistent_workers=config.persistent_workers,
         )
-        return DataSpec(dataloader, get_num_tokens_in_batch=_real_tokens)
+        return DataSpec(dataloader, get_num_tokens_in_batch=real_tokens)
 
     return Data(
         loader(FlatTokens(train_tokens), config.batch_size, training=True),
@@ -160,6 +159,26 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
     )
 
 
-def _real_tokens(batch: Any) -> int:
+def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset | None]:
+    """The tokenizer, and the tokens to train on and to validate on."""
+    if config.source == "random":
+        tokenizer = load_tokenizer(config, model_name, None)
+        counts = {"train": config.train_samples, "eval": config.eval_samples}
+        train, evaluation = (
+            random_rows(count or 8000, config.seed, split, config.max_length, tokenizer)
+            for split, count in counts.items()
+        )
+        return tokenizer, train, evaluation
+    reviews, validation = load_reviews(config)
+    tokenizer = load_tokenizer(config, model_name, reviews)
+    return (
+        tokenizer,
+        tokenize(reviews, tokenizer, config),
+        (None if validation is None else tokenize(validation, tokenizer, config)),
+    )
+
+
+def real_tokens(batch: Any) -> int:
+    """Tokens of a batch without its padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())

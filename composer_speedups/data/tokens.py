@@ -24,18 +24,19 @@ __all__ = ["load_tokenizer", "tokenize"]
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
 
-def load_tokenizer(config: DataConfig, model_name: str, train: Dataset) -> Any:
+def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -> Any:
     """The model's tokenizer, another one from the hub or a folder, or a WordPiece of the training reviews.
 
     Args:
         config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` serve ``wordpiece``.
         model_name: Hub id or folder of the model, taken when ``tokenizer`` is null.
-        train: Reviews with a ``text`` column.
+        train: Reviews with a ``text`` column, for ``wordpiece``.
 
     Raises:
         ConfigError: It cannot be loaded, or has no padding token.
     """
     if config.tokenizer == "wordpiece":
+        assert train is not None  # the schema's checks saw to it
         return _trained(config, train["text"])
     name = config.tokenizer or model_name
     check_folder(name, "data.tokenizer")
