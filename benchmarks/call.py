@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.journal import Journal, Unfinished, code_version, header_of, read_unfinished
 from benchmarks.printed import page
-from benchmarks.rows import RESULTS, Row, folder_of, keep_rows, row_of
+from benchmarks.rows import RESULTS, Row, call_time, folder_of, keep_rows, row_of
 from benchmarks.table import Arm
+from composer_speedups.commands import output_of
 from composer_speedups.files import write_atomically
 
 __all__ = ["Call", "leave_page", "present_gpu"]
@@ -64,8 +62,7 @@ class Call:
 
 def _take_up(journal: Journal, table: Row, name: str, arms: Sequence[Arm], results: Path) -> Unfinished:
     """The call that the working file is of, or a new one, for which the rows of an older one are kept first."""
-    now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    header = header_of(name, now, table, arms, code_version(ROOT))
+    header = header_of(name, call_time(), table, arms, code_version(ROOT))
     if table.get("resume") and (found := journal.go_on(header)) is not None:
         print(f"goes on with the call of {found.header['call']}, {len(found.runs)} runs of it done", flush=True)
         return found
@@ -110,8 +107,7 @@ def leave_page(
 
 def present_gpu() -> str | None:
     """The GPU's name, asked without torch, which would take memory on it; None without one."""
-    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1") or shutil.which("nvidia-smi") is None:
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
         return None
-    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    return done.stdout.strip().split("\n")[0] or None if done.returncode == 0 else None
+    said = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout=60)
+    return (said or "").split("\n")[0] or None

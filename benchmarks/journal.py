@@ -10,13 +10,14 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
 import threading
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from benchmarks.table import Arm
+from composer_speedups.commands import output_of
 
 __all__ = ["Journal", "Unfinished", "code_version", "header_of", "read_unfinished"]
 
@@ -142,16 +143,8 @@ def code_version(root: Path) -> str | None:
     """The commit, with a digest of uncommitted changes to tracked code; None outside a git checkout."""
     if named := os.environ.get("COMPOSER_SPEEDUPS_COMMIT"):
         return named
-    commit = _git(root, "rev-parse", "HEAD")
-    changes = _git(root, "diff", "HEAD", "--", ".", ":(exclude)benchmarks/results")
+    git = partial(output_of, "git", "-C", str(root), timeout=None)
+    commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD", "--", ".", ":(exclude)benchmarks/results")
     if commit is None or not changes:
         return commit
     return f"{commit}+{hashlib.sha256(changes.encode()).hexdigest()[:12]}"
-
-
-def _git(root: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
-    except FileNotFoundError:
-        return None
-    return done.stdout.strip() if done.returncode == 0 else None

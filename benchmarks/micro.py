@@ -15,7 +15,6 @@ import importlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.rows import RESULTS, Row, keep_rows
+from benchmarks.rows import RESULTS, Row, call_time, keep_rows
 from composer_speedups.environment import environment
 
 __all__ = ["Case", "Settings", "lengths", "main", "markdown", "read_arguments"]
@@ -208,7 +207,7 @@ def main(arguments: Sequence[str]) -> None:
     ]
     row = {
         "table": "micro",
-        "call": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "call": call_time(),
         **settings._asdict(),
         "tokens": sum(lengths(settings.rows, settings.longest)),
         "copy_gb_per_second": speed / 1e3,

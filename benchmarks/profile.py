@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -32,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.gemm_floor import gemm_floor, linear_shapes
 from benchmarks.kernels import busy, by_kind, by_name, kernels_of_trace, kind_of
-from benchmarks.rows import RESULTS, Row, keep_rows
+from benchmarks.rows import RESULTS, Row, call_time, keep_rows
 from composer_speedups.algorithms.ordering import screen
 from composer_speedups.algorithms.registry import build_techniques
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -177,7 +176,7 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
     ]
     return {
         "table": "profile",
-        "call": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "call": call_time(),
         "arguments": arguments,
         "step_ms": step_ms,
         "busy_ms": None if covered is None else 1e3 * covered / steps,

@@ -6,13 +6,14 @@ import json
 import re
 import statistics
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Arm
 from composer_speedups.files import write_atomically
 
-__all__ = ["RESULTS", "Row", "folder_of", "keep_rows", "point_of", "row_of", "spell"]
+__all__ = ["RESULTS", "Row", "call_time", "folder_of", "keep_rows", "point_of", "row_of", "spell"]
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -34,6 +35,11 @@ _MEASURED = {  # name in a row → where the report has it
 
 
 _TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n in ("wall_seconds", "process_seconds")]
+
+
+def call_time() -> str:
+    """Now, as ``call`` has it: rows of one call are told from another's by it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def folder_of(gpu: str | None, results: Path = RESULTS) -> Path:

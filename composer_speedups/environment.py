@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from composer_speedups.commands import output_of
 
 __all__ = ["environment", "gpu_state"]
 
@@ -99,7 +99,5 @@ def _git(*arguments: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    if shutil.which(command[0]) is None:
-        return None
-    done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
-    return done.stdout.strip().split("\n")[0] or None if done.returncode == 0 else None
+    """The first line of its output; None where there is none."""
+    return (output_of(*command) or "").split("\n")[0] or None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.commands import output_of
 from composer_speedups.config import Config
 from composer_speedups.model_names import SIZES, resolve_name
 
@@ -84,12 +85,8 @@ def _wanted(config: Config) -> bool:
 
 def _shared_gpus() -> bool:
     """Whether several processes may use each of them; a GPU in exclusive mode is the run's alone."""
-    command = ["nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader"]
-    try:
-        modes = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.split("\n")
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return {mode.strip() for mode in modes if mode.strip()} == {"Default"}
+    modes = output_of("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader") or ""
+    return {mode.strip() for mode in modes.split("\n")} == {"Default"}
 
 
 def _start(config: Config) -> subprocess.Popen[bytes]:
