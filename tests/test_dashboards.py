@@ -21,7 +21,6 @@ from composer_speedups.models import build_model
 from tests.wandb_runs import WandbRun
 
 SECTIONS = ["Speed", "Loss and accuracy", "Memory", "What each run cost to start"]
-WHERE: dict[str, Any] = {"entity": "team", "project": "bert", "name": "Arms side by side"}
 
 
 def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
@@ -48,7 +47,7 @@ def test_masked_language_models_have_metrics_of_their_own() -> None:
 def test_a_workspace_holds_the_sections_over_runs_grouped_into_arms() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
-    workspace = build_workspace(layout(), **WHERE, runs=("fp32", "bf16"))
+    workspace = build_workspace(layout(), Request("bert", runs=("fp32", "bf16")), "team")
     spec: Any = workspace._to_model().spec.section
     assert [s.name for s in spec.panel_bank_config.sections] == SECTIONS
     for section, wanted in zip(spec.panel_bank_config.sections, layout(), strict=True):
@@ -69,7 +68,7 @@ def test_runs_may_be_grouped_by_other_keys_or_not_at_all() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
     def grouping(*keys: str) -> list[str]:
-        spec: Any = build_workspace(layout(), **WHERE, group_by=keys)._to_model().spec.section
+        spec: Any = build_workspace(layout(), Request("bert", group_by=keys), "team")._to_model().spec.section
         assert not spec.run_sets[0].model_dump()["filters"]["filters"], "all runs of the project"
         columns = spec.run_sets[0].run_feed.column_order
         assert columns[1 : 1 + len(keys)] == [f"config:{key.name}" for key in spec.run_sets[0].grouping]
@@ -84,7 +83,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
 
     from composer_speedups.dashboards.build import build_report
 
-    report = build_report(layout(), **WHERE, runs=("fp32",))
+    report = build_report(layout(), Request("bert", runs=("fp32",)), "team")
     assert (report.title, report.entity, report.project) == ("Arms side by side", "team", "bert")
     headings = [block.text for block in report.blocks if isinstance(block, reports.H2)]
     grids = [block for block in report.blocks if isinstance(block, reports.PanelGrid)]
@@ -187,9 +186,9 @@ def test_a_name_that_is_let_through_is_one_that_wandb_takes() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
     name = read_request(["bert", "name=Größe: fp32, bf16 (2 Läufe) & mehr"]).name
-    assert build_workspace(layout(), entity="e", project="p", name=name).name == name
+    assert build_workspace(layout(), Request("p", name=name), "e").name == name
     with pytest.raises(ValueError, match="Emojis"):
-        build_workspace(layout(), entity="e", project="p", name="a+b")
+        build_workspace(layout(), Request("p", name="a+b"), "e")
 
 
 def test_without_the_extra_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

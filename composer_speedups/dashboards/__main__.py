@@ -58,15 +58,7 @@ def _send(request: Request, sections: Sequence[Section]) -> str:
         entity = request.entity or wandb.Api().default_entity
         if entity is None:
             raise ConfigError("entity: this account has no default user or team; add entity=NAME")
-        dashboard = build(
-            sections,
-            entity=entity,
-            project=request.project,
-            name=request.name,
-            runs=request.runs,
-            group_by=request.group_by,
-        )
-        return str(dashboard.save().url)
+        return str(build(sections, request, entity).save().url)
     except ConfigError:
         raise
     except Exception as error:  # what the service refuses has no common public class

@@ -10,72 +10,54 @@ import wandb_workspaces.workspaces as workspaces
 from wandb_workspaces import expr
 
 from composer_speedups.dashboards.layout import COLUMNS, Chart, Section
+from composer_speedups.dashboards.request import Request
 
 __all__ = ["build_report", "build_workspace"]
 
 _WIDTH, _HEIGHT = 8, 6  # of a panel in a report, whose grid is 24 wide
 
 
-def build_workspace(
-    sections: Sequence[Section],
-    *,
-    entity: str,
-    project: str,
-    name: str,
-    runs: Sequence[str] = (),
-    group_by: Sequence[str] = ("techniques",),
-) -> workspaces.Workspace:
+def build_workspace(sections: Sequence[Section], request: Request, entity: str) -> workspaces.Workspace:
     """A workspace whose panels are the charts, over runs grouped into arms.
 
     Args:
         sections: Of :func:`layout`.
+        request: Which runs, how grouped, and under what name.
         entity: User or team.
-        project: Of the runs.
-        name: Of the saved view, without emoji or signs such as + and =.
-        runs: Their names; none shows every run of the project.
-        group_by: Keys of the runs' config; runs with the same values are one arm. None shows each run by itself.
     """
     return workspaces.Workspace(
         entity=entity,
-        project=project,
-        name=name,
+        project=request.project,
+        name=request.name,
         sections=[
             workspaces.Section(name=section.name, panels=[*map(_panel, section.charts)], is_open=True)
             for section in sections
         ],
         runset_settings=workspaces.RunsetSettings(
-            filters=_only(runs),
-            groupby=[expr.Config(key) for key in group_by],
-            pinned_columns=_columns(group_by),
+            filters=_only(request.runs),
+            groupby=[expr.Config(key) for key in request.group_by],
+            pinned_columns=_columns(request.group_by),
         ),
     )
 
 
-def build_report(
-    sections: Sequence[Section],
-    *,
-    entity: str,
-    project: str,
-    name: str,
-    runs: Sequence[str] = (),
-    group_by: Sequence[str] = ("techniques",),
-) -> reports.Report:
+def build_report(sections: Sequence[Section], request: Request, entity: str) -> reports.Report:
     """A report with a heading and a grid of panels for each section; arguments as for :func:`build_workspace`."""
     blocks: list[Any] = []
     for section in sections:
         runset = reports.Runset(
             entity=entity,
-            project=project,
+            project=request.project,
             name="runs",
-            filters=_only(runs),
-            groupby=[f"config.{key}" for key in group_by],
-            pinned_columns=_columns(group_by),
+            filters=_only(request.runs),
+            groupby=[f"config.{key}" for key in request.group_by],
+            pinned_columns=_columns(request.group_by),
         )
         panels: list[Any] = [_panel(chart) for chart in section.charts]
         for i, panel in enumerate(panels):
             panel.layout = reports.Layout(x=i % 3 * _WIDTH, y=i // 3 * _HEIGHT, w=_WIDTH, h=_HEIGHT)
         blocks += [reports.H2(section.name), reports.PanelGrid(runsets=[runset], panels=panels)]
-    return reports.Report(entity=entity, project=project, title=name, blocks=blocks, width="fluid")
+    return reports.Report(entity=entity, project=request.project, title=request.name, blocks=blocks, width="fluid")
 
 
 def _panel(chart: Chart) -> reports.LinePlot | reports.BarPlot:

@@ -16,7 +16,14 @@ __all__ = ["Request", "read_request"]
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asks for; ``--help`` describes each."""
+    """What the command line asks for; ``--help`` describes each.
+
+    Attributes:
+        entity: User or team; None is the account's own.
+        runs: Their names; none shows every run of the project.
+        name: Of the view or report, without emoji or signs such as + and =.
+        group_by: Keys of the runs' config; runs with the same values are one arm. None shows each run by itself.
+    """
 
     project: str
     entity: str | None = None
