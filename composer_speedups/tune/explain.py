@@ -20,7 +20,10 @@ def measured_reasons(result: Result) -> dict[str, list[str]]:
     """Technique of the chosen set → its comments."""
     reasons: dict[str, list[str]] = {}
     for name, settings in result.chosen.items():
-        own = ["in the given YAML" if result.given.get(name) == settings else "", *_tried_without(result, name)]
+        own = ["in the given YAML" if result.given.get(name) == settings else ""]
+        if (without := _without(name, result)) is not None:
+            seconds, outcome = without
+            own.append(f"the given YAML without it takes {seconds:,.1f} s{_pays(outcome, result.typical)}")
         for verdict in result.verdicts:
             adds = verdict.candidate.adds
             if name in adds and dict(adds[name]) == dict(settings or {}) and verdict.state == "measured":
@@ -35,13 +38,13 @@ def measured_reasons(result: Result) -> dict[str, list[str]]:
     return {name: texts for name, texts in reasons.items() if texts != [""]}
 
 
-def _tried_without(result: Result, name: str) -> list[str]:
-    """Of a technique of the given YAML: what the run was without it, and when it pays."""
+def _without(name: str, result: Result) -> tuple[float, Outcome] | None:
+    """Planned seconds and outcome of the given YAML without one of its techniques, where that was measured."""
     for verdict in result.verdicts:
-        if verdict.candidate.removes == (name,) and verdict.state == "measured" and verdict.alone is not None:
-            given = result.typical
-            return [f"the given YAML without it takes {verdict.alone_seconds:,.1f} s{_pays(verdict.alone, given)}"]
-    return []
+        seconds, outcome = verdict.alone_seconds, verdict.alone
+        if verdict.candidate.removes == (name,) and seconds is not None and outcome is not None:
+            return seconds, outcome
+    return None
 
 
 def left_out(result: Result) -> list[tuple[str, str]]:
@@ -77,15 +80,11 @@ def _is_in(verdict: Verdict, result: Result) -> bool:
 
 
 def _removed(name: str, result: Result) -> str:
-    for verdict in result.verdicts:
-        if verdict.candidate.removes == (name,) and verdict.alone is not None and verdict.alone.ok:
-            return f"in the given YAML, which takes {verdict.alone_seconds:,.1f} s without it{_costs(verdict, result)}"
-    return "in the given YAML, and displaced by a chosen technique that it cannot go with"
-
-
-def _costs(verdict: Verdict, result: Result) -> str:
-    assert verdict.alone is not None
-    return _pays(verdict.alone, result.typical)
+    without = _without(name, result)
+    if without is None:
+        return "in the given YAML, and displaced by a chosen technique that it cannot go with"
+    seconds, outcome = without
+    return f"in the given YAML, which takes {seconds:,.1f} s without it{_pays(outcome, result.typical)}"
 
 
 def _measured(verdict: Verdict, result: Result) -> str:
