@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
 from torch import nn
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.config import load_config
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import NotEngagedError, TechniqueError
 from composer_speedups.recommendation import RECOMMENDED
 from tests.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
 from tests.conftest import ROOT
@@ -132,6 +134,36 @@ def test_evidence_says_how_each_layer_ran() -> None:
     trainer.fit()
     trainer.close()
     assert technique.evidence == {"layers": 2, "layers_ran": "1 first tokens, 1 torch", "embeddings_ran": "stock"}
+
+
+class NoAttention(Algorithm):
+    """Layers that attend to nothing, as PyTorch sees it; with ``ran`` they say that a kernel of their own ran."""
+
+    def __init__(self, ran: str) -> None:
+        self.ran = ran
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.FIT_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        def forward(layer: FusedLayer, hidden: Any) -> Any:
+            layer.ran = self.ran
+            return hidden
+
+        for layer in layers_of(state.model):
+            layer.forward = lambda hidden, *_, layer=layer, **__: forward(layer, hidden)  # type: ignore
+
+
+def test_unpadding_takes_a_layers_word_for_an_attention_that_pytorch_does_not_see() -> None:
+    unpadding = Unpadding()
+    trainer = make_trainer([NoAttention("triton"), FusedLayers("all"), unpadding])
+    trainer.fit()
+    trainer.close()
+    assert unpadding.evidence["attention"] == "fused_layers' own"
+    trainer = make_trainer([NoAttention("torch"), FusedLayers("all"), Unpadding()])
+    with pytest.raises(NotEngagedError, match="no variable-length attention ran"):
+        trainer.fit()
+    trainer.close()
 
 
 def test_it_is_not_engaged_where_the_stock_layers_ran() -> None:

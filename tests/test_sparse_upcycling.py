@@ -65,6 +65,15 @@ def test_every_family_gives_what_its_dense_model_gives(name: str, auto: Any) -> 
     assert apply_sparse_upcycling(model, experts=3, every=2) == []
 
 
+def test_routers_are_drawn_on_the_cpu_and_nothing_else_is() -> None:
+    torch.manual_seed(7)
+    expected = [0.02 * torch.randn(4, 32) for _ in range(2)]
+    model = tiny_bert()
+    torch.manual_seed(7)
+    apply_sparse_upcycling(model, experts=4, every=1)
+    assert_near([layer.router.weight.detach() for layer in sparse_layers(model)], expected, what="routers")
+
+
 def mlm_logits(model: Any) -> list[Tensor]:
     model.eval()
     with torch.no_grad():

@@ -34,6 +34,11 @@ class FusedLayer(nn.Module):
     first_tokens_only: bool = False
     ran: str | None = None
 
+    @property
+    def own_attention(self) -> str | None:
+        """The attention kernel of the last forward pass, if it was none of PyTorch's, which would see none."""
+        return "fused_layers' own" if self.ran == "triton" else None
+
     def parts(self) -> Parts:
         raise NotImplementedError
 

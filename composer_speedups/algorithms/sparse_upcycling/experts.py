@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import skip_init
 
 __all__ = ["Expert", "Routing", "SparseFeedForward", "balance_loss"]
 
@@ -131,8 +132,11 @@ class SparseFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         weight = up.weight
-        self.router = nn.Linear(up.in_features, experts, bias=False, device=weight.device, dtype=weight.dtype)
-        with torch.no_grad():  # drawn on the CPU: the same choices wherever the model is
+        # Drawn on the CPU, after nothing else was: the same choices wherever the model is.
+        self.router = skip_init(
+            nn.Linear, up.in_features, experts, bias=False, device=weight.device, dtype=weight.dtype
+        )
+        with torch.no_grad():
             self.router.weight.copy_(torch.randn(self.router.weight.shape) * ROUTER_STD)
         self.router.weight.requires_grad_(weight.requires_grad)
         self.experts = nn.ModuleList(Expert(up, activation, down) for _ in range(experts))

@@ -20,8 +20,9 @@ __all__ = ["FirstForward"]
 class FirstForward:
     """Watches the first forward pass.
 
-    Eager layers are watched through hooks and their operators recorded. Compiled code runs neither: there the
-    encoder says which way it went, and attention's operator is that of a probe.
+    Eager layers are watched through hooks and their operators recorded; a layer with a kernel of its own names it in
+    ``own_attention``. Compiled code runs neither: there the encoder says which way it went, and attention's operator is
+    that of a probe.
     """
 
     def __init__(self) -> None:
@@ -66,7 +67,9 @@ class FirstForward:
         self._handles = []
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
-            self._operators = operators_among(self._recorder.counts)
+            layers = [layer for encoder in self._encoders for layer in encoder.layer]
+            own = {str(layer.own_attention) for layer in layers if getattr(layer, "own_attention", None)}
+            self._operators = [*sorted(own), *operators_among(self._recorder.counts)]
             self._recorder = None
 
     def failure(self) -> tuple[str, str] | None:
