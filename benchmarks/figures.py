@@ -121,12 +121,16 @@ def where_of(rows: Sequence[Row]) -> str:
         values = {row["environment"].get(name) for row in rows} - {None}
         return form.format(", ".join(sorted(map(str, values)))) if values else ""
 
+    def span(name: str, form: str) -> str:
+        values = {round(row["environment"][name]) for row in rows if row["environment"].get(name) is not None}
+        return form.format("–".join(map(str, sorted({min(values), max(values)})))) if values else ""
+
     on_gpu = any(row["environment"]["gpu"] for row in rows)
     commits = ", ".join(sorted({(row["environment"].get("commit") or "unknown")[:7] for row in rows}))
     parts = [
         each("gpu") if on_gpu else each("cpu", "CPU {}"),
-        each("gpu_power_limit_watts", "limit {} W"),
-        each("gpu_sm_clock_mhz", "SM clock {} MHz"),
+        span("gpu_power_limit_watts", "limit {} W"),
+        span("gpu_sm_clock_mhz", "SM clock {} MHz"),
         each("driver", "driver {}"),
         each("torch", "torch {}"),
         each("composer", "Composer {}"),

@@ -12,6 +12,7 @@ __all__ = ["KINDS", "Kernel", "busy", "by_kind", "by_name", "kernels_of_trace", 
 _PATTERNS = {
     "attention": r"flash|fmha|attention|sdpa|^(?!.*log_?softmax).*softmax",
     "optimizer": r"adam|multi_tensor_apply|optimizer",
+    "scaling to float8": r"triton.*_scaled_mm",  # what inductor fuses before a float8 product, with what stood there
     "GEMM": r"gemm|nvjet|xmma|cublas|splitk|cutlass|::(addmm|mm|bmm|baddbmm|linear|matmul)$|mkldnn_linear|_scaled_mm",
     "activation": r"gelu|erf|tanh|relu",
     "LayerNorm, dropout, residual": r"layer_?norm|dropout|GammaBeta|masked_scale|bernoulli|seed|LayerNorm",

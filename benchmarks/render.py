@@ -11,6 +11,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
 - ``starts TABLE``: from process start to the first trained step;
 - ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
+- ``kinds OVERRIDE``: the profiles of the command lines that hold an override, by kind of kernel;
 - ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table
 from benchmarks.peer_figures import jobs, kernels, starts, steps
+from benchmarks.profile_figures import kinds
 
 __all__ = ["documents", "render"]
 
@@ -53,6 +55,8 @@ def _figure(request: str) -> str:
         return "\n".join(clashes_of(rest))
     if kind == "ladder":
         return "\n".join(ladder())
+    if kind == "kinds":
+        return "\n".join(kinds(rest))
     table, _, names = rest.partition(" ")
     arms = [part.strip() for part in names.split("|")] if names else []
     if kind == "accuracy":

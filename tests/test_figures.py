@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures, peer_figures
+from benchmarks import figures, peer_figures, profile_figures
 
 ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers"), "x") | {"commit": "0123456789"}
 
@@ -20,7 +20,7 @@ def row(arm: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for module in (figures, peer_figures):
+    for module in (figures, peer_figures, profile_figures):
         monkeypatch.setattr(module, "rows_of", lambda table: found)
     return found
 
@@ -88,3 +88,25 @@ def test_an_arm_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]
     for arm, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
         rows.append(row(arm, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
     assert figures.accuracy("any")[2:4] == ["| a | 0.8000 | 0.9000 | 0.8500 |", "| b | – | 0.7000 | – |"]
+
+
+def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[str, Any]]) -> None:
+    def profiled(override: str, techniques: dict[str, Any], *kernels: tuple[str, float]) -> dict[str, Any]:
+        named = [{"name": name, "kind": "stale", "ms": ms, "launches": 1} for name, ms in kernels]
+        times = {"busy_ms": 10.0, "step_ms": 12.0, "gemm_floor_ms": 4.0}
+        more = {"call": "2026-01-01", "environment": ENVIRONMENT}
+        return {"arguments": [override], "algorithms": techniques, "kernels": named, **times, **more}
+
+    rows.append(profiled("size=large", {}, ("nvjet_a", 5.0), ("nvjet_b", 1.0), ("triton_poi_fused_gelu_1", 4.0)))
+    float8 = {"float8_linear": {"settings": "Float8Linear(recipe='rowwise')"}}
+    rows.append(profiled("size=large", float8, ("nvjet_q", 3.0), ("triton_poi_fused__scaled_mm_gelu_1", 5.0)))
+    rows.append(profiled("size=base", {}, ("nvjet_a", 9.0)))
+    lines = profile_figures.kinds("size=large")
+    assert lines[0] == "| ms a step | compiled | compiled, float8 rowwise |"
+    assert lines[2:6] == [
+        "| GEMM | 6.0 | 3.0 |",
+        "| scaling to float8 | – | 5.0 |",
+        "| activation | 4.0 | – |",
+        "| less | – | 2.0 |",
+    ]
+    assert "| **step** | 12.0 | 12.0 |" in lines

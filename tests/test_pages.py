@@ -84,7 +84,7 @@ def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_faile
 def test_a_page_says_where_it_ran() -> None:
     text = page([row("x", report(1)), row("y", OOM)], "t", ["arms=[x, y]"], "a V100", "t.png")
     assert (
-        "NVIDIA H200, limit 700.0 W, SM clock 1755.0 MHz, driver 580, torch 2.11.0, Composer 0.32.1, "
+        "NVIDIA H200, limit 700 W, SM clock 1755 MHz, driver 580, torch 2.11.0, Composer 0.32.1, "
         "transformers 5.17.0; 2026-01-02; commit 0123456." in text
     )
     assert "Published: a V100." in text

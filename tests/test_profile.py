@@ -34,6 +34,8 @@ from tests.jobs import SHORT
         ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel<float>", "LayerNorm, dropout, residual"),
         ("triton_poi_fused_gelu_gelu_backward_7", "activation"),
         ("triton_red_fused_sum_9", "reductions"),
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_gelu_mul_reciprocal_t_view_17", "scaling to float8"),
+        ("aten::_scaled_mm", "GEMM"),
         ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
         ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
         ("Memcpy HtoD (Pinned -> Device)", "copies and casts"),
