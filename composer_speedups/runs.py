@@ -104,8 +104,7 @@ class RunFolder:
         report = self.path / "report.json"
         if report.exists():  # it has finished before; until it has again, it is interrupted
             report.rename(_free_name(self.path / "report.json", date))
-        later = [] if self.resumed else checkpoints_after(Path(str(self.load)).resolve())
-        for path in later:
+        for path in checkpoints_after(Path(str(self.load)).resolve()):  # damaged ones, when it was found
             path.rename(_free_name(path, date))
         self.starts = 1 + len(list(self.path.glob("log-rank0*.txt")))
 

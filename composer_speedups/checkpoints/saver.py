@@ -53,6 +53,8 @@ class WholeCheckpointSaver(CheckpointSaver):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         super().fit_start(state, logger)
+        if dist.get_global_rank() == 0 and (found := checkpoints_in(Path(self.folder))):
+            self._remove_older(found[0])  # a kill came before it
         self.stop.defer()
 
     def fit_end(self, state: State, logger: Logger) -> None:
