@@ -93,7 +93,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 @pytest.mark.parametrize(
     ("name", "statuses", "resumed"),
     [
-        ("killed", [-9, -9, -9, -9, -9, 0], [5, 15, 18]),
+        ("killed", [-9, -9, -9, -9, -9, 0], [5, 10, 18]),
         ("stopped", [143, 1, 130, 0], [8, 10]),
     ],
 )

@@ -23,7 +23,8 @@ class RunHistory(Callback):
     Attributes:
         wall_seconds: Of the processes before this one, each up to the checkpoint that was resumed from: neither what
             was lost after it nor the time in between.
-        resumed: One entry a resume: ``batch`` and ``checkpoint``, where it went on from.
+        resumed: One entry a resume: ``batch`` and ``checkpoint``, where it went on from. A process that wrote no
+            checkpoint before it was killed left no trace, and counts for nothing.
         metrics: Loss and accuracy when the checkpoint was written; what this process measures goes over them.
     """
 
