@@ -124,6 +124,7 @@ def _techniques() -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
+@pytest.mark.slow  # so that -m "not slow" leaves it out too
 def test_every_technique_is_killed_and_resumed(tmp_path: Path) -> None:
     """Twice each: at one of the points in turn, then at a random moment."""
     cases, places = [], itertools.cycle(POINTS)
