@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from composer_speedups.config import Config, Origins, help_text, load_with_origins, parse_command_line
 from composer_speedups.errors import CannotRunError, ConfigError, Interrupted, NotEngagedError, UserError, WriteError
+from composer_speedups.files import out_of_space
 
 __all__ = ["exit_codes", "read_command_line"]
 
@@ -34,8 +35,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     """A user's mistake becomes one line on stderr, which begins with ``program``, and exit status 2.
 
     A run that failed is one line and 1: a technique had no effect, its first batches showed that it cannot run, or a
-    checkpoint could not be written. One that a signal ended after a checkpoint is one line, and 128 and the signal.
-    Any other exception keeps its traceback and Python's status 1.
+    file could not be written for want of space. One that a signal ended after a checkpoint is one line, and 128 and the
+    signal. Any other exception keeps its traceback and Python's status 1.
     """
     try:
         yield
@@ -44,7 +45,12 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         print(f"{program}: {stop}", file=sys.stderr, flush=True)
         gc.freeze()
         raise
-    except UserError as error:
+    except Exception as error:
+        if not isinstance(error, UserError):
+            reason = out_of_space(error)
+            if reason is None:
+                raise
+            error = WriteError(f"the disk is full: {reason}; free some space")
         print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.

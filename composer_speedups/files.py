@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,8 +13,18 @@ from pathlib import Path
 
 from composer_speedups.errors import ConfigError
 
-__all__ = ["check_folder", "make_folder", "publish", "remove_unfinished", "replace_folder", "write_atomically"]
+__all__ = [
+    "NO_SPACE",
+    "check_folder",
+    "make_folder",
+    "out_of_space",
+    "publish",
+    "remove_unfinished",
+    "replace_folder",
+    "write_atomically",
+]
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system's errors of a disk, a quota or a limit used up
 _PREFIX = ".unfinished-"
 
 
@@ -84,3 +96,16 @@ def check_folder(name: str, key: str) -> None:
     """Refuse a path that is no folder; a name without a leading ``/``, ``.`` or ``~`` may be the hub's."""
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise ConfigError(f"{key}: {name} is no folder; give an existing one, or a name of the hub")
+
+
+def out_of_space(error: BaseException) -> str | None:
+    """What the system said, where an error comes of a full disk; None where it does not."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # safetensors has the number in its text only
+        spelled = re.search(r"\(os error (\d+)\)", str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(spelled[1]) if spelled else None
+        if number in NO_SPACE:
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -127,7 +127,8 @@ def _techniques() -> list[tuple[str, str]]:
 @pytest.mark.slow  # so that -m "not slow" leaves it out too
 def test_every_technique_is_killed_and_resumed(tmp_path: Path) -> None:
     """Twice each: at one of the points in turn, then at a random moment."""
-    cases, places = [], itertools.cycle(POINTS)
+    cases: list[dict[str, Any]] = []
+    places = itertools.cycle(POINTS)
     counts = {"data": 9, "step": 8, "batch_end": 11, "eval": 2, "write": 2, "rename": 2, "symlink": 2, "rotate": 3}
     for i, (name, chosen) in enumerate(_techniques()):
         settings = ("algorithms=null", chosen)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from composer.utils import checkpoint, dist
 
 from composer_speedups.checkpoints.finding import checkpoints_in, remove_partials
 from composer_speedups.errors import Interrupted, WriteError
-from composer_speedups.files import publish
+from composer_speedups.files import NO_SPACE, publish
 from composer_speedups.interrupt import StopSignals
 
 __all__ = ["WholeCheckpointSaver"]
@@ -117,9 +116,6 @@ class WholeCheckpointSaver(CheckpointSaver):
             self.saved_checkpoints[:] = [saved for saved in self.saved_checkpoints if saved != str(path)]
 
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 def _explained(error: Exception, path: Path) -> Exception:
     """The system's error behind one of torch's, in one line; another error as it is."""
     cause: BaseException | None = error
@@ -128,6 +124,6 @@ def _explained(error: Exception, path: Path) -> Exception:
     if cause is None:
         return error
     older = next(iter(checkpoints_in(path.parent)), None)
-    fix = "free some space" if cause.errno in _NO_SPACE else "see to the folder"
+    fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
     kept = f"{older} is whole, and the same command goes on from it" if older else "there was none before"
     return WriteError(f"checkpoint: {path} could not be written ({cause.strerror or cause}); {fix}; {kept}")
