@@ -93,7 +93,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
 @pytest.mark.parametrize(
     ("name", "statuses", "resumed"),
     [
-        ("killed", [-9, -9, -9, -9, -9, 0], [5, 10, 18]),
+        ("killed", [-9, -9, -9, -9, -9, 0], [5, 10, 15, 18]),
         ("stopped", [143, 1, 130, 0], [8, 10]),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
 
 def _techniques() -> list[tuple[str, str]]:
     """Each technique that trains on the CPU, with the ``algorithms`` of its first settings."""
-    found = []
+    found: list[tuple[str, str]] = []
     for name, entry in sorted(ENTRIES.items()):
         for variant in [*entry.variants, *(v for other in entry.also for v in other.variants)]:
             chosen = {**entry.needs, name: variant}
