@@ -32,11 +32,12 @@ def train(
         from composer_speedups.callbacks.startup import StartupTimes
         from composer_speedups.data import build_data
         from composer_speedups.export import export_model
+        from composer_speedups.interrupt import StopSignals
         from composer_speedups.models import build_model, resolve_name
         from composer_speedups.report import write_report
         from composer_speedups.runs import RunFolder
         from composer_speedups.state import torch_device
-        from composer_speedups.trainer import build_trainer, context_of, open_device
+        from composer_speedups.trainer import build_trainer, context_of, open_device, train_to_end
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     clock.lap("imports")
@@ -47,7 +48,7 @@ def train(
         dist.initialize_dist(device)
     clock.lap("device")
 
-    with RunFolder(config) as folder:
+    with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
         model_name = resolve_name(config.model.name)
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
@@ -57,9 +58,10 @@ def train(
         clock.lap("model")
         cpu.join()
         wait_for(kernels)
-        trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=[StartupTimes(clock)])
+        times = StartupTimes(clock)
+        trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=[times], stop=stop)
         clock.lap("trainer")
-        trainer.fit()
+        train_to_end(trainer)
         if config.export:
             export_model(trainer.state, folder / "model")
         write_report(trainer, config, folder)

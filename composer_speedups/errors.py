@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import signal
 from collections.abc import Iterable
 
 __all__ = [
     "CannotRunError",
     "ConfigError",
     "DataError",
+    "Interrupted",
     "NotEngagedError",
     "TechniqueError",
     "UserError",
+    "WriteError",
     "did_you_mean",
 ]
 
@@ -45,6 +48,22 @@ class CannotRunError(TechniqueError):
 
 class NotEngagedError(TechniqueError):
     """A technique that was applied but left no evidence of having taken effect."""
+
+
+class WriteError(UserError):
+    """A file of a running job that cannot be written: the run failed, what it wrote before is there."""
+
+
+class Interrupted(SystemExit):
+    """Training ended by a signal after a whole batch, with a checkpoint. The exit status is 128 and the signal."""
+
+    def __init__(self, signum: int, batch: int) -> None:
+        super().__init__(128 + signum)
+        self.signum, self.batch = signum, batch
+
+    def __str__(self) -> str:
+        name = signal.Signals(self.signum).name
+        return f"stopped by {name} after batch {self.batch}, with a checkpoint; the same command goes on from there"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -11,26 +13,68 @@ from pathlib import Path
 
 from composer_speedups.errors import ConfigError
 
-__all__ = ["check_folder", "make_folder", "replace_folder", "write_atomically"]
+__all__ = [
+    "NO_SPACE",
+    "check_folder",
+    "make_folder",
+    "out_of_space",
+    "publish",
+    "remove_unfinished",
+    "replace_folder",
+    "write_atomically",
+]
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system's errors of a disk, a quota or a limit used up
+_PREFIX = ".unfinished-"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file that appears whole or not at all."""
     data = content.encode() if isinstance(content, str) else content
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as partial:
-        partial.write(data)
-    os.chmod(partial.name, 0o644)
-    os.replace(partial.name, path)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_PREFIX, suffix=".tmp", delete=False) as partial:
+        try:
+            partial.write(data)
+            partial.flush()
+            os.chmod(partial.name, 0o644)
+            publish(Path(partial.name), path)
+        except BaseException:
+            os.unlink(partial.name)
+            raise
+
+
+def publish(partial: Path, path: Path) -> None:
+    """Give a file its name once its content is on the disk; what had the name before is there until then."""
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)  # the new name itself
+    finally:
+        os.close(folder)
 
 
 @contextmanager
 def replace_folder(folder: Path) -> Iterator[Path]:
     """An empty folder to fill, which takes the place of ``folder`` when the block ends without an error."""
-    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    yield partial
-    partial.chmod(0o755)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.rename(partial, folder)
+    partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
+    try:
+        yield partial
+        partial.chmod(0o755)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.rename(partial, folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Take away what a killed process was writing to ``folder`` by the functions above."""
+    for path in folder.glob(f"{_PREFIX}*"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def make_folder(path: Path, key: str) -> Path:
@@ -52,3 +96,16 @@ def check_folder(name: str, key: str) -> None:
     """Refuse a path that is no folder; a name without a leading ``/``, ``.`` or ``~`` may be the hub's."""
     if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
         raise ConfigError(f"{key}: {name} is no folder; give an existing one, or a name of the hub")
+
+
+def out_of_space(error: BaseException) -> str | None:
+    """What the system said, where an error comes of a full disk; None where it does not."""
+    cause: BaseException | None = error
+    while cause is not None:
+        # safetensors has the number in its text only
+        spelled = re.search(r"\(os error (\d+)\)", str(cause))
+        number = cause.errno if isinstance(cause, OSError) else int(spelled[1]) if spelled else None
+        if number in NO_SPACE:
+            return str(cause)
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -22,6 +22,8 @@ __all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
 # Weights that a pretrained encoder need not have: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
+# A model's own files may name code of theirs, for which transformers would otherwise ask on the console.
+_SAFE: dict[str, Any] = {"trust_remote_code": False}
 
 
 class FinetuneModel(HuggingFaceModel):
@@ -111,9 +113,10 @@ def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str,
 def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> Any:
     try:
         if random:
-            config = AutoConfig.from_pretrained(name, **settings)
+            config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
             config.name_or_path = ""  # the weights are not those of that name
             return auto.from_config(config, attn_implementation="eager")
+        settings = {**settings, **_SAFE, "weights_only": True}
         model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
     except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes
         raise ConfigError(

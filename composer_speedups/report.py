@@ -15,6 +15,7 @@ from composer.utils import dist
 
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.startup import StartupTimes
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.config import Config
@@ -53,12 +54,13 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
     """Everything the run measured, as report.json holds it."""
     throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
     engagement, startup = _callback(state, EngagementReport), _callback(state, StartupTimes)
+    history = _callback(state, RunHistory) or RunHistory()
     return {
         "run_name": config.run_name,
         "throughput": throughput.summary() if throughput else {},
         "memory": memory.summary() if memory else {},
         "startup": startup.summary() if startup else {},
-        "metrics": final_metrics(state),
+        "metrics": {**history.metrics, **final_metrics(state)},
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
         "training": {
@@ -73,7 +75,8 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
         },
         "environment": environment(),
         "config": dataclasses.asdict(config),
-        "wall_seconds": wall_seconds,
+        "resumed": history.resumed,
+        "wall_seconds": history.wall_seconds + wall_seconds,
     }
 
 
@@ -103,7 +106,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"reviews a forward pass and device, chosen {report['training']['microbatch_chosen']}",
         ),
         ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
-        ("wall time", report["wall_seconds"], "s, start of the process to now"),
+        ("wall time", report["wall_seconds"], f"s, start of the process to now{_resumed(report.get('resumed'))}"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
     lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
@@ -119,6 +122,12 @@ def _phases(startup: dict[str, float]) -> str:
     parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
     return f"s to the end of the first step: {', '.join(f'{name} {parts[name]:.1f}' for name in largest)}"
+
+
+def _resumed(entries: list[dict[str, Any]] | None) -> str:
+    if not entries:
+        return ""
+    return f", and of those before it: resumed after batch {', '.join(str(entry['batch']) for entry in entries)}"
 
 
 def _peak(peak: dict[str, Any] | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,17 +29,21 @@ from composer_speedups.algorithms.technique import Technique
 from composer_speedups.algorithms.tf32_matmul import TF32Matmul
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
+from composer_speedups.checkpoints.reading import check_recorded, restricted_loading
+from composer_speedups.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.config import Config
 from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, TrainerConfig
 from composer_speedups.data import Data
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, Interrupted
+from composer_speedups.interrupt import StopSignals
 from composer_speedups.runs import RunFolder
 from composer_speedups.state import torch_device
 
-__all__ = ["build_trainer", "context_of", "open_device"]
+__all__ = ["build_trainer", "context_of", "open_device", "train_to_end"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -85,45 +90,70 @@ def build_trainer(
     device: Device,
     folder: RunFolder,
     callbacks: Sequence[Callback] = (),
+    stop: StopSignals | None = None,
 ) -> Trainer:
     """Composer's Trainer with the config's settings; techniques engage while it is built.
 
-    ``callbacks`` come after those of the config.
+    ``callbacks`` come after those of the config. Training ends with a checkpoint when ``stop`` asks for it.
+
+    Raises:
+        ConfigError: The checkpoint to load holds what would execute something, or was written by other techniques.
     """
     settings, checkpoint = config.trainer, config.checkpoint
+    everyone = [*_callbacks(config, techniques), *callbacks]
+    if checkpoint.interval is not None:  # last: it saves what the others have seen
+        everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
-    trainer = Trainer(
-        model=model,
-        train_dataloader=data.train,
-        eval_dataloader=data.eval,
-        eval_interval=settings.eval_interval if data.eval else 1,
-        eval_subset_num_batches=settings.eval_batches or -1,
-        max_duration=settings.max_duration,
-        optimizers=build_optimizer(model, config.optimizer),
-        schedulers=build_scheduler(config.scheduler),
-        algorithms=algorithms,
-        algorithm_passes=[refuse_clashes, sort_techniques],
-        callbacks=[*_callbacks(config, techniques), *callbacks],
-        loggers=_loggers(config, folder),
-        run_name=config.run_name,
-        progress_bar=settings.progress_bar,
-        device=device,
-        precision=settings.precision,
-        device_train_microbatch_size=settings.microbatch_size,
-        parallelism_config=settings.parallelism_config,
-        seed=config.seed,
-        deterministic_mode=settings.deterministic,
-        save_folder=str(folder / "checkpoints") if checkpoint.interval else None,
-        save_interval=checkpoint.interval or "1ep",
-        save_num_checkpoints_to_keep=checkpoint.keep,
-        save_overwrite=True,  # the folder is this run's own
-        load_path=checkpoint.load,
-        load_weights_only=checkpoint.weights_only,
-    )
+    with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint):
+        trainer = Trainer(
+            model=model,
+            train_dataloader=data.train,
+            eval_dataloader=data.eval,
+            eval_interval=settings.eval_interval if data.eval else 1,
+            eval_subset_num_batches=settings.eval_batches or -1,
+            max_duration=settings.max_duration,
+            optimizers=build_optimizer(model, config.optimizer),
+            schedulers=build_scheduler(config.scheduler),
+            algorithms=algorithms,
+            algorithm_passes=[refuse_clashes, sort_techniques],
+            callbacks=everyone,
+            loggers=_loggers(config, folder),
+            run_name=config.run_name,
+            progress_bar=settings.progress_bar,
+            device=device,
+            precision=settings.precision,
+            device_train_microbatch_size=settings.microbatch_size,
+            parallelism_config=settings.parallelism_config,
+            seed=config.seed,
+            deterministic_mode=settings.deterministic,
+            # Not Composer's autoresume: it takes the latest file unseen, whole or not, and unpickles whatever it holds.
+            load_path=folder.load,
+            load_weights_only=checkpoint.weights_only and not folder.resumed,
+            load_ignore_keys=None if checkpoint.trust_checkpoint else check_recorded,
+        )
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     return trainer
+
+
+def train_to_end(trainer: Trainer) -> None:
+    """``trainer.fit()``, also where a resumed run has nothing left to train, of which Composer makes an error.
+
+    Raises:
+        Interrupted: A signal ended it; the loggers have written what they had.
+    """
+    state = trainer.state
+    assert state.max_duration is not None
+    with warnings.catch_warnings():
+        # From a checkpoint of an epoch's last batch, Composer goes through the rest of that epoch: no batch at all.
+        warnings.filterwarnings("ignore", message="No batches were trained for global rank")
+        warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
+        try:
+            trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # RunHistory stops it
+        except Interrupted:
+            trainer.close()
+            raise
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
@@ -163,7 +193,7 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
     if config.callbacks.memory is not None:
         callbacks.append(MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory)))
-    callbacks.append(RunSummary())
+    callbacks += [RunHistory(), RunSummary()]
     if config.loggers.wandb is not None:
         callbacks.append(WandbAxes())
     return callbacks
@@ -184,5 +214,6 @@ def _loggers(config: Config, folder: RunFolder) -> list[LoggerDestination]:
     if (tensorboard := config.loggers.tensorboard) is not None:
         loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
-        loggers.append(FileLogger(str(folder / "log-rank{rank}.txt"), flush_interval=file.flush_interval))
+        again = f".{folder.starts}" if folder.starts > 1 else ""  # one that was interrupted keeps its own
+        loggers.append(FileLogger(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
     return loggers

@@ -56,6 +56,7 @@ class Technique(Algorithm):
         self.peers: list[str] = []
         self._verified = False
         self._resumed = False
+        self._evidence_before: dict[str, Any] | None = None  # of the process that was interrupted
         self._state: weakref.ref[State] | None = None  # of the Trainer it works in
 
     # What a technique defines.
@@ -125,6 +126,8 @@ class Technique(Algorithm):
                 self.reassert(state)
         elif event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD):
             self.observe(event, state)
+        elif event == Event.FIT_END and not self._verified and self._evidence_before is not None:
+            self.evidence.update(self._evidence_before)  # resumed with nothing left to train
         elif self.engaged and event in (Event.BATCH_END, Event.FIT_END):
             self._verified = True
             try:
@@ -157,12 +160,14 @@ class Technique(Algorithm):
     # Resuming: the checkpoint says which techniques it was written under.
 
     def state_dict(self) -> dict[str, Any]:
-        return {"repr": repr(self), "techniques": self.peers}
+        evidence = self.evidence if self._verified else self._evidence_before
+        return {"repr": repr(self), "techniques": self.peers, "evidence": evidence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._resumed = True
         if state.get("techniques", self.peers) != self.peers:
             raise resume_error(state["techniques"], self.peers)
+        self._evidence_before = state.get("evidence")
 
     def _check_resume(self, state: State) -> None:
         resuming = state.load_path is not None and state.timestamp.batch.value > 0

@@ -39,7 +39,7 @@ class EngagementReport(Callback):
         if event == Event.INIT:
             self._algorithms = state.algorithms  # the list itself: loading a checkpoint may add to it
         elif (event == Event.BATCH_END and not self._reported) or event == Event.FIT_END:
-            if not self._reported:  # flags are given back before the end of the run
+            if event == Event.BATCH_END:  # flags are given back before the end of the run
                 self.numerics = {
                     "precision": state.precision.value,
                     "matmul": precision_in_force(state),
@@ -64,11 +64,12 @@ class EngagementReport(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"techniques": self._current()}
+        return {"techniques": self._current(), "numerics": self.numerics}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state["techniques"] != self._current():
             raise resume_error(state["techniques"], self._current())
+        self.numerics = dict(state.get("numerics", {}))
 
     def _current(self) -> list[str]:
         return sorted(map(repr, techniques_of(self._algorithms)))

@@ -40,6 +40,7 @@ class MemoryAnatomy(Callback):
         self.interval = interval
         self.parts: dict[str, float] = {}
         self._before_forward = 0
+        self._peak_before = 0.0  # of processes before this one, in bytes
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
 
@@ -58,7 +59,7 @@ class MemoryAnatomy(Callback):
             else:
                 self._end_batch(state, logger)
         elif event == Event.FIT_END:
-            self._put("peak", _peak(device_of(state)))
+            self._put("peak", max(_peak(device_of(state)), self._peak_before))
             logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
     def _due(self, state: State, event: Event) -> bool:
@@ -94,8 +95,15 @@ class MemoryAnatomy(Callback):
         self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
         tensors = (tensor for optimizer in state.optimizers for _, tensor in state_tensors(optimizer))
         self._put("optimizer", _bytes(t for t in tensors if t.device.type == device_of(state).type))
-        self._put("peak", _peak(device_of(state)))
+        self._put("peak", max(_peak(device_of(state)), self._peak_before))
         logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": dict(self.parts)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.parts = dict(state.get("parts", {}))
+        self._peak_before = self.parts.get("peak_gib", 0.0) * GIB
 
     def _put(self, part: str, size: float) -> None:
         self.parts[f"{part}_gib"] = size / GIB

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
+from composer_speedups.callbacks.batches import Batch, gather_batches, own_batches
 from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
 from composer_speedups.captures import capture_seconds
@@ -23,24 +23,6 @@ from composer_speedups.state import device_of, model_of
 __all__ = ["Batch", "ThroughputMonitor"]
 
 _FIRST_VALUE_BY = 9  # batches; after them the log has a value even if every batch compiled
-
-
-@dataclass
-class Batch:
-    """One training batch of one rank. Times in seconds."""
-
-    index: int
-    samples: int
-    tokens: int  # real ones
-    slots: int  # positions, padding included
-    flops: int
-    data: float  # waiting for the DataLoader
-    step: float  # transfer, forward, backward, optimizer
-    steady: bool
-
-    @property
-    def seconds(self) -> float:
-        return self.data + self.step
 
 
 class ThroughputMonitor(Callback):
@@ -82,6 +64,7 @@ class ThroughputMonitor(Callback):
         self._slots = self._flops = self._graphs = 0
         self._capturing = 0.0  # seconds of all captures so far
         self._unsteady = 0.0  # seconds of the batches that were no steady state
+        self._resumed = 0  # batches of processes before this one
         self._summary: dict[str, Any] = {}
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
@@ -103,7 +86,9 @@ class ThroughputMonitor(Callback):
 
     def _is_steady(self) -> bool:
         """Of the batch that is about to end."""
-        return len(self.batches) >= self.warmup_batches and counters["stats"]["unique_graphs"] == self._graphs
+        trained = len(self.batches) - self._resumed
+        warm = trained >= max(self.warmup_batches, self._resumed > 0)  # the first skips to its place in the data
+        return warm and counters["stats"]["unique_graphs"] == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
         """What the GPU still has to do belongs to the last batch."""
@@ -206,8 +191,30 @@ class ThroughputMonitor(Callback):
             "peak": None if self._peak is None else self._peak._asdict(),
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        phases = self.totals.keys() | self.clock.seconds.keys()
+        return {
+            "batches": gather_batches(self.batches),
+            "eval_marks": list(self.eval_marks),
+            "totals": {phase: self.totals[phase] + self.clock.seconds[phase] for phase in phases},
+            "unsteady": self._unsteady,
+            "peak": None if self._peak is None else tuple(self._peak),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if not (before := own_batches(state.get("batches", []))):
+            return
+        self.batches, self._resumed = before, len(before)
+        self.eval_marks = list(state["eval_marks"])
+        self.totals.update(state["totals"])
+        self._unsteady = state["unsteady"]
+        self._peak = None if state["peak"] is None else Peak(*state["peak"])
+
     def summary(self) -> dict[str, Any]:
-        """The ``throughput`` section of report.json: the steady state of the last ``fit``, all ranks."""
+        """The ``throughput`` section of report.json: the steady state of the last ``fit``, all ranks.
+
+        After a resume it is that of all processes together; ``warmup_seconds`` is the sum of theirs.
+        """
         return dict(self._summary)
 
 

@@ -22,7 +22,8 @@ Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names.
 Later key=value pairs override FILE; values are YAML: data.batch_size=64, algorithms.torch_compile={},
 algorithms.torch_compile.scope=blocks, algorithms.tf32_matmul=null (takes it out).
 
-exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line.
+exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
+143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
 """
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from composer_speedups.config.keys import LENGTH, key
+from composer_speedups.config.loggers import LoggersConfig
 
 __all__ = [
     "CallbacksConfig",
@@ -152,6 +153,10 @@ class CheckpointConfig:
     """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start the run afresh."""
+    autoresume: bool = True
+    """A named run with checkpoint.interval that was interrupted goes on from its newest whole checkpoint."""
+    trust_checkpoint: bool = False
+    """Load a checkpoint without looking at what it holds: whoever wrote it can run any code here."""
 
 
 @dataclass
@@ -174,42 +179,6 @@ class CallbacksConfig:
     """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
     memory: MemoryConfig | None = key(factory=MemoryConfig)
     """Peak memory and its parts; null turns it off."""
-
-
-@dataclass
-class WandbConfig:
-    project: str = "composer_speedups"
-    """Project of the run."""
-    entity: str | None = None
-    """User or team of the run."""
-    group: str | None = None
-    """Group of the run."""
-    tags: list[str] = key(factory=list)
-    """Tags of the run."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """offline needs no account and writes under runs/<run_name>/wandb."""
-
-
-@dataclass
-class TensorboardConfig:
-    flush_interval: int = key(100, ge=1)
-    """Batches between two writes to runs/<run_name>/tensorboard."""
-
-
-@dataclass
-class FileConfig:
-    flush_interval: int = key(100, ge=1)
-    """Batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
-
-
-@dataclass
-class LoggersConfig:
-    wandb: WandbConfig | None = None
-    """Weights & Biases."""
-    tensorboard: TensorboardConfig | None = None
-    """TensorBoard event files."""
-    file: FileConfig | None = None
-    """A text file."""
 
 
 @dataclass

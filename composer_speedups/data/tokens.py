@@ -41,7 +41,7 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -
     name = config.tokenizer or model_name
     check_folder(name, "data.tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
         raise ConfigError(
             f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); "

@@ -30,7 +30,7 @@ def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceCl
         ValueError: The folder holds no model with experts, or not all of its weights.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
-    config = AutoConfig.from_pretrained(folder) if files else None
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False) if files else None
     settings = getattr(config, "sparse_upcycling", None)
     if settings is None:
         raise ValueError(f"{folder} holds no exported model with experts; load it with from_pretrained")

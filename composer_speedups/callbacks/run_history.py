@@ -1,0 +1,60 @@
+"""What a run did before it was interrupted, kept in its checkpoints."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.metrics import final_metrics
+
+__all__ = ["RunHistory"]
+
+
+class RunHistory(Callback):
+    """Carries over a resume what the report says of the whole run and no other part of a checkpoint holds.
+
+    A run that had trained all its batches and was interrupted before its report trains none, and ends as it would have.
+
+    Attributes:
+        wall_seconds: Of the processes before this one, each up to the checkpoint that was resumed from: neither what
+            was lost after it nor the time in between.
+        resumed: One entry a resume: ``batch`` and ``checkpoint``, where it went on from. A process that wrote no
+            checkpoint before it was killed left no trace, and counts for nothing.
+        metrics: Loss and accuracy when the checkpoint was written; what this process measures goes over them.
+    """
+
+    def __init__(self) -> None:
+        self.wall_seconds = 0.0
+        self.resumed: list[dict[str, Any]] = []
+        self.metrics: dict[str, float] = {}
+        self._over = False
+        self._started = psutil.Process().create_time()
+        self._state: State | None = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.INIT:
+            self._state = state
+        elif event == Event.AFTER_LOAD and state.load_path is not None and state.timestamp.batch.value > 0:
+            name = Path(state.load_path).name
+            self.resumed.append({"batch": state.timestamp.batch.value, "checkpoint": name})
+            self._over = state.max_duration is not None and state.timestamp >= state.max_duration
+        elif event == Event.FIT_START and self._over:
+            state.stop_training()  # before the first batch, whatever duration fit() was given to let it begin
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._state is not None
+        return {
+            "wall_seconds": self.wall_seconds + time.time() - self._started,
+            "resumed": self.resumed,
+            "metrics": {**self.metrics, **final_metrics(self._state)},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.wall_seconds = state["wall_seconds"]
+        self.resumed = list(state["resumed"])
+        self.metrics = dict(state["metrics"])

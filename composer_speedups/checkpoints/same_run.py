@@ -1,0 +1,85 @@
+"""Whether an interrupted run may go on under a config: what differs from its own, but for what changes no result."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from composer_speedups.config import Config
+from composer_speedups.errors import ConfigError
+
+__all__ = ["check_same_run", "stored_load"]
+
+# Keys that change neither the weights nor what the report compares; a section stands for all that it holds.
+_FREE = (
+    "runs_folder bytecode export plot callbacks loggers "
+    "trainer.progress_bar data.pin_memory data.prefetch_factor data.cache_dir "
+    "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
+).split()
+_MISSING = object()
+
+
+def check_same_run(config: Config, stored: Path) -> None:
+    """Refuse to go on with a run under another config.
+
+    Args:
+        config: Of now.
+        stored: The config.yaml of the interrupted run.
+
+    Raises:
+        ConfigError: A key that matters differs; it is named with both values. A longer ``trainer.max_duration`` is no
+            difference.
+    """
+    way_out = "to go on, give what it had; or another run_name, or checkpoint.autoresume=false to start anew"
+    try:
+        before = dict(_flat(yaml.safe_load(stored.read_text())))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(
+            f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; give another "
+            "run_name, or checkpoint.autoresume=false to start anew"
+        ) from error
+    now = dict(_flat(OmegaConf.to_container(OmegaConf.structured(config))))
+    defaults = dict(_flat(OmegaConf.to_container(OmegaConf.structured(Config()))))
+    for name in sorted(before.keys() | now.keys()):
+        old, new = (values.get(name, defaults.get(name, _MISSING)) for values in (before, now))
+        if old == new or any(name == free or name.startswith(f"{free}.") for free in _FREE):
+            continue
+        if name == "trainer.max_duration" and _longer(old, new):
+            continue
+        raise ConfigError(
+            f"run_name: {config.run_name!r} was interrupted under another config, {name}={_spell(old)} and not "
+            f"{_spell(new)}; {way_out}"
+        )
+
+
+def stored_load(stored: Path) -> str | None:
+    """``checkpoint.load`` of the interrupted run; None where the file cannot be read too."""
+    try:
+        return dict(_flat(yaml.safe_load(stored.read_text()))).get("checkpoint.load")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return None
+
+
+def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _longer(old: Any, new: Any) -> bool:
+    """Whether one Composer time is longer than another in the same unit."""
+    times = [re.fullmatch(r"(\d+)([a-z]+)", str(value)) for value in (old, new)]
+    if times[0] is None or times[1] is None:
+        return False
+    return times[0][2] == times[1][2] and int(times[0][1]) < int(times[1][1])
+
+
+def _spell(value: Any) -> str:
+    return "nothing" if value is _MISSING else "null" if value is None else str(value)
