@@ -32,6 +32,7 @@ def train(
         from composer_speedups.callbacks.startup import StartupTimes
         from composer_speedups.data import build_data
         from composer_speedups.export import export_model
+        from composer_speedups.failures import failed_run
         from composer_speedups.models import build_model, resolve_name
         from composer_speedups.report import write_report
         from composer_speedups.runs import RunFolder
@@ -59,7 +60,8 @@ def train(
         wait_for(kernels)
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=[StartupTimes(clock)])
         clock.lap("trainer")
-        trainer.fit()
+        with failed_run(trainer):
+            trainer.fit()
         if config.export:
             export_model(trainer.state, folder / "model")
         write_report(trainer, config, folder)

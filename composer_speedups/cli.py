@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.config import Config, Origins, help_text, load_with_origins, parse_command_line
-from composer_speedups.errors import CannotRunError, ConfigError, NotEngagedError, UserError
+from composer_speedups.errors import CannotRunError, ConfigError, NotEngagedError, RunFailedError, UserError
 
 __all__ = ["exit_codes", "read_command_line"]
 
@@ -33,7 +33,8 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 def exit_codes(program: str = "train.py") -> Iterator[None]:
     """A user's mistake becomes one line on stderr, which begins with ``program``, and exit status 2.
 
-    A run that failed is one line and 1: a technique had no effect, or its first batches showed that it cannot run.
+    A run that failed is one line and 1: a technique had no effect, or its first batches showed that it cannot run, or
+    the loss was no number, or a data worker died.
     Any other exception keeps its traceback and Python's status 1.
     """
     try:
@@ -43,4 +44,4 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
-        os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError)) else 2)
+        os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)

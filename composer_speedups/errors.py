@@ -9,7 +9,10 @@ __all__ = [
     "CannotRunError",
     "ConfigError",
     "DataError",
+    "DivergedError",
+    "NonFiniteError",
     "NotEngagedError",
+    "RunFailedError",
     "TechniqueError",
     "UserError",
     "did_you_mean",
@@ -29,6 +32,18 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset, a file or a row that cannot be used."""
+
+
+class RunFailedError(UserError):
+    """A run that began and cannot go on: exit status 1."""
+
+
+class NonFiniteError(RunFailedError):
+    """A loss, a weight or every gradient that is NaN or infinite."""
+
+
+class DivergedError(RunFailedError):
+    """A loss that climbed far above what it was."""
 
 
 class TechniqueError(UserError):

@@ -26,7 +26,10 @@ from composer_speedups.algorithms.ordering import refuse_clashes, sort_technique
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
 from composer_speedups.algorithms.tf32_matmul import TF32Matmul
+from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
@@ -163,6 +166,11 @@ def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback
         callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
     if config.callbacks.memory is not None:
         callbacks.append(MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory)))
+    callbacks.append(LossScaleMonitor())
+    if config.callbacks.finite_loss is not None:
+        callbacks.append(FiniteLoss(**dataclasses.asdict(config.callbacks.finite_loss)))
+    if config.callbacks.divergence is not None:
+        callbacks.append(DivergenceGuard(**dataclasses.asdict(config.callbacks.divergence)))
     callbacks.append(RunSummary())
     if config.loggers.wandb is not None:
         callbacks.append(WandbAxes())

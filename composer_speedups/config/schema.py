@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from composer_speedups.config.callbacks import CallbacksConfig, MemoryConfig, ThroughputConfig
 from composer_speedups.config.keys import LENGTH, key
 
 __all__ = [
@@ -11,9 +12,11 @@ __all__ = [
     "Config",
     "DataConfig",
     "LoggersConfig",
+    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SchedulerConfig",
+    "ThroughputConfig",
     "TrainerConfig",
 ]
 
@@ -152,28 +155,6 @@ class CheckpointConfig:
     """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start the run afresh."""
-
-
-@dataclass
-class ThroughputConfig:
-    window: int = key(20, ge=1, le=100_000)
-    """Batches the logged rate is averaged over."""
-    warmup_batches: int = key(3, ge=0, le=8)
-    """First batches left out of the steady state; batches that compile are always left out."""
-
-
-@dataclass
-class MemoryConfig:
-    interval: int = key(10, ge=1)
-    """Batches between two measurements."""
-
-
-@dataclass
-class CallbacksConfig:
-    throughput: ThroughputConfig | None = key(factory=ThroughputConfig)
-    """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
-    memory: MemoryConfig | None = key(factory=MemoryConfig)
-    """Peak memory and its parts; null turns it off."""
 
 
 @dataclass
