@@ -20,10 +20,11 @@ __all__ = [
 
 
 class UserError(ValueError):
-    """Bad input. ``train.py`` prints the message on one line and exits with 2."""
+    """Bad input. ``train.py`` prints the message on one line and exits with 2; of a very long one, both ends."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 
 class ConfigError(UserError):

@@ -37,7 +37,7 @@ from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.config import Config
 from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, TrainerConfig
 from composer_speedups.data import Data
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, UserError
 from composer_speedups.runs import RunFolder
 from composer_speedups.state import torch_device
 
@@ -97,7 +97,8 @@ def build_trainer(
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
-    trainer = Trainer(
+    trainer = _trainer(
+        config.loggers.wandb is not None,
         model=model,
         train_dataloader=data.train,
         eval_dataloader=data.eval,
@@ -127,6 +128,18 @@ def build_trainer(
     )
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     return trainer
+
+
+def _trainer(with_wandb: bool, **settings: Any) -> Trainer:
+    try:
+        return Trainer(**settings)
+    except Exception as error:  # by its module: importing wandb takes a second
+        if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
+            raise
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"loggers.wandb: Weights & Biases cannot begin a run ({said}); mend its keys, or set mode=offline"
+        ) from error
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ class Fork:
             os.dup2(out, 2)
             sys.stdout = os.fdopen(1, "w", closefd=False)
             sys.stderr = os.fdopen(2, "w", closefd=False)
+            warnings.resetwarnings()  # those of a user's own process
             function()
             status = 0
         except BaseException:
