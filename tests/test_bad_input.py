@@ -37,14 +37,11 @@ NOT_RUN = ("max_duration", "workers", "wandb", "torch_compile")
 
 def refusal(mutation: Mutation) -> str | None:
     """The line that refuses it, from the checks that train.py makes before it builds anything; None where it passes."""
-    file = QUICKSTART
-    if mutation.file is not None:
-        file = "mutated.yaml"
-        Path(file).write_bytes(mutation.file)
+    Path("mutated.yaml").write_bytes(b"{}" if mutation.file is None else mutation.file)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # on_unavailable: warn
-            config, origins = read_command_line(["-f", file, *mutation.arguments])
+            config, origins = read_command_line(["-f", "mutated.yaml", *mutation.arguments])
             techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
             screen(techniques, context_of(config.trainer, open_device(config.trainer)))
     except UserError as error:
@@ -113,8 +110,8 @@ def test_more_than_500_mutated_configs_are_refused_in_one_line_or_pass() -> None
     assert 0 < len(passed) < tried / 2
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "KiB: half a GiB at most"
     assert not torch.cuda.is_initialized() or torch.cuda.max_memory_allocated() == 0
-    ended = run_all(random.Random(17).sample([m for m in passed if m.file is None], 12))
-    assert ended[0] >= 4
+    ended = run_all(random.Random(17).sample([m for m in passed if m.file is None], 8))
+    assert ended[0] >= 2
 
 
 @pytest.mark.long
@@ -123,9 +120,7 @@ def test_thousands_of_mutated_configs() -> None:
     start = time.monotonic()
     tried, passed = check_all(seed=int(time.time()), each=25)
     ended = run_all(passed)
-    print(
-        f"\n{tried} configs: {tried - len(passed)} refused, {len(passed)} passed; of those run, by exit status: {ended}"
-    )
+    print(f"\n{tried} configs: {tried - len(passed)} refused, {len(passed)} passed; run, by exit status: {ended}")
     print(f"{time.monotonic() - start:.0f} s")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import io
@@ -9,6 +10,7 @@ import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +84,7 @@ def load_with_origins(
     Raises:
         ConfigError: One line that names the key, the nearest known key, and the file.
     """
-    merged = OmegaConf.structured(Config)
+    merged = _defaults()
     origin_of = Origins(COMMAND_LINE if file is None else str(file))
     if file is not None:
         merged = _merge(merged, _read_yaml(file), str(file), origin_of)
@@ -101,6 +103,11 @@ def load_with_origins(
     check_bounds(config, origin_of)
     check_together(config, origin_of)
     return config, origin_of
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -155,6 +162,7 @@ def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin)
         if not raw["algorithms"]:
+            base = copy.deepcopy(base)  # the defaults are there for others too
             base.algorithms = {}
     _check_keys(raw, Config, "", origin)
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
