@@ -107,7 +107,8 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
     with dist.run_local_rank_zero_first():
         tokenizer, train_tokens, eval_tokens = _tokens(config, model_name)
 
-    train, evaluation = FlatTokens(train_tokens), eval_tokens and FlatTokens(eval_tokens)
+    train = FlatTokens(train_tokens)
+    evaluation = None if eval_tokens is None else FlatTokens(eval_tokens)
     _check_same(train, evaluation)
     pad = Pad(
         tokenizer.pad_token_id,
@@ -156,7 +157,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
 
     return Data(
         loader(train, config.batch_size, training=True),
-        evaluation and loader(evaluation, config.eval_batch_size or config.batch_size, training=False),
+        None if evaluation is None else loader(evaluation, config.eval_batch_size or config.batch_size, training=False),
         tokenizer,
     )
 
