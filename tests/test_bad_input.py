@@ -118,7 +118,7 @@ def test_more_than_500_mutated_configs_are_refused_in_one_line_or_pass() -> None
 def test_thousands_of_mutated_configs() -> None:
     """``pytest -m long -s tests/test_bad_input.py`` prints the counts."""
     start = time.monotonic()
-    tried, passed = check_all(seed=int(time.time()), each=25)
+    tried, passed = check_all(seed=int(time.time()), each=12)
     ended = run_all(passed)
     print(f"\n{tried} configs: {tried - len(passed)} refused, {len(passed)} passed; run, by exit status: {ended}")
     print(f"{time.monotonic() - start:.0f} s")

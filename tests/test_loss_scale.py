@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import Precision
 
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
@@ -16,6 +17,34 @@ from tests.nonfinite import Poisoned, batches
 from tests.test_finite_loss import Snapshots
 
 HALF: dict[str, Any] = {"gpu": True, "precision": "amp_fp16"}
+
+
+def _scaled_on_cpu(model: Any, given: Any, callbacks: list[Any]) -> Any:
+    """Composer's fp16 loop with torch's scaler on a CPU, where its autocast does nothing."""
+    trainer = make_trainer(model=model, batches=given, callbacks=callbacks)
+    trainer.state.precision = Precision.AMP_FP16
+    trainer.state.scaler = torch.amp.GradScaler("cpu")
+    return trainer
+
+
+@pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda':UserWarning")
+def test_the_scaler_in_composers_loop_without_a_gpu() -> None:
+    guard, monitor, snapshots = FiniteLoss("skip"), LossScaleMonitor(), Snapshots()
+    model = Poisoned(overflow=True)
+    trainer = _scaled_on_cpu(model, batches(6, 3, 5), [guard, monitor, snapshots])
+    trainer.fit()
+    assert monitor.summary() == {"loss_scale": 2.0**14, "loss_scale_skips": 2}
+    assert guard.summary() == {"nonfinite_losses": 0, "skipped_steps": 0}
+    assert snapshots.unchanged == [False, False, True, False, True, False]
+    logger: Any = trainer.logger.destinations[0]
+    assert [float(v) for _, v in logger.data["numerics/loss_scale"]] == [2**16, 2**16, 2**15, 2**15, 2**14, 2**14]
+    trainer = _scaled_on_cpu(Poisoned(), batches(6, 3), [FiniteLoss(), LossScaleMonitor()])
+    with pytest.raises(NonFiniteError, match=r"loss: nan at step 3 .*amp_fp16"):
+        trainer.fit()
+    assert all(p.isfinite().all() for p in trainer.state.model.parameters())
+    trainer = _scaled_on_cpu(Poisoned(overflow=True), batches(60, *range(2, 61)), [FiniteLoss(), LossScaleMonitor()])
+    with pytest.raises(NonFiniteError, match=r"loss scale: 6.1e-05 .*after 30 steps whose gradients overflowed"):
+        trainer.fit()
 
 
 @pytest.mark.gpu
