@@ -32,12 +32,13 @@ def train(
         from composer_speedups.callbacks.startup import StartupTimes
         from composer_speedups.data import build_data
         from composer_speedups.export import export_model
+        from composer_speedups.fit import train_to_end
         from composer_speedups.interrupt import StopSignals
         from composer_speedups.models import build_model, resolve_name
         from composer_speedups.report import write_report
         from composer_speedups.runs import RunFolder
         from composer_speedups.state import torch_device
-        from composer_speedups.trainer import build_trainer, context_of, open_device, train_to_end
+        from composer_speedups.trainer import build_trainer, context_of, open_device
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     clock.lap("imports")

@@ -9,6 +9,7 @@ __all__ = ["failure", "reason", "spelled"]
 
 _OUT_OF_MEMORY = (
     "OutOfMemoryError",  # torch's class, in a traceback
+    "train.py: out of memory",
     "CUDA out of memory",
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",

@@ -14,7 +14,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 _OTHERS = {
+    "DivergenceGuard": "composer_speedups.callbacks.divergence",
     "EngagementReport": "composer_speedups.callbacks.engagement",
+    "FiniteLoss": "composer_speedups.callbacks.finite_loss",
+    "LossScaleMonitor": "composer_speedups.callbacks.loss_scale",
     "MemoryAnatomy": "composer_speedups.callbacks.memory",
     "RunSummary": "composer_speedups.callbacks.run_summary",
     "ThroughputMonitor": "composer_speedups.callbacks.throughput",

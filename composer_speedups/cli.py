@@ -9,7 +9,15 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from composer_speedups.config import Config, Origins, help_text, load_with_origins, parse_command_line
-from composer_speedups.errors import CannotRunError, ConfigError, Interrupted, NotEngagedError, UserError, WriteError
+from composer_speedups.errors import (
+    CannotRunError,
+    ConfigError,
+    Interrupted,
+    NotEngagedError,
+    RunFailedError,
+    UserError,
+    WriteError,
+)
 from composer_speedups.files import out_of_space
 
 __all__ = ["exit_codes", "read_command_line"]
@@ -34,9 +42,10 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 def exit_codes(program: str = "train.py") -> Iterator[None]:
     """A user's mistake becomes one line on stderr, which begins with ``program``, and exit status 2.
 
-    A run that failed is one line and 1: a technique had no effect, its first batches showed that it cannot run, or a
-    file could not be written for want of space. One that a signal ended after a checkpoint is one line, and 128 and the
-    signal. Any other exception keeps its traceback and Python's status 1.
+    A run that failed is one line and 1: a technique had no effect, its first batches showed that it cannot run, the
+    loss was no number, a data worker died, or a file could not be written for want of space. One that a signal ended
+    after a checkpoint is one line, and 128 and the signal. Any other exception keeps its traceback and Python's
+    status 1.
     """
     try:
         yield
@@ -54,4 +63,4 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
-        os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, WriteError)) else 2)
+        os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)

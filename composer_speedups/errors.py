@@ -10,8 +10,11 @@ __all__ = [
     "CannotRunError",
     "ConfigError",
     "DataError",
+    "DivergedError",
     "Interrupted",
+    "NonFiniteError",
     "NotEngagedError",
+    "RunFailedError",
     "TechniqueError",
     "UserError",
     "WriteError",
@@ -20,10 +23,11 @@ __all__ = [
 
 
 class UserError(ValueError):
-    """Bad input. ``train.py`` prints the message on one line and exits with 2."""
+    """Bad input. ``train.py`` prints the message on one line and exits with 2; of a very long one, both ends."""
 
     def __init__(self, message: str) -> None:
-        super().__init__(" ".join(message.split()))
+        line = " ".join(message.split())
+        super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 
 class ConfigError(UserError):
@@ -32,6 +36,18 @@ class ConfigError(UserError):
 
 class DataError(UserError):
     """A dataset, a file or a row that cannot be used."""
+
+
+class RunFailedError(UserError):
+    """A run that began and cannot go on: exit status 1."""
+
+
+class NonFiniteError(RunFailedError):
+    """A loss, a weight or every gradient that is NaN or infinite."""
+
+
+class DivergedError(RunFailedError):
+    """A loss that climbed far above what it was."""
 
 
 class TechniqueError(UserError):
@@ -50,8 +66,8 @@ class NotEngagedError(TechniqueError):
     """A technique that was applied but left no evidence of having taken effect."""
 
 
-class WriteError(UserError):
-    """A file of a running job that cannot be written: the run failed, what it wrote before is there."""
+class WriteError(RunFailedError):
+    """A file of a running job that cannot be written; what it wrote before is there."""
 
 
 class Interrupted(SystemExit):

@@ -13,7 +13,10 @@ from composer import Trainer
 from composer.core import State
 from composer.utils import dist
 
+from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.startup import StartupTimes
@@ -63,6 +66,7 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
         "metrics": {**history.metrics, **final_metrics(state)},
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
+        "guards": _guarded(state),
         "training": {
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
@@ -138,6 +142,12 @@ def _peak(peak: dict[str, Any] | None) -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def _guarded(state: State) -> dict[str, Any]:
+    """What those that watch over losses, weights and the loss scale have counted."""
+    guards = (_callback(state, cls) for cls in (FiniteLoss, LossScaleMonitor, DivergenceGuard))
+    return {name: value for guard in guards if guard for name, value in guard.summary().items()}
 
 
 def _callback(state: State, cls: type) -> Any:

@@ -1,9 +1,8 @@
-"""Config → Composer Trainer: optimizer, schedule, callbacks, loggers, and nothing of an engine of our own."""
+"""Config → Composer Trainer, and nothing of an engine of our own."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,38 +11,25 @@ from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
-from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.models import ComposerModel
-from composer.optim import (
-    ComposerScheduler,
-    ConstantWithWarmupScheduler,
-    CosineAnnealingWithWarmupScheduler,
-    LinearWithWarmupScheduler,
-)
 from composer.utils import dist
 
-from composer_speedups.algorithms.flags import Float32Matmuls
 from composer_speedups.algorithms.ordering import refuse_clashes, sort_techniques
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
-from composer_speedups.algorithms.tf32_matmul import TF32Matmul
-from composer_speedups.callbacks.engagement import EngagementReport
-from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.run_history import RunHistory
-from composer_speedups.callbacks.run_summary import RunSummary
-from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.checkpoints.reading import check_recorded, restricted_loading
 from composer_speedups.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.config import Config
-from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, TrainerConfig
+from composer_speedups.config.schema import TrainerConfig
 from composer_speedups.data import Data
-from composer_speedups.errors import ConfigError, Interrupted
+from composer_speedups.errors import ConfigError, UserError
 from composer_speedups.interrupt import StopSignals
+from composer_speedups.observers import callbacks_of, loggers_of
+from composer_speedups.optimization import build_optimizer, build_scheduler
 from composer_speedups.runs import RunFolder
 from composer_speedups.state import torch_device
 
-__all__ = ["build_trainer", "context_of", "open_device", "train_to_end"]
+__all__ = ["build_trainer", "context_of", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -100,14 +86,15 @@ def build_trainer(
         ConfigError: The checkpoint to load holds what would execute something, or was written by other techniques.
     """
     settings, checkpoint = config.trainer, config.checkpoint
-    everyone = [*_callbacks(config, techniques), *callbacks]
+    everyone = [*callbacks_of(config, techniques), *callbacks]
     if checkpoint.interval is not None:  # last: it saves what the others have seen
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
     with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint):
-        trainer = Trainer(
+        trainer = _trainer(
+            config.loggers.wandb is not None,
             model=model,
             train_dataloader=data.train,
             eval_dataloader=data.eval,
@@ -119,7 +106,7 @@ def build_trainer(
             algorithms=algorithms,
             algorithm_passes=[refuse_clashes, sort_techniques],
             callbacks=everyone,
-            loggers=_loggers(config, folder),
+            loggers=loggers_of(config, folder),
             run_name=config.run_name,
             progress_bar=settings.progress_bar,
             device=device,
@@ -137,83 +124,13 @@ def build_trainer(
     return trainer
 
 
-def train_to_end(trainer: Trainer) -> None:
-    """``trainer.fit()``, also where a resumed run has nothing left to train, of which Composer makes an error.
-
-    Raises:
-        Interrupted: A signal ended it; the loggers have written what they had.
-    """
-    state = trainer.state
-    assert state.max_duration is not None
-    with warnings.catch_warnings():
-        # From a checkpoint of an epoch's last batch, Composer goes through the rest of that epoch: no batch at all.
-        warnings.filterwarnings("ignore", message="No batches were trained for global rank")
-        warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
-        try:
-            trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # RunHistory stops it
-        except Interrupted:
-            trainer.close()
+def _trainer(with_wandb: bool, **settings: Any) -> Trainer:
+    try:
+        return Trainer(**settings)
+    except Exception as error:  # by its module: importing wandb takes a second
+        if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
             raise
-
-
-def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """torch's AdamW, one parameter at a time: faster implementations are techniques."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = [{"params": trained}]
-    if not config.decay_bias_and_norm:  # both are vectors
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1]},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        foreach=False,
-        fused=False,
-    )
-
-
-def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
-    """Linear warm-up, then the shape that the config names."""
-    if config.name == "cosine":
-        return CosineAnnealingWithWarmupScheduler(config.warmup, alpha_f=config.final_fraction)
-    if config.name == "linear":
-        return LinearWithWarmupScheduler(config.warmup, alpha_f=config.final_fraction)
-    return ConstantWithWarmupScheduler(config.warmup)
-
-
-def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
-    callbacks: list[Callback] = [EngagementReport()]
-    if not any(isinstance(t, TF32Matmul) and t.engaged is not False for t in techniques):
-        callbacks.append(Float32Matmuls())
-    if config.callbacks.throughput is not None:
-        callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
-    if config.callbacks.memory is not None:
-        callbacks.append(MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory)))
-    callbacks += [RunHistory(), RunSummary()]
-    if config.loggers.wandb is not None:
-        callbacks.append(WandbAxes())
-    return callbacks
-
-
-def _loggers(config: Config, folder: RunFolder) -> list[LoggerDestination]:
-    loggers: list[LoggerDestination] = []
-    if (wandb := config.loggers.wandb) is not None:
-        loggers.append(
-            WandBLogger(
-                project=wandb.project,
-                entity=wandb.entity,
-                group=wandb.group,
-                tags=wandb.tags,
-                init_kwargs={"mode": wandb.mode, "dir": str(folder.path)},
-            )
-        )
-    if (tensorboard := config.loggers.tensorboard) is not None:
-        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
-    if (file := config.loggers.file) is not None:
-        again = f".{folder.starts}" if folder.starts > 1 else ""  # one that was interrupted keeps its own
-        loggers.append(FileLogger(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
-    return loggers
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"loggers.wandb: Weights & Biases cannot begin a run ({said}); mend its keys, or set mode=offline"
+        ) from error

@@ -120,11 +120,6 @@ def make_trainer(
             composer_model.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False
         )
     settings: dict[str, Any] = {
-        "train_dataloader": DataSpec(
-            DataLoader(Batches(batches), batch_size=None),
-            split_batch=lambda b, n: [b],
-            get_num_samples_in_batch=_rows,
-        ),
         "max_duration": f"{len(batches)}ba",
         "schedulers": ConstantScheduler(),
         "loggers": [InMemoryLogger()],
@@ -134,6 +129,12 @@ def make_trainer(
         "seed": 3,
         "device_train_microbatch_size": 100,  # the loader knows none
     }
+    if "train_dataloader" not in kwargs:  # several ranks need one with a distributed sampler
+        settings["train_dataloader"] = DataSpec(
+            DataLoader(Batches(batches), batch_size=None),
+            split_batch=lambda b, n: [b],
+            get_num_samples_in_batch=_rows,
+        )
     return Trainer(
         model=composer_model,
         optimizers=optimizer,

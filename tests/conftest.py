@@ -27,7 +27,12 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in str(config.getoption("markexpr")):
+        ask = pytest.mark.skip(reason="takes minutes; -m long runs it")
+        for item in items:
+            if "long" in item.keywords:
+                item.add_marker(ask)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and there is none here")

@@ -198,7 +198,7 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
 def test_bad_settings_and_models_with_adapters_are_refused() -> None:
     wrong: Any = "linear"
     for settings, message in [
-        ({"rank": 0}, "rank must be at least 1"),
+        ({"rank": 0}, "rank must be 1 to 4096"),
         ({"alpha": 0.0}, "alpha must be above 0"),
         ({"dropout": 1.0}, "dropout must be 0 to below 1"),
         ({"targets": wrong}, "targets must be 'all-linear' or a list"),

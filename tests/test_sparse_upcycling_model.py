@@ -123,7 +123,7 @@ def test_a_masked_lm_with_tied_embeddings_loads_again(tmp_path: Path) -> None:
 
 def test_mistakes_are_answered() -> None:
     for settings, message in [
-        ({"experts": 1}, "experts must be at least 2"),
+        ({"experts": 1}, "experts must be 2 to 1024"),
         ({"every": 0}, "every must be at least 1"),
         ({"top_k": 1}, "top_k must be 2 to"),
         ({"top_k": 5}, "top_k must be 2 to experts=4, not 5"),

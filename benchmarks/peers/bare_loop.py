@@ -29,9 +29,10 @@ from composer_speedups.cli import exit_codes
 from composer_speedups.config import Config
 from composer_speedups.errors import ConfigError
 from composer_speedups.models import FinetuneModel
+from composer_speedups.optimization import build_optimizer
 from composer_speedups.runs import RunFolder
 from composer_speedups.state import torch_device
-from composer_speedups.trainer import build_optimizer, context_of, open_device
+from composer_speedups.trainer import context_of, open_device
 
 __all__ = ["apply_all", "main"]
 

@@ -18,7 +18,7 @@ from composer_speedups.config import Config
 from composer_speedups.data import build_data
 from composer_speedups.errors import ConfigError
 from composer_speedups.models import FinetuneModel, build_model, resolve_name
-from composer_speedups.trainer import build_scheduler
+from composer_speedups.optimization import build_scheduler
 
 __all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments", "set_attention"]
 

@@ -33,9 +33,9 @@ from composer_speedups.cli import exit_codes
 from composer_speedups.config.schema import MemoryConfig, ThroughputConfig
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.errors import ConfigError, did_you_mean
+from composer_speedups.optimization import build_optimizer, build_scheduler
 from composer_speedups.report import build_report
 from composer_speedups.runs import RunFolder
-from composer_speedups.trainer import build_optimizer, build_scheduler
 
 __all__ = ["main"]
 

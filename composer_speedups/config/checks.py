@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import typing
 import zipfile
-from pathlib import Path
 from typing import Any
 
 from composer_speedups.algorithms.catalogue import technique_names
@@ -14,6 +14,9 @@ from composer_speedups.config.schema import Config
 from composer_speedups.errors import ConfigError, did_you_mean
 
 __all__ = ["Origins", "check_bounds", "check_together"]
+
+
+MOST_BUILTIN = 1_000_000  # reviews; generating them takes minutes
 
 
 class Origins(dict[str, str]):
@@ -56,8 +59,16 @@ def check_together(config: Config, origin_of: Origins) -> None:
     if data.source != "files" and (data.train_file or data.eval_file):
         name = "data.train_file" if data.train_file else "data.eval_file"
         refuse(name, f"has no effect with data.source: {data.source}; set data.source=files")
+    for name in ("train_samples", "eval_samples"):
+        count = getattr(data, name)
+        if data.source == "builtin" and count is not None and count > MOST_BUILTIN:
+            refuse(f"data.{name}", f"must be at most {MOST_BUILTIN:,} with data.source: builtin, not {count:,}")
+        if data.source == "random" and (count or 8000) * data.max_length >= 2**31:  # 32-bit offsets
+            refuse(f"data.{name}", "times data.max_length must be less than 2**31 with data.source: random")
     if data.source == "random" and data.tokenizer == "wordpiece":
         refuse("data.tokenizer", "wordpiece has no reviews to train on with data.source: random; name a tokenizer")
+    if config.loggers.wandb is not None and not all(isinstance(tag, str) for tag in config.loggers.wandb.tags):
+        refuse("loggers.wandb.tags", "must be words")
     if data.workers == 0 and data.persistent_workers:
         refuse("data.persistent_workers", "needs data.workers of at least 1")
     if data.workers == 0 and data.prefetch_factor is not None:
@@ -79,9 +90,9 @@ def check_together(config: Config, origin_of: Origins) -> None:
 
 def _checkpoint_fault(name: str | None) -> str | None:
     """What is wrong with a local checkpoint file; addresses and per-rank patterns are Composer's to resolve."""
-    if name is None or "://" in name or "{" in name or Path(name).is_dir():
+    if name is None or "://" in name or "{" in name or os.path.isdir(name):  # pathlib's raise where a name is too long
         return None
-    if not Path(name).is_file():
+    if not os.path.isfile(name):
         return f"is no file: {name}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
     if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, with its directory last
         return f"is no complete checkpoint: {name}; it is damaged or of another kind"

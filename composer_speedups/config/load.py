@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import io
 import os
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +20,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from composer_speedups.config.checks import Origins, check_bounds, check_together
 from composer_speedups.config.schema import Config
-from composer_speedups.errors import ConfigError
+from composer_speedups.config.yaml_text import MOST_NESTED, check_nesting, fault_in, read_yaml_text
+from composer_speedups.errors import ConfigError, UserError
 from composer_speedups.files import write_atomically
 
 __all__ = [
@@ -80,7 +84,7 @@ def load_with_origins(
     Raises:
         ConfigError: One line that names the key, the nearest known key, and the file.
     """
-    merged = OmegaConf.structured(Config)
+    merged = _defaults()
     origin_of = Origins(COMMAND_LINE if file is None else str(file))
     if file is not None:
         merged = _merge(merged, _read_yaml(file), str(file), origin_of)
@@ -99,6 +103,11 @@ def load_with_origins(
     check_bounds(config, origin_of)
     check_together(config, origin_of)
     return config, origin_of
+
+
+@cache
+def _defaults() -> Any:
+    return OmegaConf.structured(Config)
 
 
 def save_config(config: Config, path: Path) -> None:
@@ -124,12 +133,10 @@ def section_of(hint: Any) -> type | None:
 
 def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
     try:
-        loaded = OmegaConf.load(Path(file))
-    except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read: {error}") from error
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
+        loaded = OmegaConf.load(io.StringIO(read_yaml_text(file)))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{file}: must hold keys and values at its top, not a {type(loaded).__name__}")
@@ -137,10 +144,11 @@ def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
 
 
 def _read_override(override: str) -> DictConfig:
-    name = override.split("=", 1)[0]
-    if not all(name.split(".")):
-        raise ConfigError(f"{COMMAND_LINE}: {name!r} is not a key; expected section.key=value")
+    name, _, value = override.partition("=")
+    if not all(name.split(".")) or name.count(".") >= MOST_NESTED:
+        raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
+        check_nesting(value)
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {error}") from error
@@ -149,15 +157,18 @@ def _read_override(override: str) -> DictConfig:
 def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     raw = OmegaConf.to_container(new, resolve=False)
     assert isinstance(raw, dict)
+    if fault := fault_in(raw):
+        raise ConfigError(f"{origin}: {fault}")
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin)
         if not raw["algorithms"]:
+            base = copy.deepcopy(base)  # the defaults are there for others too
             base.algorithms = {}
     _check_keys(raw, Config, "", origin)
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
     try:
         return OmegaConf.merge(base, raw)
-    except (OmegaConfBaseException, TypeError, ValueError) as error:
+    except (OmegaConfBaseException, OverflowError, TypeError, ValueError) as error:
         raise _explain(error, origin, raw) from error
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from composer_speedups.config.callbacks import CallbacksConfig, MemoryConfig, ThroughputConfig
 from composer_speedups.config.keys import LENGTH, key
 from composer_speedups.config.loggers import LoggersConfig
 
@@ -12,9 +13,11 @@ __all__ = [
     "Config",
     "DataConfig",
     "LoggersConfig",
+    "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SchedulerConfig",
+    "ThroughputConfig",
     "TrainerConfig",
 ]
 
@@ -157,28 +160,6 @@ class CheckpointConfig:
     """A named run with checkpoint.interval that was interrupted goes on from its newest whole checkpoint."""
     trust_checkpoint: bool = False
     """Load a checkpoint without looking at what it holds: whoever wrote it can run any code here."""
-
-
-@dataclass
-class ThroughputConfig:
-    window: int = key(20, ge=1, le=100_000)
-    """Batches the logged rate is averaged over."""
-    warmup_batches: int = key(3, ge=0, le=8)
-    """First batches left out of the steady state; batches that compile are always left out."""
-
-
-@dataclass
-class MemoryConfig:
-    interval: int = key(10, ge=1)
-    """Batches between two measurements."""
-
-
-@dataclass
-class CallbacksConfig:
-    throughput: ThroughputConfig | None = key(factory=ThroughputConfig)
-    """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
-    memory: MemoryConfig | None = key(factory=MemoryConfig)
-    """Peak memory and its parts; null turns it off."""
 
 
 @dataclass

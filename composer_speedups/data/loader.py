@@ -20,7 +20,7 @@ from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.random_rows import random_rows
 from composer_speedups.data.sources import load_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, DataError
 from composer_speedups.flops import batch_lengths
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]
@@ -107,6 +107,9 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
     with dist.run_local_rank_zero_first():
         tokenizer, train_tokens, eval_tokens = _tokens(config, model_name)
 
+    train = FlatTokens(train_tokens)
+    evaluation = None if eval_tokens is None else FlatTokens(eval_tokens)
+    _check_same(train, evaluation)
     pad = Pad(
         tokenizer.pad_token_id,
         config.max_length,
@@ -153,10 +156,19 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         return DataSpec(dataloader, get_num_tokens_in_batch=real_tokens)
 
     return Data(
-        loader(FlatTokens(train_tokens), config.batch_size, training=True),
-        eval_tokens and loader(FlatTokens(eval_tokens), config.eval_batch_size or config.batch_size, training=False),
+        loader(train, config.batch_size, training=True),
+        None if evaluation is None else loader(evaluation, config.eval_batch_size or config.batch_size, training=False),
         tokenizer,
     )
+
+
+def _check_same(*tokens: FlatTokens | None) -> None:
+    """A file may be written between the readings of two ranks, which would then train on different reviews."""
+    if dist.get_world_size() == 1:
+        return
+    mine = [zlib.crc32(part.tobytes()) for each in tokens if each for part in (each.ids, each.lengths, each.labels)]
+    if any(theirs != mine for theirs in dist.all_gather_object(mine)):
+        raise DataError("data: the ranks read different reviews, so a file changed meanwhile; start again")
 
 
 def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -55,25 +56,29 @@ def _from_hub(config: DataConfig, split: str) -> Dataset:
         dataset = load_dataset(config.hub_name, split=split)
     except Exception as error:  # network, authentication, a missing split: each its own class
         raise DataError(
-            f"{where}: cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"{where}: cannot be loaded ({type(error).__name__}: {_first_line(error)}); "
             "use data.source=files with a local file, or data.source=builtin"
         ) from error
     return _checked(dataset.data.table, config, where)
 
 
 def _from_file(config: DataConfig, key: str, name: str) -> Dataset:
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"data.{key}: {name} must end in {', '.join(_READERS)}")
-    if not path.is_file():
+    if not os.path.isfile(path):  # pathlib's raises where a name is too long
         raise DataError(f"data.{key}: {name} is not a file; give the path of one")
     if path.stat().st_size == 0:
         raise DataError(f"data.{key}: {name} is empty; give a file with reviews in it")
+    before = _version(path)
     try:
         table = reader(path)
+        after = _version(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"data.{key}: {name} cannot be read ({str(error).splitlines()[0]})") from error
+        raise DataError(f"data.{key}: {name} cannot be read ({_first_line(error)})") from error
+    if before != after:
+        raise DataError(f"data.{key}: {name} changed while it was read; start again when it is written")
     return _checked(table, config, f"data.{key}: {name}")
 
 
@@ -86,14 +91,25 @@ def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:
             raise DataError(f"{where} has no column {column!r} (it has: {has}); set data.{key}")
     if table.num_rows == 0:
         raise DataError(f"{where} has no rows; give a file with reviews in it")
-    texts = table.column(config.text_column).to_pylist()
-    labels = table.column(config.label_column).to_pylist()
+    try:
+        texts, labels = (table.column(getattr(config, key)).to_pylist() for key in ("text_column", "label_column"))
+    except (pyarrow.ArrowException, KeyError, ValueError, OverflowError) as error:  # two of one name, no UTF-8, …
+        raise DataError(f"{where}: its columns cannot be read ({_first_line(error)})") from error
     for row, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}, row {row}: {config.text_column} is {_show(text)}; every review needs text")
         if not isinstance(label, (int, float)) or label not in (0, 1):
             raise DataError(f"{where}, row {row}: {config.label_column} is {_show(label)}; it must be 0 or 1")
     return Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
+
+
+def _version(path: Path) -> tuple[int, int, int]:
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _show(value: Any) -> str:

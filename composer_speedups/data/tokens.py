@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from composer_speedups.config.schema import DataConfig
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, DataError
 from composer_speedups.files import check_folder, make_folder
 
 __all__ = ["load_tokenizer", "tokenize"]
@@ -61,7 +61,12 @@ def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
             os.rename(partial, folder)
         except OSError:  # another process was first
             shutil.rmtree(partial)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(folder)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise DataError(  # training has ties: another one may give other ids than checkpoints were trained with
+            f"data.cache_dir: the tokenizer in {folder} is damaged; remove that folder to have it trained again"
+        ) from error
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -105,10 +110,13 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
         )
 
     try:
-        return run()
+        tokens = run()
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
-        cache.unlink()
+        tokens = None
+    if tokens is None or len(tokens) != len(dataset) or tokens["label"] != dataset["label"]:
+        cache.unlink()  # a file cut between two of its batches reads as a shorter one
         return run()
+    return tokens
 
 
 def _identity(tokenizer: Any) -> str:

@@ -79,9 +79,12 @@ def apply_lora(
     return names
 
 
+MOST_RANKS = 4096  # above any hidden size of a BERT, a low rank is none
+
+
 def _check(rank: int, alpha: float, dropout: float) -> None:
-    if rank < 1:
-        raise ValueError(f"rank must be at least 1, not {rank}")
+    if not 1 <= rank <= MOST_RANKS:
+        raise ValueError(f"rank must be 1 to {MOST_RANKS}, not {rank}")
     if alpha <= 0:
         raise ValueError(f"alpha must be above 0, not {alpha}")
     if not 0 <= dropout < 1:

@@ -74,8 +74,8 @@ def apply_sparse_upcycling(
 
 
 def _check(experts: int, every: int, top_k: int) -> None:
-    if experts < 2:
-        raise ValueError(f"experts must be at least 2, not {experts}")
+    if not 2 <= experts <= 1024:
+        raise ValueError(f"experts must be 2 to 1024, not {experts}")
     if every < 1:
         raise ValueError(f"every must be at least 1, not {every}")
     if not 2 <= top_k <= experts:

@@ -49,7 +49,7 @@ class CompileCache:
     """
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
-        self.folder, self.device = Path(folder).expanduser().absolute(), device
+        self.folder, self.device = Path(os.path.expanduser(folder)).absolute(), device
         self.file_state = "none yet"
         self._flags: contextlib.ExitStack | None = None
         self._counts_before = _counts()
@@ -155,8 +155,11 @@ def _write_variables(values: dict[str, str | None]) -> None:
 
 def folder_fault(folder: str) -> str | None:
     """Why a folder cannot be made or written to; None when it can."""
-    path = Path(folder).expanduser().absolute()
-    existing = next(p for p in (path, *path.parents) if p.exists())
+    path = Path(os.path.expanduser(folder)).absolute()
+    try:
+        existing = next(p for p in (path, *path.parents) if p.exists())
+    except OSError as error:
+        return f"{folder[:80]} cannot be looked at ({error.strerror})"
     if not existing.is_dir():
         return f"{existing} is no folder"
     return None if os.access(existing, os.W_OK) else f"{existing} cannot be written to"

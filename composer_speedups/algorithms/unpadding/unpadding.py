@@ -44,8 +44,8 @@ def apply_unpadding(model: nn.Module, pad_to_multiple_of: int = 64) -> list[str]
     Each forward pass then counts its tokens, and waits for the GPU to do so; :func:`plan_unpadding` takes the
     count from a mask that is still on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
-    if pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of must be at least 1, not {pad_to_multiple_of}")
+    if not 1 <= pad_to_multiple_of <= 65_536:
+        raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
     return swap_encoders(model, pad_to_multiple_of)
 
 
@@ -73,8 +73,8 @@ class Unpadding(Technique):
 
     def __init__(self, pad_to_multiple_of: int = 64, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
-        if pad_to_multiple_of < 1:
-            raise ValueError(f"pad_to_multiple_of must be at least 1, not {pad_to_multiple_of}")
+        if not 1 <= pad_to_multiple_of <= 65_536:
+            raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
         self.pad_to_multiple_of = pad_to_multiple_of
         self._encoders: list[UnpaddedEncoder] = []
         self._first = FirstForward()

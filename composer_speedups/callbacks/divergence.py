@@ -1,0 +1,114 @@
+"""A loss that climbs far above that of the last good checkpoint stops the run."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.callbacks.nonfinite import circumstances
+from composer_speedups.callbacks.saves import ask_before_saving, last_checkpoint
+from composer_speedups.errors import DivergedError
+
+__all__ = ["DivergenceGuard"]
+
+log = logging.getLogger(__name__)
+
+
+class DivergenceGuard(Callback):
+    """Compares the smoothed training loss with what it was at the last good checkpoint, or at the start.
+
+    While it is above ``factor`` times that plus ``margin``, no checkpoint is written: the last good one is neither
+    overwritten nor pruned. After ``batches`` batches in a row above it the run stops, and names that checkpoint. The
+    start is the smoothed loss after as many batches as it reaches back, 1 / (1 - smoothing). Batches whose loss is
+    not finite are :class:`FiniteLoss`'s, and pass by.
+
+    Composer reads the loss at each batch, over all ranks; nothing waits for this.
+
+    Logged at each batch: ``numerics/smoothed_loss``.
+
+    Args:
+        factor: At least 1. Default 1.5.
+        margin: Added to the limit; keeps a loss close to 0 from counting as diverged. Default 0.1.
+        batches: Default 50.
+        smoothing: Weight of the past in the exponential moving average, 0 to below 1. Default 0.9.
+
+    Raises:
+        ValueError: A setting out of its range.
+        DivergedError: From ``fit``.
+    """
+
+    def __init__(self, factor: float = 1.5, margin: float = 0.1, batches: int = 50, smoothing: float = 0.9) -> None:
+        if not (factor >= 1 and margin >= 0 and batches >= 1 and 0 <= smoothing < 1):
+            raise ValueError(
+                "factor and batches must be at least 1, margin at least 0, and smoothing 0 to below 1, not "
+                f"{factor}, {batches}, {margin} and {smoothing}"
+            )
+        self.factor, self.margin, self.batches, self.smoothing = factor, margin, batches, smoothing
+        self.reference: float | None = None
+        self.withheld = 0  # checkpoints not written
+        self._sum = self._weight = 0.0
+        self._seen = self._above = 0
+
+    @property
+    def smoothed(self) -> float:
+        """The moving average, the first batches not counted short."""
+        return self._sum / self._weight
+
+    @property
+    def limit(self) -> float:
+        return math.inf if self.reference is None else self.factor * self.reference + self.margin
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.FIT_START:
+            ask_before_saving(state, self._may_save)
+        elif event == Event.BATCH_END:
+            self._end_batch(state, logger)
+
+    def _end_batch(self, state: State, logger: Logger) -> None:
+        loss = state.total_loss_dict.get("loss/train/total", math.nan)
+        if not math.isfinite(loss):
+            return
+        self._sum = self.smoothing * self._sum + (1 - self.smoothing) * loss
+        self._weight = self.smoothing * self._weight + (1 - self.smoothing)
+        self._seen += 1
+        logger.log_metrics({"numerics/smoothed_loss": self.smoothed})
+        if self.reference is None and self._seen * (1 - self.smoothing) >= 1 - 1e-9:
+            self.reference = self.smoothed
+        self._above = self._above + 1 if self.smoothed > self.limit else 0
+        if self._above >= self.batches:
+            last = last_checkpoint(state)
+            raise DivergedError(
+                f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
+                f"{self.limit:.4g} and is {self.smoothed:.4g}, where it had been {self.reference:.4g} "
+                f"{'at the last good checkpoint' if last else 'at the start'}; "
+                + (f"resume from {last} with a" if last else "set a")
+                + " lower optimizer.lr, or optimizer.max_grad_norm"
+            )
+
+    def _may_save(self, state: State, event: Event) -> bool:
+        if self._above:
+            self.withheld += 1
+            log.warning("loss: %.4g is above %.4g: no checkpoint is written", self.smoothed, self.limit)
+            return False
+        if self._weight and self.reference is not None:
+            self.reference = self.smoothed
+        return True
+
+    def summary(self) -> dict[str, Any]:
+        """For the ``guards`` section of report.json."""
+        return {
+            "smoothed_loss": self.smoothed if self._weight else None,
+            "loss_at_last_good_checkpoint": self.reference,
+            "checkpoints_withheld": self.withheld,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        kept = ("reference", "_sum", "_weight", "_seen", "_above")
+        return {name: getattr(self, name) for name in kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)

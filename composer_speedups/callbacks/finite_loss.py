@@ -1,0 +1,161 @@
+"""A loss that is NaN or infinite stops the run, or its batch is left out."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Literal
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups.algorithms.early_loss.readback import Copies, CUDACopies
+from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
+from composer_speedups.callbacks.saves import ask_before_saving, last_checkpoint
+from composer_speedups.errors import NonFiniteError
+from composer_speedups.state import device_of
+
+__all__ = ["FiniteLoss", "HostCopies", "copies_for"]
+
+log = logging.getLogger(__name__)
+
+
+class FiniteLoss(Callback):
+    """Stops at a loss that is NaN or infinite, or leaves its batch out, and keeps such weights out of checkpoints.
+
+    With ``"stop"`` it looks at the loss that Composer has read for its log at the end of each batch: the host never
+    waits for it. Composer adds it up over ranks, so all of them stop, before a checkpoint or an evaluation.
+
+    With ``"skip"`` the loss is sent to the host when the forward pass is done. A batch whose loss is not finite on
+    any rank loses its gradients before the optimizer steps: weights and optimizer state stay as they are; the
+    schedule goes on. On several ranks that takes one more reduction a batch. The first batch is never left out:
+    techniques show in it that they took effect. Nor is a batch left out when the weights themselves are not finite,
+    which no other batch mends.
+
+    In either case the weights are looked at whenever a checkpoint is about to be written, and at the end, since
+    gradients may overflow where the loss is finite. fp16's are the gradient scaler's business
+    (:class:`LossScaleMonitor`).
+
+    Logged: ``numerics/nonfinite_losses`` and ``numerics/skipped_steps``, at each skip and at the end.
+
+    Args:
+        on_nonfinite: ``"stop"`` (default) or ``"skip"``.
+        max_skips: With skip, batches left out in a row before the run stops. Default 10.
+
+    Raises:
+        ValueError: Another word, or ``max_skips`` below 1.
+        NonFiniteError: From ``fit``; one line with the step, its batch, the rate and the techniques in force.
+    """
+
+    def __init__(self, on_nonfinite: Literal["stop", "skip"] = "stop", max_skips: int = 10) -> None:
+        if on_nonfinite not in ("stop", "skip"):
+            raise ValueError(f"on_nonfinite must be 'stop' or 'skip', not {on_nonfinite!r}")
+        if max_skips < 1:
+            raise ValueError(f"max_skips must be at least 1, not {max_skips}")
+        self.on_nonfinite, self.max_skips = on_nonfinite, max_skips
+        self.losses = self.skipped = 0
+        self._in_row = self._trained = 0
+        self._copies: Copies | None = None
+        self._sent: list[Any] = []  # losses of this batch's micro-batches, on their way to the host
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.FIT_START:
+            ask_before_saving(state, self._may_save)
+            self._copies, self._trained = copies_for(device_of(state)), 0
+        elif event == Event.BEFORE_TRAIN_BATCH:
+            self._sent = []  # also when automatic micro-batching tries again
+        elif event == Event.AFTER_LOSS and self.on_nonfinite == "skip":
+            self._sent.append(self._send(state.loss))
+        elif event == Event.AFTER_TRAIN_BATCH and self.on_nonfinite == "skip":
+            self._skip_nonfinite(state)
+        elif event == Event.BATCH_END:
+            self._end_batch(state, logger)
+        elif event == Event.FIT_END:
+            logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
+            self._check_weights(state, "at the end of the run")
+
+    def _send(self, loss: Any) -> Any:
+        assert self._copies is not None
+        parts = loss.values() if isinstance(loss, dict) else loss if isinstance(loss, (list, tuple)) else [loss]
+        # A sum of its own: CUDA graphs write the next micro-batch's loss to the same place.
+        total = torch.stack([part.detach().float().mean() for part in parts]).sum()
+        return self._copies.send(total, self._copies.mark())
+
+    def _skip_nonfinite(self, state: State) -> None:
+        assert self._copies is not None
+        values = [self._copies.receive(sent) for sent in self._sent]
+        if not any_rank(state, not all(map(math.isfinite, values))):
+            self._in_row = 0
+            return
+        self._in_row += 1
+        found = next((v for v in values if not math.isfinite(v)), math.nan)  # or it was another rank's
+        where = circumstances(state, ended=False)
+        if weights := self._bad_weights(state):
+            raise NonFiniteError(f"loss: {found} at {where}; {weights} are not finite: {_advice(state)}")
+        if self._trained == 0:
+            raise NonFiniteError(f"loss: {found} at {where}: the first batch is never skipped; {_advice(state)}")
+        if self._in_row > self.max_skips:
+            raise NonFiniteError(
+                f"loss: {found} at {where}: {self.max_skips} batches in a row were skipped before it "
+                f"(callbacks.finite_loss.max_skips); {_advice(state)}"
+            )
+        self.skipped += 1
+        log.warning("loss: %s at %s: the batch is skipped, %d so far", found, where, self.skipped)
+        for parameter in state.model.parameters():
+            parameter.grad = None  # what every optimizer passes over, its state and weight decay included
+
+    def _end_batch(self, state: State, logger: Logger) -> None:
+        self._trained += 1
+        loss = state.total_loss_dict.get("loss/train/total", 0.0)  # on the host already
+        if math.isfinite(loss):
+            return
+        self.losses += 1
+        if self.on_nonfinite == "skip":
+            logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
+            return
+        gradients = nonfinite_gradients(state) or "no gradient"
+        raise NonFiniteError(f"loss: {loss} at {circumstances(state)}; not finite: {gradients}; {_advice(state)}")
+
+    def _bad_weights(self, state: State) -> str | None:
+        bad = nonfinite_weights(state)
+        return bad or "another rank's weights" if any_rank(state, bad is not None) else None
+
+    def _check_weights(self, state: State, when: str) -> None:
+        if bad := self._bad_weights(state):
+            raise NonFiniteError(f"weights: {bad} are not finite {when}, {circumstances(state)}; {_advice(state)}")
+
+    def _may_save(self, state: State, event: Event) -> bool:
+        self._check_weights(state, "where a checkpoint is due, which is not written")
+        return True
+
+    def summary(self) -> dict[str, int]:
+        """For the ``guards`` section of report.json: batches whose loss was not finite, and steps left out."""
+        return {"nonfinite_losses": self.losses, "skipped_steps": self.skipped}
+
+
+def _advice(state: State) -> str:
+    last = last_checkpoint(state)
+    resume = f"resume from {last} with a" if last else "set a"
+    return f"{resume} lower optimizer.lr, optimizer.max_grad_norm or fewer techniques"
+
+
+class HostCopies:
+    """:class:`Copies` where numbers are on the host already."""
+
+    def mark(self) -> None:
+        return None
+
+    def send(self, value: torch.Tensor, mark: None) -> torch.Tensor:
+        return value.detach().clone()
+
+    def receive(self, sent: torch.Tensor) -> float:
+        return float(sent)
+
+    def busy(self) -> bool:
+        return False
+
+
+def copies_for(device: torch.device) -> Copies:
+    """How numbers get from a device to the host without waiting for what is launched after them."""
+    return CUDACopies(device) if device.type == "cuda" else HostCopies()

@@ -1,0 +1,70 @@
+"""What fp16's gradient scaler does: its scale, and the steps it leaves out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer.core import Callback, Event, Precision, State
+from composer.loggers import Logger
+
+from composer_speedups.algorithms.early_loss.readback import Copies
+from composer_speedups.callbacks.finite_loss import copies_for
+from composer_speedups.callbacks.nonfinite import circumstances
+from composer_speedups.errors import NonFiniteError
+from composer_speedups.state import device_of
+
+__all__ = ["LossScaleMonitor"]
+
+LEAST_SCALE = 1e-4  # fairseq's --min-loss-scale: below it gradients overflow at any scale
+
+
+class LossScaleMonitor(Callback):
+    """Counts the steps that the gradient scaler leaves out because gradients overflowed in fp16.
+
+    It does nothing in other precisions. The scale is halved with each step left out, and doubled after 2,000 steps
+    without one. It is read one batch late, when it has long been on the host, so that nothing waits for it. Weights
+    stay finite all the while: these steps are no fault, unless the scale keeps falling.
+
+    Logged at each batch, of the batch before: ``numerics/loss_scale``, and ``numerics/loss_scale_skips`` so far.
+
+    Raises:
+        NonFiniteError: From ``fit``, when the scale falls below 1e-4.
+    """
+
+    def __init__(self) -> None:
+        self.scale: float | None = None
+        self.skips = 0
+        self._copies: Copies | None = None
+        self._sent: Any = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if state.precision != Precision.AMP_FP16 or state.scaler is None:
+            return
+        if event == Event.FIT_START:
+            self._copies, self._sent = copies_for(device_of(state)), None
+            self.scale = state.scaler.get_scale()
+        elif event in (Event.BATCH_END, Event.FIT_END):
+            self._receive(state, logger)
+            scale = state.scaler._get_scale_async()
+            if event == Event.BATCH_END and scale is not None:
+                assert self._copies is not None
+                copy = scale.detach().clone()  # the next update writes to the same place
+                self._sent = self._copies.send(copy, self._copies.mark())
+
+    def _receive(self, state: State, logger: Logger) -> None:
+        if self._sent is None:
+            return
+        assert self._copies is not None
+        scale, self._sent = self._copies.receive(self._sent), None
+        self.skips += self.scale is not None and scale < self.scale
+        self.scale = scale
+        logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
+        if scale < LEAST_SCALE:
+            raise NonFiniteError(
+                f"loss scale: {scale:.3g} at {circumstances(state)}, after {self.skips} steps whose gradients "
+                "overflowed; they overflow at any scale: train in bf16 or fp32, or lower optimizer.lr"
+            )
+
+    def summary(self) -> dict[str, float]:
+        """For the ``guards`` section of report.json; empty in other precisions than fp16."""
+        return {} if self.scale is None else {"loss_scale": self.scale, "loss_scale_skips": self.skips}

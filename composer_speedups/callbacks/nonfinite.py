@@ -1,0 +1,61 @@
+"""Which of a model's tensors are NaN or infinite, and what a run was doing when they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from composer.core import State
+from composer.utils import dist
+from torch import Tensor
+
+from composer_speedups.algorithms.ordering import techniques_of
+
+__all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]
+
+
+def nonfinite_weights(state: State) -> str | None:
+    """``"2 of 39 weights, NAME first"``; None when all are finite. The host waits for the device once."""
+    return _spell("weights", ((name, p.detach()) for name, p in state.model.named_parameters()))
+
+
+def nonfinite_gradients(state: State) -> str | None:
+    """The same of the gradients that there are."""
+    named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
+    return _spell("gradients", named)
+
+
+def _spell(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
+    names, flags = [], []
+    for name, tensor in named:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
+        names.append(name)
+        flags.append(torch.isfinite(local).all())
+    finite = torch.stack(flags).tolist() if flags else []
+    bad = [name.removeprefix("module.") for name, good in zip(names, finite, strict=True) if not good]
+    return f"{len(bad)} of {len(names)} {what}, {bad[0]} first" if bad else None
+
+
+def any_rank(state: State, here: bool) -> bool:
+    """Whether it is so on any rank; every rank has to ask."""
+    if dist.get_world_size() == 1:
+        return here
+    flag = state.device.tensor_to_device(torch.tensor([int(here)]))
+    dist.all_reduce(flag, reduce_operation="MAX")
+    return bool(flag.item())
+
+
+def circumstances(state: State, *, ended: bool = True) -> str:
+    """The step, its batch, learning rate, precision and techniques, as the middle of a sentence.
+
+    Args:
+        ended: Whether Composer counts the batch already, as it does at BATCH_END.
+    """
+    time = state.previous_timestamp if ended and state.previous_timestamp is not None else state.timestamp
+    rates = sorted({float(group["lr"]) for optimizer in state.optimizers for group in optimizer.param_groups})
+    techniques = [t.name for t in techniques_of(state.algorithms) if t.engaged]
+    return (
+        f"step {time.batch.value + 1} (batch {time.batch_in_epoch.value + 1} of epoch {time.epoch.value + 1}), "
+        f"next learning rate {', '.join(f'{rate:.3g}' for rate in rates)}, {state.precision.value}, "
+        f"techniques in force: {', '.join(techniques) or 'none'}"
+    )
