@@ -35,6 +35,7 @@ from composer_speedups.config import Config
 from composer_speedups.config.schema import OptimizerConfig, SchedulerConfig, TrainerConfig
 from composer_speedups.data import Data
 from composer_speedups.errors import ConfigError
+from composer_speedups.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.runs import RunFolder
 from composer_speedups.state import torch_device
 
@@ -91,10 +92,14 @@ def build_trainer(
     ``callbacks`` come after those of the config.
     """
     settings, checkpoint = config.trainer, config.checkpoint
+    # A masked LM's loss is a mean over masked tokens, and reviews differ in how many they have. Counting them waits for
+    # the GPU, so one whole batch on one rank, which is its own mean, is left out.
+    by_tokens = config.model.task == "mlm"
+    several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
-    trainer = Trainer(
+    trainer = MicrobatchTrainer(
         model=model,
         train_dataloader=data.train,
         eval_dataloader=data.eval,
@@ -112,6 +117,7 @@ def build_trainer(
         device=device,
         precision=settings.precision,
         device_train_microbatch_size=settings.microbatch_size,
+        accumulate_train_batch_on_tokens=by_tokens and several,
         parallelism_config=settings.parallelism_config,
         seed=config.seed,
         deterministic_mode=settings.deterministic,
@@ -122,6 +128,7 @@ def build_trainer(
         load_path=checkpoint.load,
         load_weights_only=checkpoint.weights_only,
     )
+    trainer.on_out_of_memory, trainer.by_tokens = settings.on_out_of_memory, by_tokens
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     return trainer
 
@@ -156,7 +163,7 @@ def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
 
 
 def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
-    callbacks: list[Callback] = [EngagementReport()]
+    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory()]
     if not any(isinstance(t, TF32Matmul) and t.engaged is not False for t in techniques):
         callbacks.append(Float32Matmuls())
     if config.callbacks.throughput is not None:

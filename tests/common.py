@@ -109,6 +109,7 @@ def make_trainer(
     gpu: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     callbacks: Sequence[Callback] = (),
+    cls: type[Trainer] = Trainer,
     **kwargs: Any,
 ) -> Trainer:
     """A quiet fp32 Trainer over the batches of one epoch, with AdamW one parameter at a time."""
@@ -134,7 +135,7 @@ def make_trainer(
         "seed": 3,
         "device_train_microbatch_size": 100,  # the loader knows none
     }
-    return Trainer(
+    return cls(
         model=composer_model,
         optimizers=optimizer,
         algorithms=list(algorithms),

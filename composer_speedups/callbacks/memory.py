@@ -66,6 +66,7 @@ class MemoryAnatomy(Callback):
         return trained == 1 or (trained > 0 and trained % self.interval == 0)
 
     def _start_forward(self, device: torch.device, state: State) -> None:
+        self._end_hooks()  # of a pass that ran out of memory, and is made again
         if device.type == "cuda":
             self._before_forward = torch.cuda.memory_allocated(device)
             return
@@ -86,8 +87,7 @@ class MemoryAnatomy(Callback):
         if device.type == "cuda":
             self._put("activations", torch.cuda.memory_allocated(device) - self._before_forward)
         elif self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
+            self._end_hooks()
             self._put("activations", sum(self._saved.values()))
 
     def _end_batch(self, state: State, logger: Logger) -> None:
@@ -101,7 +101,10 @@ class MemoryAnatomy(Callback):
         self.parts[f"{part}_gib"] = size / GIB
 
     def close(self, state: State, logger: Logger) -> None:
-        if self._hooks is not None:  # a forward pass that raised
+        self._end_hooks()  # of a forward pass that raised
+
+    def _end_hooks(self) -> None:
+        if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 

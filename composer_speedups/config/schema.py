@@ -134,6 +134,8 @@ class TrainerConfig:
     """Composer's precision. The mixed_precision technique owns it when that is asked for."""
     microbatch_size: int | str | None = key(None, ge=1, words=("auto",))
     """Reviews a forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
+    """On one GPU: halve the micro-batch, keep the effective batch, and say so; or stop."""
     parallelism_config: dict[str, Any] | None = None
     """Composer's FSDP and tensor-parallel settings, passed on; null is DDP over the ranks."""
     progress_bar: bool = True

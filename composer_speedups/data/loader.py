@@ -25,6 +25,8 @@ from composer_speedups.flops import batch_lengths
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]
 
+_DRAWS = 20  # of masks, after which a batch is taken to hold special tokens only
+
 Rows = Ragged | Sequence[Mapping[str, Any]]
 Batch = dict[str, torch.Tensor]
 
@@ -86,7 +88,10 @@ class MaskTokens:
             seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
             self.collator.generator = torch.Generator().manual_seed(seed)
         special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
-        ids, labels = self.collator.torch_mask_tokens(batch["input_ids"], special_tokens_mask=special)
+        for _ in range(_DRAWS):  # a batch without a masked token has no loss
+            ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special_tokens_mask=special)
+            if (labels != -100).any():
+                break
         return {**batch, "input_ids": ids, "labels": labels}
 
 
@@ -150,7 +155,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             prefetch_factor=config.prefetch_factor,
             persistent_workers=config.persistent_workers,
         )
-        return DataSpec(dataloader, get_num_tokens_in_batch=real_tokens)
+        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
 
     return Data(
         loader(FlatTokens(train_tokens), config.batch_size, training=True),
@@ -182,3 +187,8 @@ def real_tokens(batch: Any) -> int:
     """Tokens of a batch without its padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())
+
+
+def masked_tokens(batch: Any) -> dict[str, int]:
+    """Real tokens, and those that a masked LM's loss is the mean of: by these Composer weighs parts of a batch."""
+    return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != -100).sum())}

@@ -184,6 +184,10 @@ class TorchCompile(Technique):
         """Whether the compiled code replays CUDA graphs of its own."""
         return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
+    @property
+    def fixed_shapes(self) -> bool:  # type: ignore[override]
+        return self.makes_graphs
+
     def engage(self, state: State) -> dict[str, Any]:
         self._before = compile_counts()
         try:
