@@ -13,6 +13,7 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
 from composer_speedups.algorithms.ordering import techniques_of
+from composer_speedups.sharding import offloading
 
 __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
@@ -37,6 +38,10 @@ class MicrobatchTrainer(Trainer):
 
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     by_tokens: bool = False
+
+    def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
+        with offloading(self.state.fsdp_config):
+            super()._wrap_model_for_distributed(model, optimizers)
 
     def _train_microbatches(
         self, microbatches: Any, total_loss_dict: dict[str, torch.Tensor], ddp_sync: bool = True

@@ -37,6 +37,7 @@ from composer_speedups.data import Data
 from composer_speedups.errors import ConfigError
 from composer_speedups.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.runs import RunFolder
+from composer_speedups.sharding import ClipShardedGradients, check_sharding, parallelism_of, sharded_blocks
 from composer_speedups.state import torch_device
 
 __all__ = ["build_trainer", "context_of", "open_device"]
@@ -58,11 +59,13 @@ def open_device(config: TrainerConfig) -> Device:
         ranks, gpus = dist.get_local_world_size(), torch.cuda.device_count()
         if ranks > gpus:
             raise ConfigError(f"trainer.device: {ranks} ranks need a GPU each, and there are {gpus}; lower composer -n")
+        check_sharding(config, on_gpu=True)
         return DeviceGPU(allow_tf32=False)
     if config.precision != "fp32":
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
     if config.parallelism_config:
-        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; leave it out for DDP on the CPU")
+        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; on the CPU use trainer.fsdp, or DDP")
+    check_sharding(config, on_gpu=False)
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
@@ -75,6 +78,7 @@ def context_of(config: TrainerConfig, device: Device) -> Context:
         config.precision,
         ranks=dist.get_world_size(),
         microbatch_size=config.microbatch_size,
+        sharded=bool(config.fsdp or config.parallelism_config),
     )
 
 
@@ -97,8 +101,12 @@ def build_trainer(
     by_tokens = config.model.task == "mlm"
     several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
-    if config.optimizer.max_grad_norm is not None:
-        algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
+    if (norm := config.optimizer.max_grad_norm) is not None:
+        algorithms.append(
+            ClipShardedGradients(norm) if settings.fsdp else GradientClipping("norm", clipping_threshold=norm)
+        )
+    if settings.fsdp:
+        sharded_blocks(model)
     trainer = MicrobatchTrainer(
         model=model,
         train_dataloader=data.train,
@@ -118,7 +126,8 @@ def build_trainer(
         precision=settings.precision,
         device_train_microbatch_size=settings.microbatch_size,
         accumulate_train_batch_on_tokens=by_tokens and several,
-        parallelism_config=settings.parallelism_config,
+        parallelism_config=parallelism_of(settings),
+        dist_timeout=settings.dist_timeout,
         seed=config.seed,
         deterministic_mode=settings.deterministic,
         save_folder=str(folder / "checkpoints") if checkpoint.interval else None,

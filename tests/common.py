@@ -13,6 +13,7 @@ from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.optim import ConstantScheduler
+from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
@@ -122,7 +123,7 @@ def make_trainer(
         )
     settings: dict[str, Any] = {
         "train_dataloader": DataSpec(
-            DataLoader(Batches(batches), batch_size=None),
+            DataLoader(Batches(batches), batch_size=None, sampler=_in_turn(batches)),
             split_batch=lambda b, n: [b],
             get_num_samples_in_batch=_rows,
         ),
@@ -142,6 +143,11 @@ def make_trainer(
         callbacks=list(callbacks),
         **{**settings, **kwargs},
     )
+
+
+def _in_turn(batches: list[Batch]) -> Any:
+    """On several ranks each takes the batches that are its turn."""
+    return dist.get_sampler(Batches(batches), shuffle=False) if dist.get_world_size() > 1 else None
 
 
 def _rows(batch: Batch) -> int:

@@ -27,7 +27,10 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "long" not in config.getoption("-m"):
+        config.hook.pytest_deselected(items=[item for item in items if "long" in item.keywords])
+        items[:] = [item for item in items if "long" not in item.keywords]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and there is none here")

@@ -12,7 +12,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.optimizer_evidence import state_tensors
-from composer_speedups.state import device_of, is_compiled
+from composer_speedups.state import device_of, is_compiled, local_shard
 
 __all__ = ["MemoryAnatomy"]
 
@@ -71,7 +71,7 @@ class MemoryAnatomy(Callback):
             self._before_forward = torch.cuda.memory_allocated(device)
             return
         self._saved = {}
-        parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+        parameters = {local_shard(p).untyped_storage().data_ptr() for p in state.model.parameters()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -121,8 +121,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors, so that tied weights count once."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
-        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        storage = local_shard(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

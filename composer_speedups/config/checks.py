@@ -72,6 +72,11 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("checkpoint.load", fault)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
+    if config.trainer.fsdp is not None:
+        if config.trainer.parallelism_config:
+            refuse("trainer.parallelism_config", "and trainer.fsdp both shard the model; remove one of them")
+        if config.trainer.microbatch_size == "auto":
+            refuse("trainer.microbatch_size", "auto is not for trainer.fsdp; give a number, or null")
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
         refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")

@@ -4,17 +4,22 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from composer_speedups.config.keys import LENGTH, key
+from composer_speedups.config.loggers import FileConfig, LoggersConfig, TensorboardConfig, WandbConfig
 
 __all__ = [
     "CallbacksConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "FSDPConfig",
+    "FileConfig",
     "LoggersConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SchedulerConfig",
+    "TensorboardConfig",
     "TrainerConfig",
+    "WandbConfig",
 ]
 
 
@@ -121,6 +126,16 @@ class SchedulerConfig:
 
 
 @dataclass
+class FSDPConfig:
+    shard: Literal["grad_op", "full"] = "full"
+    """Gradients and optimizer state are shared out over the ranks (ZeRO-2), or the weights too (ZeRO-3)."""
+    replicas: int = key(1, ge=1)
+    """Copies of the sharded model (HSDP): with the number of nodes, shards stay within a node."""
+    cpu_offload: bool = False
+    """Keep the shards and the optimizer's state in host memory; needs GPUs, and is slow."""
+
+
+@dataclass
 class TrainerConfig:
     max_duration: str = key("2ep", units=LENGTH, gt=0)
     """How long to train, as a Composer time: 2ep, 500ba."""
@@ -136,8 +151,12 @@ class TrainerConfig:
     """Reviews a forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """On one GPU: halve the micro-batch, keep the effective batch, and say so; or stop."""
+    fsdp: FSDPConfig | None = None
+    """Shard the model over the ranks; null is DDP, a whole copy on each."""
     parallelism_config: dict[str, Any] | None = None
-    """Composer's FSDP and tensor-parallel settings, passed on; null is DDP over the ranks."""
+    """Composer's own FSDP1 and tensor-parallel settings, passed on, in place of trainer.fsdp."""
+    dist_timeout: float = key(300.0, gt=0, le=86_400)
+    """Seconds that a rank waits for the others before it ends with an error."""
     progress_bar: bool = True
     """Composer's progress bar."""
     deterministic: bool = False
@@ -176,42 +195,6 @@ class CallbacksConfig:
     """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
     memory: MemoryConfig | None = key(factory=MemoryConfig)
     """Peak memory and its parts; null turns it off."""
-
-
-@dataclass
-class WandbConfig:
-    project: str = "composer_speedups"
-    """Project of the run."""
-    entity: str | None = None
-    """User or team of the run."""
-    group: str | None = None
-    """Group of the run."""
-    tags: list[str] = key(factory=list)
-    """Tags of the run."""
-    mode: Literal["online", "offline", "disabled"] = "online"
-    """offline needs no account and writes under runs/<run_name>/wandb."""
-
-
-@dataclass
-class TensorboardConfig:
-    flush_interval: int = key(100, ge=1)
-    """Batches between two writes to runs/<run_name>/tensorboard."""
-
-
-@dataclass
-class FileConfig:
-    flush_interval: int = key(100, ge=1)
-    """Batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
-
-
-@dataclass
-class LoggersConfig:
-    wandb: WandbConfig | None = None
-    """Weights & Biases."""
-    tensorboard: TensorboardConfig | None = None
-    """TensorBoard event files."""
-    file: FileConfig | None = None
-    """A text file."""
 
 
 @dataclass
