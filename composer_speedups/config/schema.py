@@ -41,8 +41,12 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    source: Literal["hub", "files", "builtin", "random"] = "hub"
-    """Hub, local parquet/csv/jsonl files, generated reviews, or random tokens (max_length a row, nothing to learn)."""
+    source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
+    """Hub, local parquet/csv/jsonl files, MDS shards, generated reviews, or random tokens (nothing to learn)."""
+    streaming: bool = False
+    """With source hub or files: read the training reviews as training goes (docs/DATA.md)."""
+    shuffle_buffer: int = key(10_000, ge=1, le=10_000_000)
+    """With streaming: reviews held in memory, from which the next one is drawn."""
     hub_name: str = "stanfordnlp/imdb"
     """Dataset on the hub, with source: hub."""
     train_split: str = "train"
@@ -50,9 +54,9 @@ class DataConfig:
     eval_split: str = "test"
     """Split of the hub dataset to validate on."""
     train_file: str | None = None
-    """Local .parquet, .csv or .jsonl file to train on, with source: files."""
+    """Local .parquet, .csv or .jsonl file to train on, with source: files; folder or address of shards, with mds."""
     eval_file: str | None = None
-    """Local file to validate on, with source: files; null trains without validation."""
+    """Local file to validate on, with source: files or mds; null trains without validation."""
     text_column: str = "text"
     """Column of the reviews."""
     label_column: str = "label"

@@ -18,7 +18,8 @@ from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.random_rows import random_rows
-from composer_speedups.data.sources import load_reviews
+from composer_speedups.data.sources import load_reviews, load_validation
+from composer_speedups.data.streams import Tokenized, stream_of_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.errors import ConfigError
 from composer_speedups.flops import batch_lengths
@@ -157,15 +158,29 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         )
         return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
 
-    return Data(
-        loader(FlatTokens(train_tokens), config.batch_size, training=True),
-        eval_tokens and loader(FlatTokens(eval_tokens), config.eval_batch_size or config.batch_size, training=False),
-        tokenizer,
-    )
+    def stream(rows: Any) -> DataSpec:
+        dataloader = DataLoader(
+            rows,
+            batch_size=config.batch_size // world,
+            collate_fn=Tokenized(collate(True), tokenizer, config),
+            drop_last=config.drop_last,
+            num_workers=config.workers,
+            pin_memory=config.pin_memory and on_gpu,
+            prefetch_factor=config.prefetch_factor,
+            persistent_workers=config.persistent_workers,
+        )
+        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
+
+    if train_tokens is None:
+        train = stream(stream_of_reviews(config, seed))
+    else:
+        train = loader(FlatTokens(train_tokens), config.batch_size, training=True)
+    eval_size = config.eval_batch_size or config.batch_size
+    return Data(train, eval_tokens and loader(FlatTokens(eval_tokens), eval_size, training=False), tokenizer)
 
 
-def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset | None]:
-    """The tokenizer, and the tokens to train on and to validate on."""
+def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset | None, Dataset | None]:
+    """The tokenizer, and the tokens to train on (None for a stream) and to validate on."""
     if config.source == "random":
         tokenizer = load_tokenizer(config, model_name, None)
         counts = {"train": config.train_samples, "eval": config.eval_samples}
@@ -174,6 +189,10 @@ def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset 
             for split, count in counts.items()
         )
         return tokenizer, train, evaluation
+    if config.streaming or config.source == "mds":
+        tokenizer = load_tokenizer(config, model_name, None)
+        held = load_validation(config)
+        return tokenizer, None, None if held is None else tokenize(held, tokenizer, config)
     reviews, validation = load_reviews(config)
     tokenizer = load_tokenizer(config, model_name, reviews)
     return (
