@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from composer.core import Algorithm, Event, State
+from composer import algorithms
+from composer.core import Event, State
 from composer.distributed import fsdp2
 from composer.loggers import Logger
 from composer.utils import dist
@@ -28,7 +29,7 @@ from composer_speedups.config.schema import TrainerConfig
 from composer_speedups.errors import ConfigError
 from composer_speedups.state import local_shard
 
-__all__ = ["ClipShardedGradients", "Sharding", "check_sharding", "offloading", "parallelism_of", "sharded_blocks"]
+__all__ = ["GradientClipping", "Sharding", "check_sharding", "offloading", "parallelism_of", "sharded_blocks"]
 
 
 @dataclass
@@ -96,35 +97,32 @@ def offloading(config: Any) -> Iterator[None]:
     if not getattr(config, "offload", False):
         yield
         return
-    fsdp2.fully_shard = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy())
+    composers: Any = fsdp2
+    composers.fully_shard = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy())
     try:
         yield
     finally:
-        fsdp2.fully_shard = fully_shard
+        composers.fully_shard = fully_shard
 
 
-class ClipShardedGradients(Algorithm):
-    """Clips the gradient of all shards together to a global L2 norm.
+class GradientClipping(algorithms.GradientClipping):
+    """Composer's, which under FSDP2 clips the gradient of all shards together to its global L2 norm.
 
-    Composer's GradientClipping looks for FSDP1's modules and, finding none, clips nothing. The norm is summed on the
-    run's device, since shards that were offloaded have no collective operations on the CPU.
-
-    Args:
-        max_norm: The greatest norm.
+    Composer's own looks for FSDP1's modules there and, finding none, clips nothing. The name is Composer's too, since
+    checkpoints record it: a run may go on with shards or without. The norm is summed on the run's device, since shards
+    in host memory have no collective operations there.
     """
 
-    def __init__(self, max_norm: float) -> None:
-        self.max_norm = max_norm
-
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.AFTER_TRAIN_BATCH
-
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        gradients = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
-        norms = torch.stack([g.detach().float().norm() for g in gradients])
-        squares = state.device.tensor_to_device(norms.square().sum())
-        dist.all_reduce(squares, reduce_operation="SUM")
-        norm = (squares / getattr(state.fsdp_config, "replicas", 1)).sqrt()  # each replica has counted all shards
-        factor = torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.device))
+        if not isinstance(state.fsdp_config, FSDP2Config):
+            super().apply(event, state, logger)
+        elif event == Event.AFTER_TRAIN_BATCH:
+            assert self.clipping_type == "norm"
+            gradients = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
+            norms = torch.stack([g.detach().float().norm() for g in gradients])
+            squares = state.device.tensor_to_device(norms.square().sum())
+            dist.all_reduce(squares, reduce_operation="SUM")
+            norm = (squares / getattr(state.fsdp_config, "replicas", 1)).sqrt()  # each replica has counted all shards
+            factor = torch.clamp(self.clipping_threshold / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
+            for gradient in gradients:
+                gradient.mul_(factor.to(gradient.device))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
@@ -37,7 +36,7 @@ from composer_speedups.data import Data
 from composer_speedups.errors import ConfigError
 from composer_speedups.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.runs import RunFolder
-from composer_speedups.sharding import ClipShardedGradients, check_sharding, parallelism_of, sharded_blocks
+from composer_speedups.sharding import GradientClipping, check_sharding, parallelism_of, sharded_blocks
 from composer_speedups.state import torch_device
 
 __all__ = ["build_trainer", "context_of", "open_device"]
@@ -101,10 +100,8 @@ def build_trainer(
     by_tokens = config.model.task == "mlm"
     several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
-    if (norm := config.optimizer.max_grad_norm) is not None:
-        algorithms.append(
-            ClipShardedGradients(norm) if settings.fsdp else GradientClipping("norm", clipping_threshold=norm)
-        )
+    if config.optimizer.max_grad_norm is not None:
+        algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
     if settings.fsdp:
         sharded_blocks(model)
     trainer = MicrobatchTrainer(

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from composer_speedups.algorithms.registry import technique_class
+from tests.jobs import run
 from tests.ranks import on_ranks
 from tests.reference.composition import CLIP, WAYS, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
@@ -48,6 +52,32 @@ def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[
     assert abs(expected[-1] - unclipped[-1]) > 0.01
     for way in ("full", "hsdp"):
         assert_near(found["clipped"][way], expected, what=way)
+
+
+def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[str, Any]:
+    """A run of 3 batches, and one that resumes it for 3 more; its metrics."""
+    common = ["trainer.device=cpu", "plot=false", "scheduler.name=constant"]
+
+    def train_on(count: int, *overrides: str) -> dict[str, Any]:
+        job = partial(run, *common, *overrides)
+        return on_ranks(job, count)[0] if count > 1 else job()
+
+    train_on(ranks[0], *first, "trainer.max_duration=3ba", "checkpoint.interval=3ba", "run_name=first")
+    (checkpoint,) = Path("runs/first/checkpoints").glob("ep*-ba3*.pt")
+    return train_on(ranks[1], *second, "trainer.max_duration=6ba", f"checkpoint.load={checkpoint}", "run_name=second")
+
+
+# Composer's: random states of other ranks than the checkpoint's; nothing draws here
+@pytest.mark.filterwarnings("ignore:The current world size:UserWarning")
+@pytest.mark.parametrize(("ranks", "first"), [((2, 1), True), ((1, 2), False)], ids=["to one process", "from one"])
+def test_a_checkpoint_of_shards_is_that_of_one_process(ranks: tuple[int, int], first: bool) -> None:
+    shards = ["trainer.fsdp.shard=full"]
+    whole = run("trainer.device=cpu", "plot=false", "scheduler.name=constant", "trainer.max_duration=6ba")
+    resumed = halves(shards if first else [], [] if first else shards, ranks)
+    assert resumed["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-4)
+    assert resumed["training"]["samples"] == whole["training"]["samples"]
+    exported, stock = (load_file(f"runs/{name}/model/model.safetensors") for name in ("second", "quickstart"))
+    assert_near(exported, stock, what="exported weights")
 
 
 def test_all_ways_were_tried(found: dict[str, dict[str, Any]]) -> None:

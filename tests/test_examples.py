@@ -105,7 +105,7 @@ def test_two_nodes_on_this_machine_train_together(launcher: str) -> None:
     environment = {**os.environ, **settings, "CONFIG": "yamls/quickstart.yaml"}
     overrides = [*SHORT, "trainer.device=cpu", "trainer.max_duration=3ba", f"runs_folder={Path.cwd()}/runs"]
     command = [
-        shutil.which("bash") or "bash",
+        "bash",
         "examples/two_nodes.sh",
         *overrides,
         f"data.cache_dir={Path.cwd()}/cache",

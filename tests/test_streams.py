@@ -21,7 +21,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.errors import ConfigError, DataError
 from tests.jobs import run
 
-ROWS = 60
+ROWS = 64
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +171,15 @@ def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
     assert sorted(rows) == sorted(f"review {row}" for row in range(ROWS))
     with pytest.raises(DataError, match=r"nowhere has no index\.json"):
         stream_of_reviews(DataConfig(source="mds", train_file="nowhere"), 0)
+    tokenizer_in("words")
+    mds = [
+        "data.streaming=false",
+        "data.source=mds",
+        f"data.train_file={Path.cwd()}/shards",
+        "trainer.max_duration=1ep",
+    ]
+    whole = stream_run(*mds, "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    assert whole["training"]["samples"] == ROWS
+    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
+    resumed = stream_run(*mds, f"checkpoint.load={checkpoint}", "run_name=again")
+    assert resumed["metrics"] == whole["metrics"]

@@ -15,7 +15,7 @@ from composer_speedups.config.schema import FSDPConfig, TrainerConfig
 from composer_speedups.errors import UserError
 from composer_speedups.models import FinetuneModel
 from composer_speedups.out_of_memory import MicrobatchTrainer
-from composer_speedups.sharding import ClipShardedGradients, parallelism_of, sharded_blocks
+from composer_speedups.sharding import GradientClipping, parallelism_of, sharded_blocks
 from tests.common import Batch, Recorder, batch, make_trainer, tiny_bert
 from tests.settings import Case, cases
 
@@ -54,7 +54,7 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
     if fsdp is not None:
         sharded_blocks(model)
     trainer = make_trainer(
-        [*(case.build_all() if case else []), *([ClipShardedGradients(clip)] if clip else [])],
+        [*(case.build_all() if case else []), *([GradientClipping("norm", clipping_threshold=clip)] if clip else [])],
         batches=batches(dist.get_world_size()),
         max_duration="4ba",
         model=model,
