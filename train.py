@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from composer_speedups.algorithms.fused_layers.beside import compiling_beside, wait_for
 from composer_speedups.cli import exit_codes, read_command_line
 from composer_speedups.config import Config, Origins
 from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
+
+if TYPE_CHECKING:
+    from composer.core import Callback
 
 
 def main(arguments: list[str]) -> None:
@@ -20,7 +25,11 @@ def main(arguments: list[str]) -> None:
 
 
 def train(
-    config: Config, origins: Origins, clock: StartupClock, kernels: subprocess.Popen[bytes] | None = None
+    config: Config,
+    origins: Origins,
+    clock: StartupClock,
+    kernels: subprocess.Popen[bytes] | None = None,
+    callbacks: Sequence[Callback] = (),
 ) -> None:
     with without_gc():
         open_early(config)
@@ -45,8 +54,8 @@ def train(
     cpu = look_at_cpu()
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))  # before any memory is taken
-    if dist.get_world_size() > 1 or config.trainer.parallelism_config:
-        dist.initialize_dist(device)
+    if dist.get_world_size() > 1 or config.trainer.fsdp or config.trainer.parallelism_config:
+        dist.initialize_dist(device, config.trainer.dist_timeout)
     clock.lap("device")
 
     with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
@@ -59,8 +68,8 @@ def train(
         clock.lap("model")
         cpu.join()
         wait_for(kernels)
-        times = StartupTimes(clock)
-        trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=[times], stop=stop)
+        watching = [StartupTimes(clock), *callbacks]
+        trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)
         clock.lap("trainer")
         train_to_end(trainer)
         if config.export:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import torch
+
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.ordering import Stage
 from composer_speedups.algorithms.registry import technique_class
+from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
 
-__all__ = ["clashes_of", "order_table"]
+__all__ = ["clashes_of", "order_table", "ranks_table"]
 
 _STAGES = {
     Stage.FLAGS: "process-wide flags and precision",
@@ -40,6 +43,24 @@ def order_table() -> list[str]:
         if reason:
             lines.append(f"| `{one.name}`, `{other.name}` | {reason} |")
     return lines
+
+
+def ranks_table() -> list[str]:
+    """A Markdown table: which techniques go with DDP and with FSDP, and why the others do not."""
+    lines = ["| technique | DDP | FSDP |", "|---|---|---|"]
+    for name in technique_names():
+        technique = technique_class(name)
+        lines.append(f"| `{name}` | {_alone(technique) or 'yes'} | {technique.not_sharded or 'yes'} |")
+    return lines
+
+
+def _alone(technique: type[Technique]) -> str | None:
+    """Why it trains on one rank only: what two ranks leave unmet that one does not."""
+    unmet = [
+        [need.reason for need in technique().requirements(Context(torch.device("cpu"), ranks=ranks)) if not need.met]
+        for ranks in (1, 2)
+    ]
+    return next((reason for reason in unmet[1] if reason not in unmet[0]), None)
 
 
 def _reason(one: type[Technique], other: type[Technique]) -> str | None:

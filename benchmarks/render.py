@@ -3,6 +3,7 @@
 A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``:
 
 - ``order``: the order of techniques and their clashes, from the code;
+- ``ranks``: which techniques go with DDP and FSDP, from the code;
 - ``clashes NAME``: what one technique cannot go with, from the code;
 - ``ladder``: the whole first table;
 - ``summary TABLE``: every arm of a table beside its first one;
@@ -23,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.figures import accuracy, effect, ladder, summary
-from benchmarks.order_table import clashes_of, order_table
+from benchmarks.order_table import clashes_of, order_table, ranks_table
 from benchmarks.peer_figures import jobs, kernels, starts, steps
 from benchmarks.profile_figures import kinds
 
@@ -51,6 +52,8 @@ def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
     if kind == "order":
         return "\n".join(order_table())
+    if kind == "ranks":
+        return "\n".join(ranks_table())
     if kind == "clashes":
         return "\n".join(clashes_of(rest))
     if kind == "ladder":

@@ -51,6 +51,8 @@ def _explained(error: Exception) -> str | None:
     if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):  # while it handed a batch over
         return f"data.workers: a DataLoader worker died ({said}); {_WORKER_FIX}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith("trainer.microbatch_size: "):
+            return f"{fix[0]} ({said})"  # of MicrobatchTrainer, which knows what would fit
         return f"out of memory: {said}; lower data.batch_size, data.max_length or trainer.microbatch_size"
     return None
 

@@ -31,6 +31,14 @@ class FinetuneModel(HuggingFaceModel):
 
     _block_weights: list[torch.Tensor] | None = None  # found once: it takes as long as launching a layer
 
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        """The model's own; 0 for a micro-batch without a masked token, which would be the mean of nothing."""
+        loss = super().loss(outputs, batch)
+        labels = batch.get("labels")
+        if isinstance(loss, torch.Tensor) and labels is not None and labels.ndim == 2:
+            return torch.where((labels != -100).any(), loss, torch.zeros_like(loss))
+        return loss
+
     def flops_per_batch(self, batch: Any) -> int:
         """FLOPs of a forward and backward pass over ``batch``, padding left out; see :mod:`.flops`."""
         lengths = batch_lengths(batch)

@@ -21,6 +21,7 @@ from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.config import Config
+from composer_speedups.out_of_memory import MicrobatchHistory
 from composer_speedups.runs import RunFolder
 
 __all__ = ["callbacks_of", "loggers_of"]
@@ -28,7 +29,7 @@ __all__ = ["callbacks_of", "loggers_of"]
 
 def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     """Those that the config names, and those that every run has."""
-    callbacks: list[Callback] = [EngagementReport()]
+    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory()]
     if not any(isinstance(t, TF32Matmul) and t.engaged is not False for t in techniques):
         callbacks.append(Float32Matmuls())
     if config.callbacks.throughput is not None:

@@ -25,6 +25,7 @@ from composer_speedups.config import Config
 from composer_speedups.environment import environment
 from composer_speedups.files import write_atomically
 from composer_speedups.metrics import final_metrics
+from composer_speedups.out_of_memory import MicrobatchHistory
 from composer_speedups.plot import plot_throughput
 from composer_speedups.runs import RunFolder
 
@@ -58,6 +59,8 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
     throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
     engagement, startup = _callback(state, EngagementReport), _callback(state, StartupTimes)
     history = _callback(state, RunHistory) or RunHistory()
+    microbatches = _callback(state, MicrobatchHistory)
+    changes = microbatches.changes if microbatches else []
     return {
         "run_name": config.run_name,
         "throughput": throughput.summary() if throughput else {},
@@ -74,7 +77,8 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
             # FSDP leaves each rank a flattened shard with padding: no count of it would be the model's.
             "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),
             "microbatch_size": state.device_train_microbatch_size,
-            "microbatch_chosen": "automatically" if state.auto_microbatching else "by the config",
+            "microbatch_chosen": _chooser(state, changes),
+            "microbatch_changes": changes,
             "ranks": dist.get_world_size(),
         },
         "environment": environment(),
@@ -82,6 +86,12 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
         "resumed": history.resumed,
         "wall_seconds": history.wall_seconds + wall_seconds,
     }
+
+
+def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
+    if state.auto_microbatching:
+        return "automatically"
+    return "after running out of memory" if changes else "by the config"
 
 
 def summary_table(report: dict[str, Any], folder: str) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.devices import Device
+from torch.distributed.tensor import DTensor
 
-__all__ = ["compute_dtype", "device_of", "is_compiled", "model_of", "torch_device"]
+__all__ = ["compute_dtype", "device_of", "is_compiled", "local_shard", "model_of", "torch_device"]
 
 
 def torch_device(device: Device) -> torch.device:
@@ -26,6 +27,11 @@ def device_of(state: State) -> torch.device:
 def model_of(state: State) -> Any:
     """The ComposerModel, out of its DistributedDataParallel wrapper where it has one."""
     return state.model.module if state.is_model_ddp else state.model
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor that FSDP shares out; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def compute_dtype(state: State) -> torch.dtype:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.algorithms import GradientClipping
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.models import ComposerModel
@@ -26,7 +25,9 @@ from composer_speedups.errors import ConfigError, UserError
 from composer_speedups.interrupt import StopSignals
 from composer_speedups.observers import callbacks_of, loggers_of
 from composer_speedups.optimization import build_optimizer, build_scheduler
+from composer_speedups.out_of_memory import MicrobatchTrainer
 from composer_speedups.runs import RunFolder
+from composer_speedups.sharding import GradientClipping, check_sharding, parallelism_of, sharded_blocks
 from composer_speedups.state import torch_device
 
 __all__ = ["build_trainer", "context_of", "open_device"]
@@ -48,11 +49,13 @@ def open_device(config: TrainerConfig) -> Device:
         ranks, gpus = dist.get_local_world_size(), torch.cuda.device_count()
         if ranks > gpus:
             raise ConfigError(f"trainer.device: {ranks} ranks need a GPU each, and there are {gpus}; lower composer -n")
+        check_sharding(config, on_gpu=True)
         return DeviceGPU(allow_tf32=False)
     if config.precision != "fp32":
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
     if config.parallelism_config:
-        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; leave it out for DDP on the CPU")
+        raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; on the CPU use trainer.fsdp, or DDP")
+    check_sharding(config, on_gpu=False)
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
@@ -65,6 +68,7 @@ def context_of(config: TrainerConfig, device: Device) -> Context:
         config.precision,
         ranks=dist.get_world_size(),
         microbatch_size=config.microbatch_size,
+        sharded=bool(config.fsdp or config.parallelism_config),
     )
 
 
@@ -89,9 +93,15 @@ def build_trainer(
     everyone = [*callbacks_of(config, techniques), *callbacks]
     if checkpoint.interval is not None:  # last: it saves what the others have seen
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
+    # A masked LM's loss is a mean over masked tokens, and reviews differ in how many they have. Counting them waits for
+    # the GPU, so one whole batch on one rank, which is its own mean, is left out.
+    by_tokens = config.model.task == "mlm"
+    several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
+    if settings.fsdp:
+        sharded_blocks(model)
     with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint):
         trainer = _trainer(
             config.loggers.wandb is not None,
@@ -112,7 +122,9 @@ def build_trainer(
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
-            parallelism_config=settings.parallelism_config,
+            accumulate_train_batch_on_tokens=by_tokens and several,
+            parallelism_config=parallelism_of(settings),
+            dist_timeout=settings.dist_timeout,
             seed=config.seed,
             deterministic_mode=settings.deterministic,
             # Not Composer's autoresume: it takes the latest file unseen, whole or not, and unpickles whatever it holds.
@@ -120,13 +132,14 @@ def build_trainer(
             load_weights_only=checkpoint.weights_only and not folder.resumed,
             load_ignore_keys=None if checkpoint.trust_checkpoint else check_recorded,
         )
+    trainer.on_out_of_memory, trainer.by_tokens = settings.on_out_of_memory, by_tokens
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     return trainer
 
 
-def _trainer(with_wandb: bool, **settings: Any) -> Trainer:
+def _trainer(with_wandb: bool, **settings: Any) -> MicrobatchTrainer:
     try:
-        return Trainer(**settings)
+        return MicrobatchTrainer(**settings)
     except Exception as error:  # by its module: importing wandb takes a second
         if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
             raise

@@ -13,6 +13,7 @@ from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import InMemoryLogger, Logger
 from composer.models import HuggingFaceModel
 from composer.optim import ConstantScheduler
+from composer.utils import dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification
@@ -109,6 +110,7 @@ def make_trainer(
     gpu: bool = False,
     optimizer: torch.optim.Optimizer | None = None,
     callbacks: Sequence[Callback] = (),
+    cls: type[Trainer] = Trainer,
     **kwargs: Any,
 ) -> Trainer:
     """A quiet fp32 Trainer over the batches of one epoch, with AdamW one parameter at a time."""
@@ -131,17 +133,22 @@ def make_trainer(
     }
     if "train_dataloader" not in kwargs:  # several ranks need one with a distributed sampler
         settings["train_dataloader"] = DataSpec(
-            DataLoader(Batches(batches), batch_size=None),
+            DataLoader(Batches(batches), batch_size=None, sampler=_in_turn(batches)),
             split_batch=lambda b, n: [b],
             get_num_samples_in_batch=_rows,
         )
-    return Trainer(
+    return cls(
         model=composer_model,
         optimizers=optimizer,
         algorithms=list(algorithms),
         callbacks=list(callbacks),
         **{**settings, **kwargs},
     )
+
+
+def _in_turn(batches: list[Batch]) -> Any:
+    """On several ranks each takes the batches that are its turn."""
+    return dist.get_sampler(Batches(batches), shuffle=False) if dist.get_world_size() > 1 else None
 
 
 def _rows(batch: Batch) -> int:

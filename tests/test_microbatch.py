@@ -19,6 +19,37 @@ def test_the_report_states_a_size_given_by_the_config() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("given", [None, 512])
+@pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
+def test_a_batch_that_does_not_fit_a_gpu_is_trained_in_smaller_ones(given: int | None) -> None:
+    """The batch of the test below, with sizes that do not fit either."""
+    arguments = [
+        "trainer.max_duration=3ba",
+        "model.size=mini",
+        "data.train_samples=2048",
+        "data.batch_size=1024",
+        "data.max_length=256",
+        "data.padding=max_length",
+        "algorithms={fused_optimizer: {}}",
+        "export=false",
+    ]
+    whole = run(*arguments, "trainer.microbatch_size=64")
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / total)
+    try:
+        report = run(*arguments, f"trainer.microbatch_size={'null' if given is None else given}")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    training = report["training"]
+    assert training["microbatch_chosen"] == "after running out of memory"
+    assert training["microbatch_changes"][0]["from"] == (given or 1024)
+    assert training["samples"] == 3 * 1024
+    assert report["memory"]["peak_gib"] < 3
+    assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
+
+
+@pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:`device_train_microbatch_size='auto'` may:UserWarning")  # Composer's own advice
 @pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive:RuntimeWarning")  # what it says at each halving
 def test_auto_finds_a_size_that_fits_and_the_report_states_it() -> None:

@@ -31,6 +31,7 @@ class OptimizerSwapTechnique(Technique):
 
     stage = Stage.OPTIMIZER
     slot = "optimizer implementation"
+    not_sharded = "the optimizer cannot be swapped under FSDP, whose shards it was not built for"
     must_move: ClassVar[bool] = True  # whether a step at a learning rate above 1e-6 must change a parameter
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:

@@ -8,7 +8,7 @@ them through :func:`engage_all`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from enum import IntEnum
 from itertools import combinations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
+from composer.utils.reproducibility import seed_context
 
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.errors import TechniqueError
@@ -85,6 +86,10 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
     refuse_clashes(techniques)
     for technique in techniques_of(techniques):
         try:
+            if context.sharded and technique.not_sharded:
+                raise TechniqueError(
+                    technique.name, technique.not_sharded, "train without FSDP (DDP works), or take it out"
+                )
             for met, reason, fix in technique.requirements(context):
                 if not met:
                     raise TechniqueError(technique.name, reason, fix)
@@ -103,14 +108,17 @@ def engage_all(state: State) -> None:
         return
     screen(techniques, Context.of(state))
     state.callbacks.append(_Closer(techniques))
-    for technique in techniques:
-        technique.peers = sorted(map(repr, techniques))
-        if technique.engaged is None:
-            try:
-                technique.evidence.update(technique.engage(state))
-                technique.engaged = technique.applied = True
-            except TechniqueError as error:
-                technique.unavailable(error)
+    # Composer seeds each rank differently: DDP then copies rank 0's new weights to all, FSDP takes a shard of each.
+    same_draws = nullcontext() if state.fsdp_config is None else seed_context(state.rank_zero_seed)
+    with same_draws:
+        for technique in techniques:
+            technique.peers = sorted(map(repr, techniques))
+            if technique.engaged is None:
+                try:
+                    technique.evidence.update(technique.engage(state))
+                    technique.engaged = technique.applied = True
+                except TechniqueError as error:
+                    technique.unavailable(error)
 
 
 class _Closer(Callback):

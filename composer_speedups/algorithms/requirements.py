@@ -33,6 +33,7 @@ class Context:
         techniques: YAML names of the techniques that engage in this run.
         ranks: Processes that train together.
         microbatch_size: Rows a forward pass and device, ``"auto"``, or None for whole batches.
+        sharded: Whether FSDP or tensor parallelism shares the model out over the ranks.
     """
 
     device: torch.device
@@ -40,11 +41,18 @@ class Context:
     techniques: frozenset[str] = frozenset()
     ranks: int = 1
     microbatch_size: int | float | str | None = None
+    sharded: bool = False
 
     @classmethod
     def of(cls, state: State) -> Context:
         microbatch = "auto" if state.auto_microbatching else state.device_train_microbatch_size
-        return cls(device_of(state), state.precision.value, ranks=dist.get_world_size(), microbatch_size=microbatch)
+        return cls(
+            device_of(state),
+            state.precision.value,
+            ranks=dist.get_world_size(),
+            microbatch_size=microbatch,
+            sharded=state.fsdp_config is not None or state.tp_config is not None,
+        )
 
     @property
     def autocast(self) -> bool:

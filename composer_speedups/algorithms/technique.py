@@ -45,6 +45,8 @@ class Technique(Algorithm):
     clashes: ClassVar[dict[str, str]] = {}  # other technique's name → why; on one side of a pair
     clashes_with_settings: ClassVar[dict[str, str]] = {}  # likewise, where clash() looks at settings
     changes_structure: ClassVar[bool] = False  # a checkpoint's weights fit no model without the technique
+    not_sharded: ClassVar[str | None] = None  # why it cannot go with FSDP, which shares the model out
+    fixed_shapes: bool = False  # holds what was made for one shape of batch: the micro-batch must stay as it is
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         if on_unavailable not in ("stop", "warn"):

@@ -12,7 +12,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.optimizer_evidence import state_tensors
-from composer_speedups.state import device_of, is_compiled
+from composer_speedups.state import device_of, is_compiled, local_shard
 
 __all__ = ["MemoryAnatomy"]
 
@@ -67,11 +67,12 @@ class MemoryAnatomy(Callback):
         return trained == 1 or (trained > 0 and trained % self.interval == 0)
 
     def _start_forward(self, device: torch.device, state: State) -> None:
+        self._end_hooks()  # of a pass that ran out of memory, and is made again
         if device.type == "cuda":
             self._before_forward = torch.cuda.memory_allocated(device)
             return
         self._saved = {}
-        parameters = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+        parameters = {local_shard(p).untyped_storage().data_ptr() for p in state.model.parameters()}
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
@@ -87,8 +88,7 @@ class MemoryAnatomy(Callback):
         if device.type == "cuda":
             self._put("activations", torch.cuda.memory_allocated(device) - self._before_forward)
         elif self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-            self._hooks = None
+            self._end_hooks()
             self._put("activations", sum(self._saved.values()))
 
     def _end_batch(self, state: State, logger: Logger) -> None:
@@ -109,7 +109,10 @@ class MemoryAnatomy(Callback):
         self.parts[f"{part}_gib"] = size / GIB
 
     def close(self, state: State, logger: Logger) -> None:
-        if self._hooks is not None:  # a forward pass that raised
+        self._end_hooks()  # of a forward pass that raised
+
+    def _end_hooks(self) -> None:
+        if self._hooks is not None:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
@@ -126,8 +129,8 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of the distinct storages behind some tensors, so that tied weights count once."""
     storages = {}
     for tensor in tensors:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
-        storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+        storage = local_shard(tensor).untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 
 

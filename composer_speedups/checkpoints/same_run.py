@@ -18,7 +18,8 @@ __all__ = ["check_same_run", "stored_load"]
 # Keys that change neither the weights nor what the report compares; a section stands for all that it holds.
 _FREE = (
     "runs_folder bytecode export plot callbacks loggers "
-    "trainer.progress_bar data.pin_memory data.prefetch_factor data.cache_dir "
+    "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
+    "data.pin_memory data.prefetch_factor data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
 ).split()
 _MISSING = object()

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import typing
 import zipfile
+from collections.abc import Callable
 from typing import Any
 
 from composer_speedups.algorithms.catalogue import technique_names
@@ -56,7 +57,11 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("model.size", "goes with model.init: random; a pretrained model has its own size")
     if data.source == "files" and data.train_file is None:
         refuse("data.train_file", "is missing; data.source: files needs the path of a parquet, csv or jsonl file")
-    if data.source != "files" and (data.train_file or data.eval_file):
+    if data.source == "mds" and data.train_file is None:
+        refuse("data.train_file", "is missing; data.source: mds needs the folder or address of its shards")
+    if data.streaming or data.source == "mds":
+        _check_streaming(config, refuse)
+    if data.source not in ("files", "mds") and (data.train_file or data.eval_file):
         name = "data.train_file" if data.train_file else "data.eval_file"
         refuse(name, f"has no effect with data.source: {data.source}; set data.source=files")
     for name in ("train_samples", "eval_samples"):
@@ -83,9 +88,34 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("checkpoint.load", fault)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
+    if config.trainer.fsdp is not None:
+        if config.trainer.parallelism_config:
+            refuse("trainer.parallelism_config", "and trainer.fsdp both shard the model; remove one of them")
+        if config.trainer.microbatch_size == "auto":
+            refuse("trainer.microbatch_size", "auto is not for trainer.fsdp; give a number, or null")
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
         refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
+
+
+def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
+    data = config.data
+    if data.streaming and data.source not in ("hub", "files"):
+        refuse("data.streaming", f"is for data.source: hub or files, not {data.source}; leave it out")
+    if data.train_samples is not None:
+        refuse("data.train_samples", "draws at random, which a stream cannot; set data.train_samples=null")
+    if data.length_batching is not None:
+        refuse("data.length_batching", "needs all lengths beforehand, which a stream has not; leave it out")
+    if data.tokenizer == "wordpiece":
+        refuse("data.tokenizer", "wordpiece is trained on all reviews, which a stream has not; name a tokenizer")
+    times = {
+        "trainer.max_duration": config.trainer.max_duration,
+        "trainer.eval_interval": config.trainer.eval_interval,
+        "checkpoint.interval": config.checkpoint.interval or "",
+    }
+    for name, time in times.items():
+        if data.streaming and time.endswith("ep"):
+            refuse(name, f"is {time}, and a stream has no epochs; count in batches, such as 500ba")
 
 
 def _checkpoint_fault(name: str | None) -> str | None:

@@ -1,11 +1,11 @@
-"""The keys of loggers: see :mod:`.schema`."""
+"""The keys of ``loggers``: see :mod:`.schema`."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from composer_speedups.config.keys import key
 
-__all__ = ["LoggersConfig"]
+__all__ = ["FileConfig", "LoggersConfig", "TensorboardConfig", "WandbConfig"]
 
 
 @dataclass

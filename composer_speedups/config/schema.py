@@ -5,20 +5,24 @@ from typing import Any, Literal
 
 from composer_speedups.config.callbacks import CallbacksConfig, MemoryConfig, ThroughputConfig
 from composer_speedups.config.keys import LENGTH, key
-from composer_speedups.config.loggers import LoggersConfig
+from composer_speedups.config.loggers import FileConfig, LoggersConfig, TensorboardConfig, WandbConfig
 
 __all__ = [
     "CallbacksConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "FSDPConfig",
+    "FileConfig",
     "LoggersConfig",
     "MemoryConfig",
     "ModelConfig",
     "OptimizerConfig",
     "SchedulerConfig",
+    "TensorboardConfig",
     "ThroughputConfig",
     "TrainerConfig",
+    "WandbConfig",
 ]
 
 
@@ -40,8 +44,12 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    source: Literal["hub", "files", "builtin", "random"] = "hub"
-    """Hub, local parquet/csv/jsonl files, generated reviews, or random tokens (max_length a row, nothing to learn)."""
+    source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
+    """Hub, local parquet/csv/jsonl files, MDS shards, generated reviews, or random tokens (nothing to learn)."""
+    streaming: bool = False
+    """With source hub or files: read the training reviews as training goes (docs/DATA.md)."""
+    shuffle_buffer: int = key(10_000, ge=1, le=10_000_000)
+    """With streaming: reviews held in memory, from which the next one is drawn."""
     hub_name: str = "stanfordnlp/imdb"
     """Dataset on the hub, with source: hub."""
     train_split: str = "train"
@@ -49,9 +57,9 @@ class DataConfig:
     eval_split: str = "test"
     """Split of the hub dataset to validate on."""
     train_file: str | None = None
-    """Local .parquet, .csv or .jsonl file to train on, with source: files."""
+    """Local .parquet, .csv or .jsonl file to train on, with source: files; folder or address of shards, with mds."""
     eval_file: str | None = None
-    """Local file to validate on, with source: files; null trains without validation."""
+    """Local file to validate on, with source: files or mds; null trains without validation."""
     text_column: str = "text"
     """Column of the reviews."""
     label_column: str = "label"
@@ -125,6 +133,16 @@ class SchedulerConfig:
 
 
 @dataclass
+class FSDPConfig:
+    shard: Literal["grad_op", "full"] = "full"
+    """Gradients and optimizer state are shared out over the ranks (ZeRO-2), or the weights too (ZeRO-3)."""
+    replicas: int = key(1, ge=1)
+    """Copies of the sharded model (HSDP): with the number of nodes, shards stay within a node."""
+    cpu_offload: bool = False
+    """Keep the shards and the optimizer's state in host memory; needs GPUs, and is slow."""
+
+
+@dataclass
 class TrainerConfig:
     max_duration: str = key("2ep", units=LENGTH, gt=0)
     """How long to train, as a Composer time: 2ep, 500ba."""
@@ -138,8 +156,14 @@ class TrainerConfig:
     """Composer's precision. The mixed_precision technique owns it when that is asked for."""
     microbatch_size: int | str | None = key(None, ge=1, words=("auto",))
     """Reviews a forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
+    """On one GPU: halve the micro-batch, keep the effective batch, and say so; or stop."""
+    fsdp: FSDPConfig | None = None
+    """Shard the model over the ranks; null is DDP, a whole copy on each."""
     parallelism_config: dict[str, Any] | None = None
-    """Composer's FSDP and tensor-parallel settings, passed on; null is DDP over the ranks."""
+    """Composer's own FSDP1 and tensor-parallel settings, passed on, in place of trainer.fsdp."""
+    dist_timeout: float = key(300.0, gt=0, le=86_400)
+    """Seconds that a rank waits for the others before it ends with an error."""
     progress_bar: bool = True
     """Composer's progress bar."""
     deterministic: bool = False

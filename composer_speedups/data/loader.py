@@ -18,12 +18,15 @@ from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.random_rows import random_rows
-from composer_speedups.data.sources import load_reviews
+from composer_speedups.data.sources import load_reviews, load_validation
+from composer_speedups.data.streams import Tokenized, stream_of_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.errors import ConfigError, DataError
 from composer_speedups.flops import batch_lengths
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]
+
+_DRAWS = 20  # of masks, after which a batch is taken to hold special tokens only
 
 Rows = Ragged | Sequence[Mapping[str, Any]]
 Batch = dict[str, torch.Tensor]
@@ -86,7 +89,10 @@ class MaskTokens:
             seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
             self.collator.generator = torch.Generator().manual_seed(seed)
         special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
-        ids, labels = self.collator.torch_mask_tokens(batch["input_ids"], special_tokens_mask=special)
+        for _ in range(_DRAWS):  # a batch without a masked token has no loss
+            ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special_tokens_mask=special)
+            if (labels != -100).any():
+                break
         return {**batch, "input_ids": ids, "labels": labels}
 
 
@@ -107,7 +113,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
     with dist.run_local_rank_zero_first():
         tokenizer, train_tokens, eval_tokens = _tokens(config, model_name)
 
-    train = FlatTokens(train_tokens)
+    train = None if train_tokens is None else FlatTokens(train_tokens)
     evaluation = None if eval_tokens is None else FlatTokens(eval_tokens)
     _check_same(train, evaluation)
     pad = Pad(
@@ -153,10 +159,23 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             prefetch_factor=config.prefetch_factor,
             persistent_workers=config.persistent_workers,
         )
-        return DataSpec(dataloader, get_num_tokens_in_batch=real_tokens)
+        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
+
+    def stream(rows: Any) -> DataSpec:
+        dataloader = DataLoader(
+            rows,
+            batch_size=config.batch_size // world,
+            collate_fn=Tokenized(collate(True), tokenizer, config),
+            drop_last=config.drop_last,
+            num_workers=config.workers,
+            pin_memory=config.pin_memory and on_gpu,
+            prefetch_factor=config.prefetch_factor,
+            persistent_workers=config.persistent_workers,
+        )
+        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
 
     return Data(
-        loader(train, config.batch_size, training=True),
+        stream(stream_of_reviews(config, seed)) if train is None else loader(train, config.batch_size, training=True),
         None if evaluation is None else loader(evaluation, config.eval_batch_size or config.batch_size, training=False),
         tokenizer,
     )
@@ -171,8 +190,8 @@ def _check_same(*tokens: FlatTokens | None) -> None:
         raise DataError("data: the ranks read different reviews, so a file changed meanwhile; start again")
 
 
-def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset | None]:
-    """The tokenizer, and the tokens to train on and to validate on."""
+def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset | None, Dataset | None]:
+    """The tokenizer, and the tokens to train on (None for a stream) and to validate on."""
     if config.source == "random":
         tokenizer = load_tokenizer(config, model_name, None)
         counts = {"train": config.train_samples, "eval": config.eval_samples}
@@ -181,6 +200,10 @@ def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset, Dataset 
             for split, count in counts.items()
         )
         return tokenizer, train, evaluation
+    if config.streaming or config.source == "mds":
+        tokenizer = load_tokenizer(config, model_name, None)
+        held = load_validation(config)
+        return tokenizer, None, None if held is None else tokenize(held, tokenizer, config)
     reviews, validation = load_reviews(config)
     tokenizer = load_tokenizer(config, model_name, reviews)
     return (
@@ -194,3 +217,8 @@ def real_tokens(batch: Any) -> int:
     """Tokens of a batch without its padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())
+
+
+def masked_tokens(batch: Any) -> dict[str, int]:
+    """Real tokens, and those that a masked LM's loss is the mean of: by these Composer weighs parts of a batch."""
+    return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != -100).sum())}

@@ -17,7 +17,7 @@ from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.errors import DataError
 
-__all__ = ["load_reviews"]
+__all__ = ["load_reviews", "load_validation"]
 
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
@@ -35,15 +35,20 @@ def load_reviews(config: DataConfig) -> tuple[Dataset, Dataset | None]:
     if config.source == "builtin":
         return _builtin(config, "train", config.train_samples), _builtin(config, "eval", config.eval_samples)
     if config.source == "hub":
-        return (
-            _sample(_from_hub(config, config.train_split), config, config.train_samples),
-            _sample(_from_hub(config, config.eval_split), config, config.eval_samples),
-        )
-    assert config.train_file is not None  # the schema's checks saw to it
-    train = _sample(_from_file(config, "train_file", config.train_file), config, config.train_samples)
+        train = _from_hub(config, config.train_split)
+    else:
+        assert config.train_file is not None  # the schema's checks saw to it
+        train = _from_file(config, "train_file", config.train_file)
+    return _sample(train, config, config.train_samples), load_validation(config)
+
+
+def load_validation(config: DataConfig) -> Dataset | None:
+    """The validation reviews of the hub or of a file, held in memory; None without any."""
+    if config.source == "hub":
+        return _sample(_from_hub(config, config.eval_split), config, config.eval_samples)
     if config.eval_file is None:
-        return train, None
-    return train, _sample(_from_file(config, "eval_file", config.eval_file), config, config.eval_samples)
+        return None
+    return _sample(_from_file(config, "eval_file", config.eval_file), config, config.eval_samples)
 
 
 def _builtin(config: DataConfig, split: str, samples: int | None) -> Dataset:

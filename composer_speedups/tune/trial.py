@@ -61,6 +61,7 @@ def trial_config(
             eval_interval=f"{steps}ba",
             eval_batches=1,
             progress_bar=False,
+            on_out_of_memory="stop",  # a set that does not fit is left out, not measured in smaller pieces
         ),
         checkpoint=CheckpointConfig(),
         callbacks=dataclasses.replace(config.callbacks, throughput=ThroughputConfig(), memory=MemoryConfig()),

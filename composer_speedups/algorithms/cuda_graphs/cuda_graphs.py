@@ -71,6 +71,8 @@ class CUDAGraphs(Technique):
 
     name = "cuda_graphs"
     stage = Stage.GRAPHS
+    not_sharded = "graphs are captured of whole weights, on one rank"
+    fixed_shapes = True
     clashes_with_settings: ClassVar[dict[str, str]] = {
         "torch_compile": "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves"
     }

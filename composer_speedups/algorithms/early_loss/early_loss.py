@@ -65,6 +65,7 @@ class EarlyLoss(Technique):
 
     name = "early_loss"
     stage = Stage.FLAGS
+    not_sharded = "ranks add up their losses on the GPUs, after the batch"
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)

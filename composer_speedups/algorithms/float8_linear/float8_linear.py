@@ -141,6 +141,7 @@ class Float8Linear(Technique):
 
     name = "float8_linear"
     stage = Stage.SURGERY
+    not_sharded = "its matmuls are tried on whole weights, which FSDP gathers block by block only"
     clashes: ClassVar[dict[str, str]] = {
         "kahan_optimizer": "kahan_optimizer trains without autocast, whose dtype float8_linear takes",
     }

@@ -142,6 +142,7 @@ class TorchCompile(Technique):
             raise ValueError(f"cache={cache!r} must be the folder of inductor's cache, and the backend is {backend!r}")
         self.scope: Scope = scope
         self.backend, self.mode, self.dynamic, self.cache = backend, mode, dynamic, cache
+        self.fixed_shapes = self.makes_graphs
         self._before: CompileCounts | None = None
         self._cache: CompileCache | None = None
 
@@ -169,7 +170,6 @@ class TorchCompile(Technique):
             yield Requirement(
                 any(map(shutil.which, compilers)), "inductor needs a C++ compiler", "install g++, or set CXX"
             )
-
         if self.cache is not None:
             fault = folder_fault(self.cache)
             yield Requirement(fault is None, f"cache: {fault}", "choose another folder")

@@ -1,0 +1,163 @@
+"""python -m benchmarks.soak [-f FILE] [steps=5000] [key=value ...]: a long run watched for what grows.
+
+By default a tiny BERT on built-in reviews, with two DataLoader workers that start anew each epoch, an evaluation and a
+checkpoint every 500 steps. Host memory (this process and its children), memory the GPU's allocator has given out, open
+files, threads, child processes and the loader's waiting workers are read every 1% of the steps. The first fifth of the
+run settles: caches fill, compilers end. After it nothing may grow: see :func:`grown`. The rate of the last fifth over
+that of the second is printed with them; it is a measure of the run only on a machine that does nothing else.
+
+Writes runs/soak/soak.json. Exit status: 0 nothing grew, 1 something did.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+import train
+from composer_speedups.cli import exit_codes, read_command_line
+from composer_speedups.startup import StartupClock, without_gc
+
+__all__ = ["Reading", "Watch", "grown", "rate_ratio", "soak"]
+
+ROOT = Path(__file__).parent.parent
+MIB = 2**20
+_READINGS = 100
+# Bytes that a steady run may seem to grow by: pages the allocators touch late, records of batches (some 0.5 KB each).
+_SLACK = {"host_bytes": 32 * MIB, "gpu_bytes": 1 * MIB}
+_SETTINGS = [
+    "run_name=soak",
+    "data.workers=2",
+    "trainer.progress_bar=false",
+    "plot=false",
+    "bytecode=false",
+    "checkpoint.keep=2",
+]
+
+
+class Reading(NamedTuple):
+    """What the process holds after ``batch`` batches, ``seconds`` after the first reading."""
+
+    batch: int
+    seconds: float
+    host_bytes: int
+    gpu_bytes: int
+    open_files: int
+    threads: int
+    children: int
+
+
+class Watch(Callback):
+    """Reads the process every ``every`` batches, outside evaluations and checkpoints."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self.readings: list[Reading] = []
+        self._process = psutil.Process()
+        self._away = self._since = 0.0  # seconds of evaluations and checkpoints
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        self._since = time.perf_counter()
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        self._away += time.perf_counter() - self._since
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value % self.every == 0 and state.timestamp.batch.value > 0:
+            self.readings.append(self._read(state.timestamp.batch.value))
+
+    def _read(self, batch: int) -> Reading:
+        children = self._process.children(recursive=True)
+        memory = 0
+        for process in (self._process, *children):
+            try:
+                memory += process.memory_full_info().pss  # pages that processes share count once
+            except psutil.NoSuchProcess:  # a worker that ended meanwhile
+                continue
+        return Reading(
+            batch,
+            time.perf_counter() - self._away,
+            memory,
+            torch.cuda.memory_allocated() if torch.cuda.is_available() else 0,
+            self._process.num_fds(),
+            self._process.num_threads(),
+            len(children),
+        )
+
+
+def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
+    """What the last fifth of the run has more of than the second, as medians: (before, after) by name.
+
+    Medians, since a reading may fall into the change of workers at an epoch's end. Counts may not grow at all, bytes by
+    the slack that allocators need.
+    """
+    fifth = max(1, len(readings) // 5)
+    early, late = readings[fifth : 2 * fifth], readings[-fifth:]
+    found = {}
+    for name in Reading._fields[2:]:
+        before, after = (statistics.median(getattr(r, name) for r in part) for part in (early, late))
+        if after > before + _SLACK.get(name, 0):
+            found[name] = (before, after)
+    return found
+
+
+def rate_ratio(readings: Sequence[Reading]) -> float:
+    """Batches a second of the last fifth over those of the second fifth; evaluations left out, checkpoints not."""
+    fifth = max(2, len(readings) // 5)
+    early, late = readings[fifth - 1 : 2 * fifth], readings[-fifth:]
+    rates = [(part[-1].batch - part[0].batch) / (part[-1].seconds - part[0].seconds) for part in (early, late)]
+    return rates[1] / rates[0]
+
+
+def soak(arguments: Sequence[str]) -> dict[str, Any]:
+    """Train and watch; the contents of soak.json."""
+    steps = next((int(a.partition("=")[2]) for a in arguments if a.startswith("steps=")), 5000)
+    overrides = [a for a in arguments if not a.startswith("steps=")]
+    given = [] if {"-f", "--file"} & set(overrides) else ["-f", str(ROOT / "yamls" / "quickstart.yaml")]
+    every = f"{max(1, steps // 10)}ba"
+    length = [f"trainer.max_duration={steps}ba", f"trainer.eval_interval={every}", f"checkpoint.interval={every}"]
+    config, origins = read_command_line([*given, *_SETTINGS, *length, *overrides])
+    watch = Watch(max(1, steps // _READINGS))
+    with without_gc():
+        clock = StartupClock()
+    train.train(config, origins, clock, callbacks=[watch])
+    found = {
+        "steps": steps,
+        "grown": grown(watch.readings),
+        "rate_ratio": rate_ratio(watch.readings),
+        "readings": [r._asdict() for r in watch.readings],
+    }
+    path = Path(config.runs_folder) / config.run_name / "soak.json"
+    path.write_text(json.dumps(found, indent=2) + "\n")
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    if set(arguments) & {"-h", "--help"}:
+        print(__doc__)
+        return
+    found = soak(arguments)
+    first, last = found["readings"][len(found["readings"]) // 5], found["readings"][-1]
+    for name in Reading._fields[2:]:
+        unit = MIB if name.endswith("bytes") else 1
+        print(f"  {name:<12} {first[name] / unit:10,.1f} after a fifth, {last[name] / unit:10,.1f} at the end")
+    print(f"  rate of the last fifth over the second: {found['rate_ratio']:.3f}")
+    if found["grown"]:
+        print(f"grew: {', '.join(found['grown'])}")
+        raise SystemExit(1)
+    print("nothing grew")
+
+
+if __name__ == "__main__":
+    with exit_codes("benchmarks.soak"):
+        main(sys.argv[1:])

@@ -1,0 +1,38 @@
+"""train.py with a rank that dies in its third batch: ``python -m composer.cli.launcher -n 2 -m tests.reference.dying``.
+
+The environment says which (``DYING_RANK``) and how (``DYING_HOW``): ``raise``, ``refuse`` (a user's mistake), ``kill``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+import train
+from composer_speedups.cli import exit_codes, read_command_line
+from composer_speedups.errors import DataError
+from composer_speedups.startup import StartupClock
+
+
+class Dying(Callback):
+    def batch_start(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch.value != 2 or str(dist.get_global_rank()) != os.environ["DYING_RANK"]:
+            return
+        print(f"dying at {time.time()}", file=sys.stderr, flush=True)
+        if os.environ["DYING_HOW"] == "raise":
+            raise ArithmeticError("the rank's own words")
+        if os.environ["DYING_HOW"] == "refuse":
+            raise DataError("the rank's own words; and the fix")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        config, origins = read_command_line(sys.argv[1:])
+        train.train(config, origins, StartupClock(), callbacks=[Dying()])
