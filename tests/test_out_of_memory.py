@@ -15,6 +15,7 @@ from transformers import BertForMaskedLM
 
 from composer_speedups import SDPAAttention, Unpadding, out_of_memory
 from composer_speedups.data.loader import masked_tokens
+from composer_speedups.errors import RunFailedError
 from composer_speedups.models import FinetuneModel
 from composer_speedups.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.report import summary_table
@@ -187,5 +188,6 @@ def test_the_report_says_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
     assert "chosen after running out of memory" in summary_table(report, "runs")
     assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
-    with pytest.raises(torch.OutOfMemoryError, match=r"set trainer\.microbatch_size=4"):
+    said = r"^trainer\.microbatch_size: 8 reviews .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
+    with pytest.raises(RunFailedError, match=said):
         run(*settings, "trainer.on_out_of_memory=stop")
