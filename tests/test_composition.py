@@ -16,6 +16,8 @@ from tests.reference.composition import CLIP, WAYS, all_outcomes, first_cases, t
 from tests.reference.tolerance import assert_near
 from tests.settings import Case
 
+pytestmark = pytest.mark.xdist_group("ranks")  # they train once, for all tests here
+
 # What one process computes over a whole batch and ranks over theirs.
 PER_RANK = {
     "sparse_upcycling": "the load-balancing loss is a product of means over a rank's tokens",

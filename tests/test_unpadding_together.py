@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -26,10 +23,11 @@ from composer_speedups.algorithms.probe import compile_counts
 from composer_speedups.algorithms.unpadding import plan_unpadding
 from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
 from tests.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert
-from tests.conftest import ROOT
 from tests.models import UNPADDED, Family, tiny_model
+from tests.ranks import on_ranks
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
+from tests.reference.two_ranks import both_ways
 from tests.test_unpadding_properties import values
 
 
@@ -99,15 +97,9 @@ def test_predictions_and_evaluation_are_those_of_the_untouched_model() -> None:
     trainer.close()
 
 
-@pytest.mark.slow
 def test_two_ranks_train_as_one_padded_process() -> None:
-    """DDP and torch's own fully_shard over gloo; Composer's FSDP wants GPUs. Losses and weights are compared there."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "tests.reference.two_ranks"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    for way in ("ddp", "fsdp"):
-        found = json.loads(done.stdout)[way]
+    """DDP and torch's own fully_shard over gloo; losses and weights are compared there."""
+    for found in on_ranks(both_ways)[0].values():
         assert len(found["losses"]) == 3
         assert found["weights"] == len(list(tiny_bert().parameters()))
         assert all(one != other for one, other in zip(*found["packed"], strict=True))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from tests.conftest import ROOT
 from tests.jobs import SHORT
 from tests.masks import masked_batch
 from tests.models import UNPADDED, Family, tiny_model
+from tests.ranks import on_ranks
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -220,13 +219,9 @@ def test_micro_batches_and_evaluation_never_count_on_the_device(monkeypatch: pyt
         assert 0 < saved < 1
 
 
-@pytest.mark.slow
 def test_two_ranks_end_where_one_does() -> None:
     one = job("run_name=one", "trainer.max_duration=1ep")
-    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", str(ROOT / "train.py"), "-f", "job.yaml"]
-    settings = [*SHORT, "trainer.device=cpu", "trainer.max_duration=1ep", "run_name=two"]
-    done = subprocess.run([*launcher, *settings], capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    two = json.loads(Path("runs/two/report.json").read_text())
+    two, _ = on_ranks(lambda: job("run_name=two", "trainer.max_duration=1ep"))
+    assert two["training"]["ranks"] == 2
     assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-3)
     assert two["algorithms"]["unpadding"]["engaged"]
