@@ -6,7 +6,7 @@ files, threads, child processes and the loader's waiting workers are read every 
 run settles: caches fill, compilers end. After it nothing may grow: see :func:`grown`. The rate of the last fifth over
 that of the second is printed with them; it is a measure of the run only on a machine that does nothing else.
 
-Writes runs/soak/soak.json. Exit status: 0 nothing grew, 1 something did.
+Needs Linux. Writes runs/soak/soak.json. Exit status: 0 nothing grew, 1 something did.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Watch(Callback):
         memory = 0
         for process in (self._process, *children):
             try:
-                memory += process.memory_full_info().pss  # pages that processes share count once
-            except psutil.NoSuchProcess:  # a worker that ended meanwhile
+                memory += host_bytes(process.pid)
+            except (FileNotFoundError, ProcessLookupError):  # a worker that ended meanwhile
                 continue
         return Reading(
             batch,
@@ -93,6 +93,17 @@ class Watch(Callback):
             self._process.num_threads(),
             len(children),
         )
+
+
+def host_bytes(pid: int) -> int:
+    """A process's own memory: anonymous and shared-memory pages, each divided by the processes that share it.
+
+    Not pages of files: libraries are shared with whatever else runs on the machine, and count for more when it ends.
+
+    Source: the kernel's documentation of /proc/PID/smaps_rollup.
+    """
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
 def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
