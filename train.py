@@ -71,7 +71,7 @@ def train(
         watching = [StartupTimes(clock), *callbacks]
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)
         clock.lap("trainer")
-        train_to_end(trainer)
+        train_to_end(trainer, stop)
         if config.export:
             export_model(trainer.state, folder / "model")
         write_report(trainer, config, folder)

@@ -71,15 +71,23 @@ class WriteError(RunFailedError):
 
 
 class Interrupted(SystemExit):
-    """Training ended by a signal after a whole batch, with a checkpoint. The exit status is 128 and the signal."""
+    """Training ended by a signal after a whole batch. The exit status is 128 and the signal.
 
-    def __init__(self, signum: int, batch: int) -> None:
+    Args:
+        signum: The signal.
+        batch: How many batches were trained.
+        earlier: Where the run goes on from, when no checkpoint of this batch was written since its loss had climbed.
+    """
+
+    def __init__(self, signum: int, batch: int, earlier: str | None = None) -> None:
         super().__init__(128 + signum)
-        self.signum, self.batch = signum, batch
+        self.signum, self.batch, self.earlier = signum, batch, earlier
 
     def __str__(self) -> str:
-        name = signal.Signals(self.signum).name
-        return f"stopped by {name} after batch {self.batch}, with a checkpoint; the same command goes on from there"
+        said = f"stopped by {signal.Signals(self.signum).name} after batch {self.batch}"
+        if self.earlier is None:
+            return f"{said}, with a checkpoint; the same command goes on from there"
+        return f"{said}, without a checkpoint, since the loss had climbed; the same command goes on from {self.earlier}"
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -13,6 +13,7 @@ from composer import Trainer
 from torch.utils.data import dataloader
 
 from composer_speedups.errors import RunFailedError, UserError
+from composer_speedups.interrupt import StopSignals
 
 __all__ = ["failed_run"]
 
@@ -20,8 +21,10 @@ _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, o
 
 
 @contextlib.contextmanager
-def failed_run(trainer: Trainer) -> Iterator[None]:
+def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[None]:
     """Around ``trainer.fit()``: when it raises, the Trainer's callbacks and loggers are closed, other ranks or not.
+
+    Signals to ``stop`` then end the process at once, whatever a logger waits for.
 
     Raises:
         RunFailedError: In place of torch's error, where a data worker died or memory ran out. Other errors are
@@ -31,6 +34,8 @@ def failed_run(trainer: Trainer) -> Iterator[None]:
         yield
     except (EOFError, MemoryError, OSError, RuntimeError, UserError) as error:
         _hear_no_more_of_workers()
+        if stop is not None:
+            stop.at_once()
         trainer.engine.close()  # Trainer.close() would wait for ranks that may be gone
         if (line := _explained(error)) is not None:
             raise RunFailedError(line) from error

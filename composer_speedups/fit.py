@@ -8,11 +8,12 @@ from composer import Trainer
 
 from composer_speedups.errors import Interrupted
 from composer_speedups.failures import failed_run
+from composer_speedups.interrupt import StopSignals
 
 __all__ = ["end_evaluation_workers", "train_to_end"]
 
 
-def train_to_end(trainer: Trainer) -> None:
+def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
     """``trainer.fit()``, also where a resumed run has nothing left to train, of which Composer makes an error.
 
     Raises:
@@ -26,7 +27,7 @@ def train_to_end(trainer: Trainer) -> None:
         warnings.filterwarnings("ignore", message="No batches were trained for global rank")
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
         try:
-            with failed_run(trainer):
+            with failed_run(trainer, stop):
                 trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # RunHistory stops it
         except Interrupted:
             end_evaluation_workers(trainer)

@@ -48,6 +48,10 @@ class StopSignals:
         """From now on, wait for the end of the batch."""
         self._phase = "after the batch"
 
+    def at_once(self) -> None:
+        """Training has failed: there is no end of the batch to wait for."""
+        self._phase = "at once"
+
     def ignore(self) -> None:
         """Training is over."""
         self._phase = "never"

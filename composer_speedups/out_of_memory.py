@@ -63,6 +63,13 @@ class MicrobatchTrainer(Trainer):
                 loss.zero_()
             microbatches = self._train_data_spec.split_batch(batch, size)
 
+    def go_on(self) -> None:
+        """After a checkpoint was loaded: with the size that its run had come to."""
+        for history in (c for c in self.state.callbacks if isinstance(c, MicrobatchHistory)):
+            if history.changes and not self.state.auto_microbatching:
+                self.state.device_train_microbatch_size = history.changes[-1]["to"]
+                self.accumulate_train_batch_on_tokens |= self.by_tokens
+
     def _shrink(self, size: int) -> None:
         state = self.state
         warnings.warn(
@@ -122,6 +129,8 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
         reason, fix = "a smaller one there is not", "lower data.max_length, or take a smaller model"
     elif ranks > 1:
         reason, fix = f"{ranks} ranks cannot repeat a batch that one could not end", f"{fix}, or auto"
+    elif state.fsdp_config is not None:
+        reason = "FSDP cannot repeat a batch that it did not end"
     elif fixed:
         reason = f"{fixed[0]} replays graphs of that size"
     elif wanted == "stop":

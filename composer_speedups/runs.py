@@ -13,6 +13,7 @@ from composer_speedups.checkpoints.finding import checkpoints_after, checkpoints
 from composer_speedups.checkpoints.reading import check_checkpoint
 from composer_speedups.checkpoints.same_run import check_same_run, stored_load
 from composer_speedups.config import Config, save_config
+from composer_speedups.config.checks import checkpoint_fault
 from composer_speedups.errors import ConfigError
 from composer_speedups.files import remove_unfinished
 
@@ -93,6 +94,8 @@ class RunFolder:
             if found := newest_whole(self._checkpoints, trust=settings.trust_checkpoint):
                 self.load, self.resumed = str(found), True
                 return True
+        if fault := checkpoint_fault(given):
+            raise ConfigError(f"{_LOAD} {fault}")
         if given is not None and not settings.trust_checkpoint:
             check_checkpoint(partial_format(given, run_name=config.run_name, rank=0, local_rank=0, node_rank=0), _LOAD)
         return inside

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -133,6 +134,9 @@ def build_trainer(
             load_ignore_keys=None if checkpoint.trust_checkpoint else check_recorded,
         )
     trainer.on_out_of_memory, trainer.by_tokens = settings.on_out_of_memory, by_tokens
+    trainer.go_on()
+    if folder.load is not None and (folder.resumed or not checkpoint.weights_only):
+        _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(dataclasses.asdict(config))
     return trainer
 
@@ -147,3 +151,14 @@ def _trainer(with_wandb: bool, **settings: Any) -> MicrobatchTrainer:
         raise ConfigError(
             f"loggers.wandb: Weights & Biases cannot begin a run ({said}); mend its keys, or set mode=offline"
         ) from error
+
+
+def _check_rates(trainer: Trainer, wanted: float) -> None:
+    """A checkpoint brings its schedule's rate along; another one in the config would do nothing."""
+    for group in (group for optimizer in trainer.state.optimizers for group in optimizer.param_groups):
+        rate = float(group.get("initial_lr", wanted))
+        if not math.isclose(rate, wanted, rel_tol=1e-6):
+            raise ConfigError(
+                f"optimizer.lr: the checkpoint goes on with {rate:g} and not {wanted:g}; give that, or set "
+                "checkpoint.weights_only=true to begin a schedule of its own with the weights alone"
+            )

@@ -92,6 +92,11 @@ class OptimizerFlagTechnique(Technique):
     def reassert(self, state: State) -> None:
         self._set(state.optimizers[0])  # loading a checkpoint brings back the flags it was written with
 
+    def postpone(self) -> None:
+        super().postpone()
+        if self._postponed:
+            self._recorder, self._recorded = OperatorRecorder(), False
+
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             return set_implementation(optimizer, self.implementation)

@@ -57,7 +57,7 @@ class Technique(Algorithm):
         self.evidence: dict[str, Any] = {}
         self.peers: list[str] = []
         self._verified = False
-        self._resumed = False
+        self._resumed = self._postponed = False
         self._evidence_before: dict[str, Any] | None = None  # of the process that was interrupted
         self._state: weakref.ref[State] | None = None  # of the Trainer it works in
 
@@ -130,12 +130,18 @@ class Technique(Algorithm):
             self.observe(event, state)
         elif event == Event.FIT_END and not self._verified and self._evidence_before is not None:
             self.evidence.update(self._evidence_before)  # resumed with nothing left to train
+        elif self._postponed and event == Event.BATCH_END:
+            self._postponed = False
         elif self.engaged and event in (Event.BATCH_END, Event.FIT_END):
             self._verified = True
             try:
                 self.evidence.update(self.verify(state))
             except NotEngagedError as error:
                 self.unavailable(error)
+
+    def postpone(self) -> None:
+        """The first batch came to no step of the optimizer, and shows too little: verify after the next one."""
+        self._postponed = not self._verified
 
     def unavailable(self, error: TechniqueError) -> None:
         """Stop the run, or mark the technique as not in force and warn, as ``on_unavailable`` says."""

@@ -85,7 +85,7 @@ class DivergenceGuard(Callback):
                 f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
                 f"{self.limit:.4g} and is {self.smoothed:.4g}, where it had been {self.reference:.4g} "
                 f"{'at the last good checkpoint' if last else 'at the start'}; "
-                + (f"resume from {last} with a" if last else "set a")
+                + (f"resume from {last} with checkpoint.weights_only=true and a" if last else "set a")
                 + " lower optimizer.lr, or optimizer.max_grad_norm"
             )
 
@@ -107,7 +107,7 @@ class DivergenceGuard(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        kept = ("reference", "_sum", "_weight", "_seen", "_above")
+        kept = ("reference", "withheld", "_sum", "_weight", "_seen", "_above")
         return {name: getattr(self, name) for name in kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.algorithms.early_loss.readback import Copies, CUDACopies
+from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
 from composer_speedups.callbacks.saves import ask_before_saving, last_checkpoint
 from composer_speedups.errors import NonFiniteError
@@ -29,9 +30,9 @@ class FiniteLoss(Callback):
 
     With ``"skip"`` the loss is sent to the host when the forward pass is done. A batch whose loss is not finite on
     any rank loses its gradients before the optimizer steps: weights and optimizer state stay as they are; the
-    schedule goes on. On several ranks that takes one more reduction a batch. The first batch is never left out:
-    techniques show in it that they took effect. Nor is a batch left out when the weights themselves are not finite,
-    which no other batch mends.
+    schedule goes on. On several ranks that takes one more reduction a batch. The first batch of a run is never left
+    out: techniques show in it that they took effect (after a resume, in the next one then). Nor is a batch left out
+    when the weights themselves are not finite, which no other batch mends.
 
     In either case the weights are looked at whenever a checkpoint is about to be written, and at the end, since
     gradients may overflow where the loss is finite. fp16's are the gradient scaler's business
@@ -56,6 +57,7 @@ class FiniteLoss(Callback):
         self.on_nonfinite, self.max_skips = on_nonfinite, max_skips
         self.losses = self.skipped = 0
         self._in_row = self._trained = 0
+        self._resumed = False
         self._copies: Copies | None = None
         self._sent: list[Any] = []  # losses of this batch's micro-batches, on their way to the host
 
@@ -63,6 +65,7 @@ class FiniteLoss(Callback):
         if event == Event.FIT_START:
             ask_before_saving(state, self._may_save)
             self._copies, self._trained = copies_for(device_of(state)), 0
+            self._resumed = state.timestamp.batch.value > 0
         elif event == Event.BEFORE_TRAIN_BATCH:
             self._sent = []  # also when automatic micro-batching tries again
         elif event == Event.AFTER_LOSS and self.on_nonfinite == "skip":
@@ -93,7 +96,10 @@ class FiniteLoss(Callback):
         where = circumstances(state, ended=False)
         if weights := self._bad_weights(state):
             raise NonFiniteError(f"loss: {found} at {where}; {weights} are not finite: {_advice(state)}")
-        if self._trained == 0:
+        if self._trained == 0 and self._resumed:
+            for technique in techniques_of(state.algorithms):
+                technique.postpone()
+        elif self._trained == 0:
             raise NonFiniteError(f"loss: {found} at {where}: the first batch is never skipped; {_advice(state)}")
         if self._in_row > self.max_skips:
             raise NonFiniteError(
@@ -133,10 +139,16 @@ class FiniteLoss(Callback):
         """For the ``guards`` section of report.json: batches whose loss was not finite, and steps left out."""
         return {"nonfinite_losses": self.losses, "skipped_steps": self.skipped}
 
+    def state_dict(self) -> dict[str, int]:
+        return {"losses": self.losses, "skipped": self.skipped, "in_row": self._in_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.losses, self.skipped, self._in_row = state["losses"], state["skipped"], state["in_row"]
+
 
 def _advice(state: State) -> str:
     last = last_checkpoint(state)
-    resume = f"resume from {last} with a" if last else "set a"
+    resume = f"resume from {last} with checkpoint.weights_only=true and a" if last else "set a"
     return f"{resume} lower optimizer.lr, optimizer.max_grad_norm or fewer techniques"
 
 

@@ -68,3 +68,9 @@ class LossScaleMonitor(Callback):
     def summary(self) -> dict[str, float]:
         """For the ``guards`` section of report.json; empty in other precisions than fp16."""
         return {} if self.scale is None else {"loss_scale": self.scale, "loss_scale_skips": self.skips}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"skips": self.skips}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skips = state["skips"]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 
-__all__ = ["ask_before_saving", "last_checkpoint"]
+__all__ = ["ask_before_saving", "last_checkpoint", "may_save"]
 
 Ask = Callable[[State, Event], bool]
 
@@ -26,6 +26,11 @@ def ask_before_saving(state: State, ask: Ask) -> None:
                 callback.save_interval = due = _Due(due)
             if ask not in due.asks:  # fit() may be called again
                 due.asks.append(ask)
+
+
+def may_save(saver: CheckpointSaver, state: State, event: Event) -> bool:
+    """What those say who want to be asked, of a checkpoint that no interval makes due."""
+    return all(ask(state, event) for ask in getattr(saver.save_interval, "asks", ()))
 
 
 class _Due:

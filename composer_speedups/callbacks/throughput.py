@@ -60,6 +60,7 @@ class ThroughputMonitor(Callback):
         self.clock = PhaseClock()
         self.totals: dict[str, float] = defaultdict(float)  # seconds by phase
         self._peak: Peak | None = None
+        self._peak_is_here = False  # or that of the process before, maybe on another GPU
         self._lengths: torch.Tensor | None = None
         self._slots = self._flops = self._graphs = 0
         self._capturing = 0.0  # seconds of all captures so far
@@ -124,7 +125,8 @@ class ThroughputMonitor(Callback):
         )
         self.batches.append(batch)
         self._unsteady += capturing + (0.0 if batch.steady else batch.seconds)
-        if self._peak is None and batch.flops:
+        if not self._peak_is_here and batch.flops:
+            self._peak_is_here = True
             self._peak = device_peak(precision_in_force(state), device_of(state))
         recent = [b for b in self.batches[-self.window :] if b.steady]
         if not recent and len(self.batches) >= _FIRST_VALUE_BY:

@@ -10,6 +10,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
+from composer_speedups.callbacks.saves import last_checkpoint, may_save
 from composer_speedups.checkpoints.finding import checkpoints_in, remove_partials
 from composer_speedups.errors import Interrupted, WriteError
 from composer_speedups.files import NO_SPACE, publish
@@ -69,9 +70,10 @@ class WholeCheckpointSaver(CheckpointSaver):
         signum = self.stop.agreed(state.device)
         if signum is None:
             return
-        if self.last_checkpoint_batch != state.timestamp.batch:
+        if self.last_checkpoint_batch != state.timestamp.batch and may_save(self, state, Event.BATCH_CHECKPOINT):
             self._save_checkpoint(state, logger)
-        raise Interrupted(signum, state.timestamp.batch.value)
+        saved = self.last_checkpoint_batch == state.timestamp.batch
+        raise Interrupted(signum, state.timestamp.batch.value, None if saved else last_checkpoint(state) or "the start")
 
     def epoch_checkpoint(self, state: State, logger: Logger) -> None:
         if self._due and self.last_checkpoint_batch != state.timestamp.batch:

@@ -84,7 +84,9 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("data.tokenizer", "is missing; a random model has none: name one, or wordpiece to train it")
     if config.checkpoint.weights_only and config.checkpoint.load is None:
         refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
-    if fault := _checkpoint_fault(config.checkpoint.load):
+    # A run that goes on by itself may have pruned the one that it was begun with: RunFolder looks then.
+    goes_on = config.checkpoint.autoresume and config.checkpoint.interval is not None
+    if not goes_on and (fault := checkpoint_fault(config.checkpoint.load)):
         refuse("checkpoint.load", fault)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
@@ -118,7 +120,7 @@ def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoRetur
             refuse(name, f"is {time}, and a stream has no epochs; count in batches, such as 500ba")
 
 
-def _checkpoint_fault(name: str | None) -> str | None:
+def checkpoint_fault(name: str | None) -> str | None:
     """What is wrong with a local checkpoint file; addresses and per-rank patterns are Composer's to resolve."""
     if name is None or "://" in name or "{" in name or os.path.isdir(name):  # pathlib's raise where a name is too long
         return None
