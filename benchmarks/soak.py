@@ -11,6 +11,9 @@ Needs Linux. Writes runs/soak/soak.json. Exit status: 0 nothing grew, 1 somethin
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import json
 import statistics
 import sys
@@ -77,6 +80,9 @@ class Watch(Callback):
             self.readings.append(self._read(state.timestamp.batch.value))
 
     def _read(self, batch: int) -> Reading:
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):  # glibc's; else what it keeps free, 100 MiB and more, wavers
+            ctypes.CDLL(None).malloc_trim(0)
         children = self._process.children(recursive=True)
         memory = 0
         for process in (self._process, *children):
