@@ -6,6 +6,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def on_ranks(function: Callable[[], Any], ranks: int = 2, timeout: float = 240) 
     found = [folder / f"rank{rank}.pkl" for rank in range(ranks)]
     forks = [
         Fork(
-            lambda rank=rank: _rank(function, rank, ranks, found[rank]),
+            partial(_rank, function, rank, ranks, found[rank]),
             f"{folder.name}-{rank}",
             **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
             **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks)),
