@@ -208,16 +208,23 @@ def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     assert error.startswith("exit status 2: ")
     assert "data.bach_size" in error
     workers.close()
-    cold = Workers(fresh=True, bytecode=Path("bytecode").absolute())
-    peer = runner.run_once("yamls/quickstart.yaml", arm._replace(peer="bare_loop"), cold)
-    assert peer["algorithms"]["bare_loop"]["engaged"]
-    assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
-    assert [*Path("bytecode").rglob("trainer.cpython-*.pyc")]
-    # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.
-    assert peer["process_seconds"] + 1 > peer["wall_seconds"] > 1
-    cold.close()
     ended = Worker()
     ended._process.kill()
     with pytest.raises(RuntimeError, match="a worker ended with status -9 before its run"):
         ended.wait_until_ready()
     ended.close()
+
+
+@pytest.mark.long
+def test_a_cold_run_finds_bytecode_and_is_timed_from_its_start() -> None:
+    brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
+    arm = runner.Arm("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
+    cold = Workers(fresh=True, bytecode=Path("bytecode").absolute())
+    peer = runner.run_once("yamls/quickstart.yaml", arm._replace(peer="bare_loop"), cold)
+    assert peer["algorithms"]["bare_loop"]["engaged"]
+    report = runner.run_once("yamls/quickstart.yaml", arm, cold)
+    assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
+    assert [*Path("bytecode").rglob("trainer.cpython-*.pyc")]
+    # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.
+    assert peer["process_seconds"] + 1 > peer["wall_seconds"] > 1
+    cold.close()

@@ -15,8 +15,7 @@ from tests.ranks import on_ranks
 from tests.reference.composition import CLIP, WAYS, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 from tests.settings import Case
-
-pytestmark = pytest.mark.xdist_group("ranks")  # they train once, for all tests here
+from tests.shared import once_a_run
 
 # What one process computes over a whole batch and ranks over theirs.
 PER_RANK = {
@@ -29,7 +28,7 @@ PER_RANK = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("ranks"))
-        one, other = on_ranks(all_outcomes)
+        one, other = once_a_run(lambda: on_ranks(all_outcomes), "composition", tmp_path_factory)
     assert one == other, "Composer gives every rank the mean"
     return one
 

@@ -15,7 +15,6 @@ import torch
 from composer.utils import dist
 
 from benchmarks import run as runner
-from benchmarks.failures import reason
 from benchmarks.worker import Workers
 from composer_speedups.config.schema import TrainerConfig
 from composer_speedups.errors import ConfigError
@@ -59,6 +58,4 @@ def test_ranks_of_an_arm_train_together() -> None:
     report = runner.run_once("yamls/quickstart.yaml", arm, workers)
     assert report["training"]["ranks"] == 2
     assert "process_seconds" not in report  # the table is not of whole processes
-    failed = runner.run_once("yamls/quickstart.yaml", arm._replace(overrides=["data.batch_size=31"]), workers)
-    assert "data.batch_size: 31 reviews cannot be shared by 2 ranks" in reason(failed["error"])
     workers.close()

@@ -1,0 +1,25 @@
+"""What the workers of one test run compute once for all of them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+__all__ = ["once_a_run"]
+
+
+def once_a_run(compute: Callable[[], Any], name: str, factory: pytest.TempPathFactory) -> Any:
+    """What ``compute`` returns, in the first of pytest-xdist's workers that asks; the others wait for it."""
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return compute()
+    path = factory.getbasetemp().parent / f"{name}-{run}.pkl"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.write_bytes(pickle.dumps(compute()))
+        return pickle.loads(path.read_bytes())
