@@ -49,6 +49,7 @@ def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> N
         open_device(TrainerConfig())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_ranks_of_an_arm_train_together() -> None:
     """Through Composer's launcher, two processes on the CPU."""
