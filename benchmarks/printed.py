@@ -13,18 +13,20 @@ from benchmarks.rows import Row, point_of, spell
 __all__ = ["markdown", "page"]
 
 _COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
+_MORE = {  # column → what of a row it shows; "run" leaves the imports out
+    "run s": "run_seconds",
+    "process s": "process_seconds",
+    "accuracy": "accuracy",
+    "published": "published",
+}
 
 
 def markdown(rows: Sequence[Row]) -> Iterator[str]:
     """The rows as a Markdown table, speed-up over the first arm of each point.
 
-    Whole processes' seconds and published figures have columns where rows have them.
+    Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
     """
-    more = [
-        column
-        for column, name in (("process s", "process_seconds"), ("accuracy", "accuracy"), ("published", "published"))
-        if any(row.get(name) is not None for row in rows)
-    ]
+    more = [column for column, name in _MORE.items() if any(row.get(name) is not None for row in rows)]
     columns = [*_COLUMNS, *more]
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
@@ -54,6 +56,7 @@ def _measured(row: Row, base: float | None) -> dict[str, str]:
 
 def _more(row: Row) -> dict[str, str]:
     return {
+        "run s": _number(row.get("run_seconds"), ".1f"),
         "process s": _number(row.get("process_seconds"), ".1f"),
         "accuracy": _number(row["accuracy"], ".4f"),
         "published": row.get("published") or "",

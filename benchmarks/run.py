@@ -147,11 +147,12 @@ def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -
         log = Path(runs) / "arm" / "log-rank0.txt"
         if "losses" not in report and log.exists():
             report["losses"] = [float(value) for value in _LOSS.findall(log.read_text())]
-        return report if seconds is None else {**report, "process_seconds": seconds}
+        del report["wall_seconds"]  # since the process began, which may have waited for its turn
+        return {**report, **seconds}
 
 
 def main(arguments: Sequence[str]) -> None:
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments or {"-h", "--help"} & set(arguments):
         print(__doc__)
         raise SystemExit(0 if arguments else 2)
     path = Path(arguments[0])

@@ -51,7 +51,7 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The table; overrides replace ``repeats`` and axes of the matrix, pick arms, and others go to every arm.
 
     Raises:
-        SystemExit: A key that tables or arms do not have, or an arm that is not there.
+        SystemExit: A key that tables or arms do not have, an arm that is not there, an override that is no key=value.
     """
     table = yaml.safe_load(path.read_text())
     unknown = set(table) - _KNOWN
@@ -63,7 +63,9 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     table["last"] = []
     table["given"] = [override for override in overrides if not override.startswith("resume=")]
     for override in overrides:
-        key, _, value = override.partition("=")
+        key, sign, value = override.partition("=")
+        if not sign:
+            raise SystemExit(f"{override}: must be key=value, like repeats=2")
         if key in ("repeats", "jobs", "ahead"):
             if not value.isdecimal() or int(value) < 1:
                 raise SystemExit(f"{override}: must be a whole number of at least 1")

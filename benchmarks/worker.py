@@ -135,10 +135,12 @@ class Workers:
 
     def run(
         self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1
-    ) -> tuple[int, str, float | None]:
-        """Exit status and output of the next one, and a cold one's seconds from start to end.
+    ) -> tuple[int, str, dict[str, float]]:
+        """Exit status and output of the next one, and how long it took.
 
-        Runs of several ``ranks`` are always cold: Composer's launcher starts their processes itself.
+        That is ``run_seconds`` from its turn to its end, or ``process_seconds`` from the start of a cold process,
+        imports and all. Runs of several ``ranks`` are always cold, and not timed unless all are: Composer's launcher
+        starts their processes itself.
         """
         if self._fresh or ranks > 1:
             with self._lock:
@@ -150,7 +152,7 @@ class Workers:
                 self._all.append(cold)
             try:
                 status, output, seconds = cold.wait()
-                return status, output, seconds if self._fresh else None
+                return status, output, {"process_seconds": seconds} if self._fresh else {}
             finally:
                 cold.close()
         with self._lock:
@@ -162,7 +164,9 @@ class Workers:
                 self._ready = started
             worker = self._ready.pop()
         try:
-            return (*worker.run(program, arguments, environment), None)
+            turn = time.perf_counter()
+            status, output = worker.run(program, arguments, environment)
+            return status, output, {"run_seconds": time.perf_counter() - turn}
         finally:
             worker.close()
 
