@@ -19,6 +19,7 @@ __all__ = [
     "UserError",
     "WriteError",
     "did_you_mean",
+    "first_line",
 ]
 
 
@@ -95,3 +96,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(str(name), known, n=1) or [k for k in known if str(name) in k]
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that an error's message says anything in; the name of its class for an empty message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
