@@ -10,6 +10,7 @@ from composer.utils import dist
 from torch import Tensor
 
 from composer_speedups.algorithms.ordering import techniques_of
+from composer_speedups.state import local_shard
 
 __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]
 
@@ -28,9 +29,8 @@ def nonfinite_gradients(state: State) -> str | None:
 def _spell(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
     names, flags = [], []
     for name, tensor in named:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
         names.append(name)
-        flags.append(torch.isfinite(local).all())
+        flags.append(torch.isfinite(local_shard(tensor)).all())
     finite = torch.stack(flags).tolist() if flags else []
     bad = [name.removeprefix("module.") for name, good in zip(names, finite, strict=True) if not good]
     return f"{len(bad)} of {len(names)} {what}, {bad[0]} first" if bad else None
