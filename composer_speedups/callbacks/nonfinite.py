@@ -6,11 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from composer.core import State
-from composer.utils import dist
 from torch import Tensor
 
 from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.state import local_shard
+from composer_speedups.state import local_shard, max_over_ranks
 
 __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]
 
@@ -38,11 +37,7 @@ def _spell(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 def any_rank(state: State, here: bool) -> bool:
     """Whether it is so on any rank; every rank has to ask."""
-    if dist.get_world_size() == 1:
-        return here
-    flag = state.device.tensor_to_device(torch.tensor([int(here)]))
-    dist.all_reduce(flag, reduce_operation="MAX")
-    return bool(flag.item())
+    return bool(max_over_ranks(state.device, int(here)))
 
 
 def circumstances(state: State, *, ended: bool = True) -> str:
