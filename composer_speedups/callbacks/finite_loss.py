@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer_speedups.algorithms.early_loss.readback import Copies, CUDACopies
 from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
-from composer_speedups.callbacks.saves import ask_before_saving, last_checkpoint
+from composer_speedups.callbacks.saves import ask_before_saving, go_back_with
 from composer_speedups.errors import NonFiniteError
 from composer_speedups.state import device_of
 
@@ -147,9 +147,7 @@ class FiniteLoss(Callback):
 
 
 def _advice(state: State) -> str:
-    last = last_checkpoint(state)
-    resume = f"resume from {last} with checkpoint.weights_only=true and a" if last else "set a"
-    return f"{resume} lower optimizer.lr, optimizer.max_grad_norm or fewer techniques"
+    return go_back_with(state, "a lower optimizer.lr, optimizer.max_grad_norm or fewer techniques")
 
 
 class HostCopies:
