@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "CannotRunError",
@@ -18,6 +18,7 @@ __all__ = [
     "TechniqueError",
     "UserError",
     "WriteError",
+    "causes_of",
     "did_you_mean",
     "first_line",
 ]
@@ -101,3 +102,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line that an error's message says anything in; the name of its class for an empty message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, then what each was raised from, or while handling, from the last back to the first."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

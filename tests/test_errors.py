@@ -1,10 +1,10 @@
-"""What is said of an error in one line."""
+"""What is read from an error: its first line, and what it comes of."""
 
 from __future__ import annotations
 
 import pytest
 
-from composer_speedups.errors import first_line
+from composer_speedups.errors import causes_of, first_line
 
 
 @pytest.mark.parametrize(
@@ -19,3 +19,10 @@ from composer_speedups.errors import first_line
 )
 def test_the_first_line_of_an_error_is_never_empty(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line
+
+
+def test_the_causes_of_an_error_begin_with_itself_and_end_with_the_first() -> None:
+    first, second, third = OSError("disk"), RuntimeError("archive"), ValueError("checkpoint")
+    second.__context__ = first  # raised while it was handled
+    third.__cause__, third.__context__ = second, KeyError("not asked: a cause is there")
+    assert list(causes_of(third)) == [third, second, first]
