@@ -5,15 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from composer_speedups.failed_process import own_line, ran_out_of_memory
+
 __all__ = ["failure", "reason", "spelled"]
 
-_OUT_OF_MEMORY = (
-    "OutOfMemoryError",  # torch's class, in a traceback
-    "train.py: out of memory",
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-)
 _KEPT = 2000  # characters of the output
 _SAID = 110  # characters in a table
 
@@ -25,7 +20,7 @@ def failure(status: int, output: str) -> dict[str, Any]:
     or not there) and ``failed``.
     """
     kind = "failed"
-    if any(sign in output for sign in _OUT_OF_MEMORY):
+    if ran_out_of_memory(status, output):
         kind = "out of memory"
     elif status == 2:
         kind = "refused"
@@ -34,9 +29,7 @@ def failure(status: int, output: str) -> dict[str, Any]:
 
 def reason(error: str) -> str:
     """The one line of an error that says most: train.py's own, or else the last."""
-    lines = [line.strip() for line in error.splitlines() if line.strip()] or ["no output"]
-    own = [line.partition("train.py: ")[2] for line in lines if "train.py: " in line]
-    return (own or lines)[-1]
+    return own_line(error) or "no output"
 
 
 def spelled(row: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 __all__ = [
     "CannotRunError",
@@ -18,7 +18,9 @@ __all__ = [
     "TechniqueError",
     "UserError",
     "WriteError",
+    "causes_of",
     "did_you_mean",
+    "first_line",
 ]
 
 
@@ -95,3 +97,16 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     known = list(known)
     close = difflib.get_close_matches(str(name), known, n=1) or [k for k in known if str(name) in k]
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+
+
+def first_line(error: BaseException) -> str:
+    """The first line that an error's message says anything in; the name of its class for an empty message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """The error itself, then what each was raised from, or while handling, from the last back to the first."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or cause.__context__

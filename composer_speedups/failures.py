@@ -12,7 +12,7 @@ import torch
 from composer import Trainer
 from torch.utils.data import dataloader
 
-from composer_speedups.errors import RunFailedError, UserError
+from composer_speedups.errors import RunFailedError, UserError, first_line
 from composer_speedups.interrupt import StopSignals
 
 __all__ = ["failed_run"]
@@ -49,8 +49,7 @@ def _hear_no_more_of_workers() -> None:
 
 
 def _explained(error: Exception) -> str | None:
-    said = str(error).strip() or type(error).__name__
-    said = said.splitlines()[0].rstrip(". ")
+    said = first_line(error).rstrip(". ")
     if said.startswith("DataLoader worker"):  # torch's, from the signal of a child's death or from its queue
         return f"data.workers: {said}; {_WORKER_FIX}"
     if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):  # while it handed a batch over

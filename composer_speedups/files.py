@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, causes_of
 
 __all__ = [
     "NO_SPACE",
@@ -100,12 +100,10 @@ def check_folder(name: str, key: str) -> None:
 
 def out_of_space(error: BaseException) -> str | None:
     """What the system said, where an error comes of a full disk; None where it does not."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes_of(error):
         # safetensors has the number in its text only
         spelled = re.search(r"\(os error (\d+)\)", str(cause))
         number = cause.errno if isinstance(cause, OSError) else int(spelled[1]) if spelled else None
         if number in NO_SPACE:
             return str(cause)
-        cause = cause.__cause__ or cause.__context__
     return None

@@ -9,9 +9,10 @@ import threading
 from types import FrameType
 from typing import Any
 
-import torch
 from composer.devices import Device
 from composer.utils import dist
+
+from composer_speedups.state import max_over_ranks
 
 __all__ = ["StopSignals"]
 
@@ -58,11 +59,7 @@ class StopSignals:
 
     def agreed(self, device: Device) -> int | None:
         """The signal that any rank received so far; every rank must call. ``device`` is where ranks talk."""
-        if dist.get_world_size() == 1:
-            return self.received
-        mine = device.tensor_to_device(torch.tensor([self.received or 0]))
-        dist.all_reduce(mine, reduce_operation="MAX")
-        return int(mine.item()) or None
+        return max_over_ranks(device, self.received or 0) or None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._interrupts += signum == signal.SIGINT

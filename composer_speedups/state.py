@@ -1,4 +1,4 @@
-"""What Composer's State holds, without its wrappers."""
+"""What Composer's State holds, without its wrappers, and what its ranks agree on."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from composer.core import State
 from composer.devices import Device
+from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["compute_dtype", "device_of", "is_compiled", "local_shard", "model_of", "torch_device"]
+__all__ = ["compute_dtype", "device_of", "is_compiled", "local_shard", "max_over_ranks", "model_of", "torch_device"]
 
 
 def torch_device(device: Device) -> torch.device:
@@ -32,6 +33,15 @@ def model_of(state: State) -> Any:
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor that FSDP shares out; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def max_over_ranks(device: Device, number: int) -> int:
+    """The largest of the ranks' numbers; every rank has to ask. ``device`` is where ranks talk."""
+    if dist.get_world_size() == 1:
+        return number
+    largest = device.tensor_to_device(torch.tensor([number]))
+    dist.all_reduce(largest, reduce_operation="MAX")
+    return int(largest.item())
 
 
 def compute_dtype(state: State) -> torch.dtype:

@@ -22,7 +22,7 @@ from composer_speedups.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.config import Config
 from composer_speedups.config.schema import TrainerConfig
 from composer_speedups.data import Data
-from composer_speedups.errors import ConfigError, UserError
+from composer_speedups.errors import ConfigError, UserError, first_line
 from composer_speedups.interrupt import StopSignals
 from composer_speedups.observers import callbacks_of, loggers_of
 from composer_speedups.optimization import build_optimizer, build_scheduler
@@ -147,9 +147,9 @@ def _trainer(with_wandb: bool, **settings: Any) -> MicrobatchTrainer:
     except Exception as error:  # by its module: importing wandb takes a second
         if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
             raise
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(
-            f"loggers.wandb: Weights & Biases cannot begin a run ({said}); mend its keys, or set mode=offline"
+            f"loggers.wandb: Weights & Biases cannot begin a run ({first_line(error)}); "
+            "mend its keys, or set mode=offline"
         ) from error
 
 

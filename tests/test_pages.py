@@ -51,6 +51,7 @@ def test_failures_are_told_apart_by_status_and_output() -> None:
         "failed",
     ]
     assert failure(1, "RuntimeError: CUDA error: out of memory")["error_kind"] == "out of memory"
+    assert failure(-9, "")["error_kind"] == "out of memory", "the kernel killed it"
     assert len(OOM["error"]) < 2100
     assert reason(REFUSED["error"]).startswith("apex_optimizer: NVIDIA Apex is not installed")
     assert reason("one\ntwo\n") == "two"

@@ -142,6 +142,7 @@ def test_a_report_becomes_an_outcome() -> None:
         (2, "Warning\ntrain.py: lora: no; add it\n", "refused", "lora: no; add it"),
         (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n", "memory", "CUDA out of memory"),
         (-9, "", "memory", "status -9"),
+        (1, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", "memory", "cublasCreate"),
         (1, "Traceback\nKeyError: 'x'\n\n", "failed", "KeyError: 'x'"),
     ],
 )

@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from benchmarks.peers.job import Plan
 from composer_speedups.config import Config
-from composer_speedups.errors import ConfigError, did_you_mean
+from composer_speedups.errors import ConfigError, did_you_mean, first_line
 
 __all__ = ["OWN_FLAGS", "training_arguments"]
 
@@ -59,7 +59,7 @@ def training_arguments(
     try:
         arguments = TrainingArguments(**{**job, **best, **flags})
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"peer: TrainingArguments refused its flags ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"peer: TrainingArguments refused its flags ({first_line(error)})") from error
     if arguments.n_gpu > 1:
         raise ConfigError(f"peer: HF Trainer would spread over {arguments.n_gpu} GPUs; set CUDA_VISIBLE_DEVICES=0")
     return arguments

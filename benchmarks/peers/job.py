@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from composer_speedups.cli import read_command_line
 from composer_speedups.config import Config
 from composer_speedups.data import build_data
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, first_line
 from composer_speedups.models import FinetuneModel, build_model, resolve_name
 from composer_speedups.optimization import build_scheduler
 
@@ -104,7 +104,7 @@ def set_attention(model: FinetuneModel, attention: str) -> None:
     try:
         model.model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
-        raise ConfigError(f"peer.attention: {attention!r} cannot be used ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"peer.attention: {attention!r} cannot be used ({first_line(error)})") from error
 
 
 def plan_of(config: Config, batches_an_epoch: int) -> Plan:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from composer_speedups.state import local_shard
+
 __all__ = ["StepWatch", "plain_tensors", "state_bytes", "state_dtypes", "state_tensors"]
 
 _SAMPLE = 64  # elements looked at in each parameter
@@ -68,8 +70,7 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
     """The plain tensors that a quantised or sharded one consists of; a plain one itself."""
-    if hasattr(tensor, "to_local"):  # a shard
-        tensor = tensor.to_local()
+    tensor = local_shard(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             yield from plain_tensors(getattr(tensor, name))

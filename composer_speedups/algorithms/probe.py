@@ -12,7 +12,7 @@ from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
 from torch._dynamo.utils import compilation_time_metrics, counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composer_speedups.errors import CannotRunError
+from composer_speedups.errors import CannotRunError, first_line
 
 __all__ = ["CompileCounts", "OperatorRecorder", "cannot_run", "compile_counts", "counted_apart", "matmul_error"]
 
@@ -46,8 +46,7 @@ def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise CannotRunError(technique, f"{reason} ({first})", fix) from error
+        raise CannotRunError(technique, f"{reason} ({first_line(error)})", fix) from error
 
 
 class CompileCounts(NamedTuple):

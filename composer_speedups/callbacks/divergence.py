@@ -10,7 +10,7 @@ from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.nonfinite import circumstances
-from composer_speedups.callbacks.saves import ask_before_saving, last_checkpoint
+from composer_speedups.callbacks.saves import ask_before_saving, go_back_with, last_checkpoint
 from composer_speedups.errors import DivergedError
 
 __all__ = ["DivergenceGuard"]
@@ -80,13 +80,11 @@ class DivergenceGuard(Callback):
             self.reference = self.smoothed
         self._above = self._above + 1 if self.smoothed > self.limit else 0
         if self._above >= self.batches:
-            last = last_checkpoint(state)
             raise DivergedError(
                 f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
                 f"{self.limit:.4g} and is {self.smoothed:.4g}, where it had been {self.reference:.4g} "
-                f"{'at the last good checkpoint' if last else 'at the start'}; "
-                + (f"resume from {last} with checkpoint.weights_only=true and a" if last else "set a")
-                + " lower optimizer.lr, or optimizer.max_grad_norm"
+                f"{'at the last good checkpoint' if last_checkpoint(state) else 'at the start'}; "
+                + go_back_with(state, "a lower optimizer.lr, or optimizer.max_grad_norm")
             )
 
     def _may_save(self, state: State, event: Event) -> bool:

@@ -10,14 +10,14 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.early_loss.readback import Copies, CUDACopies
+from composer_speedups.algorithms.early_loss.readback import Copies, copies_for
 from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
-from composer_speedups.callbacks.saves import ask_before_saving, last_checkpoint
+from composer_speedups.callbacks.saves import ask_before_saving, go_back_with
 from composer_speedups.errors import NonFiniteError
 from composer_speedups.state import device_of
 
-__all__ = ["FiniteLoss", "HostCopies", "copies_for"]
+__all__ = ["FiniteLoss"]
 
 log = logging.getLogger(__name__)
 
@@ -147,27 +147,4 @@ class FiniteLoss(Callback):
 
 
 def _advice(state: State) -> str:
-    last = last_checkpoint(state)
-    resume = f"resume from {last} with checkpoint.weights_only=true and a" if last else "set a"
-    return f"{resume} lower optimizer.lr, optimizer.max_grad_norm or fewer techniques"
-
-
-class HostCopies:
-    """:class:`Copies` where numbers are on the host already."""
-
-    def mark(self) -> None:
-        return None
-
-    def send(self, value: torch.Tensor, mark: None) -> torch.Tensor:
-        return value.detach().clone()
-
-    def receive(self, sent: torch.Tensor) -> float:
-        return float(sent)
-
-    def busy(self) -> bool:
-        return False
-
-
-def copies_for(device: torch.device) -> Copies:
-    """How numbers get from a device to the host without waiting for what is launched after them."""
-    return CUDACopies(device) if device.type == "cuda" else HostCopies()
+    return go_back_with(state, "a lower optimizer.lr, optimizer.max_grad_norm or fewer techniques")

@@ -7,8 +7,7 @@ from typing import Any
 from composer.core import Callback, Event, Precision, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.early_loss.readback import Copies
-from composer_speedups.callbacks.finite_loss import copies_for
+from composer_speedups.algorithms.early_loss.readback import Copies, copies_for
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.errors import NonFiniteError
 from composer_speedups.state import device_of

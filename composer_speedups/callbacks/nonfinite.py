@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 from composer.core import State
-from composer.utils import dist
 from torch import Tensor
 
 from composer_speedups.algorithms.ordering import techniques_of
+from composer_speedups.state import local_shard, max_over_ranks
 
 __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]
 
@@ -28,9 +28,8 @@ def nonfinite_gradients(state: State) -> str | None:
 def _spell(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
     names, flags = [], []
     for name, tensor in named:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # an FSDP shard
         names.append(name)
-        flags.append(torch.isfinite(local).all())
+        flags.append(torch.isfinite(local_shard(tensor)).all())
     finite = torch.stack(flags).tolist() if flags else []
     bad = [name.removeprefix("module.") for name, good in zip(names, finite, strict=True) if not good]
     return f"{len(bad)} of {len(names)} {what}, {bad[0]} first" if bad else None
@@ -38,11 +37,7 @@ def _spell(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 def any_rank(state: State, here: bool) -> bool:
     """Whether it is so on any rank; every rank has to ask."""
-    if dist.get_world_size() == 1:
-        return here
-    flag = state.device.tensor_to_device(torch.tensor([int(here)]))
-    dist.all_reduce(flag, reduce_operation="MAX")
-    return bool(flag.item())
+    return bool(max_over_ranks(state.device, int(here)))
 
 
 def circumstances(state: State, *, ended: bool = True) -> str:

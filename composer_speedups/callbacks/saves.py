@@ -1,4 +1,4 @@
-"""A say in whether a checkpoint that is due is written."""
+"""A say in whether a checkpoint that is due is written, and which one to go back to."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
 
-__all__ = ["ask_before_saving", "last_checkpoint", "may_save"]
+__all__ = ["ask_before_saving", "go_back_with", "last_checkpoint", "may_save"]
 
 Ask = Callable[[State, Event], bool]
 
@@ -47,3 +47,9 @@ def last_checkpoint(state: State) -> str | None:
         if isinstance(callback, CheckpointSaver) and callback.saved_checkpoints:
             return str(callback.saved_checkpoints[-1])
     return state.load_path
+
+
+def go_back_with(state: State, changes: str) -> str:
+    """The advice to train on from the last checkpoint's weights with ``changes``, or anew where there is none."""
+    last = last_checkpoint(state)
+    return f"resume from {last} with checkpoint.weights_only=true and {changes}" if last else f"set {changes}"

@@ -26,7 +26,7 @@ from torch.serialization import safe_globals
 
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.algorithms.registry import technique_class
-from composer_speedups.errors import ConfigError
+from composer_speedups.errors import ConfigError, first_line
 
 __all__ = ["DamagedCheckpointError", "check_checkpoint", "check_recorded", "check_whole", "restricted_loading"]
 
@@ -121,7 +121,7 @@ def check_checkpoint(path: str, key: str) -> None:
         except pickle.UnpicklingError:
             raise
         except Exception as error:  # of many classes
-            raise DamagedCheckpointError(f"{key}: {path} is no checkpoint ({_first_line(error)})") from error
+            raise DamagedCheckpointError(f"{key}: {path} is no checkpoint ({first_line(error)[:200]})") from error
     if not isinstance(held, dict) or not isinstance(held.get("state"), dict):
         raise DamagedCheckpointError(f"{key}: {path} is no checkpoint of Composer's: it holds no training state")
     check_recorded(held, f"{key}: {path}")
@@ -173,7 +173,3 @@ def _refusal(error: pickle.UnpicklingError) -> str:
         return f"loading it would import {found[1]}, which no checkpoint needs"
     reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
     return f"it holds more than weights and plain values ({reason.splitlines()[0][:200]})"
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -12,7 +12,7 @@ from composer.utils import checkpoint, dist
 
 from composer_speedups.callbacks.saves import last_checkpoint, may_save
 from composer_speedups.checkpoints.finding import checkpoints_in, remove_partials
-from composer_speedups.errors import Interrupted, WriteError
+from composer_speedups.errors import Interrupted, WriteError, causes_of
 from composer_speedups.files import NO_SPACE, publish
 from composer_speedups.interrupt import StopSignals
 
@@ -120,9 +120,7 @@ class WholeCheckpointSaver(CheckpointSaver):
 
 def _explained(error: Exception, path: Path) -> Exception:
     """The system's error behind one of torch's, in one line; another error as it is."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, OSError):
-        cause = cause.__cause__ or cause.__context__
+    cause = next((cause for cause in causes_of(error) if isinstance(cause, OSError)), None)
     if cause is None:
         return error
     older = next(iter(checkpoints_in(path.parent)), None)

@@ -14,8 +14,7 @@ from composer_speedups.config.keys import check_value
 from composer_speedups.config.schema import Config
 from composer_speedups.errors import ConfigError, did_you_mean
 
-__all__ = ["Origins", "check_bounds", "check_together"]
-
+__all__ = ["MOST_BUILTIN", "Origins", "check_bounds", "check_together", "checkpoint_fault"]
 
 MOST_BUILTIN = 1_000_000  # reviews; generating them takes minutes
 

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from composer_speedups.config.checks import Origins, check_bounds, check_together
 from composer_speedups.config.schema import Config
 from composer_speedups.config.yaml_text import MOST_NESTED, check_nesting, fault_in, read_yaml_text
-from composer_speedups.errors import ConfigError, UserError
+from composer_speedups.errors import ConfigError, UserError, first_line
 from composer_speedups.files import write_atomically
 
 __all__ = [
@@ -228,4 +228,4 @@ def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 
 def _explain(error: Exception, origin: Any, raw: Mapping[Any, Any] | None = None) -> ConfigError:
     name = getattr(error, "full_key", None) or (", ".join(map(str, raw)) if raw else "a value")
-    return ConfigError(f"{origin}: {name}: {str(error).splitlines()[0]}")
+    return ConfigError(f"{origin}: {name}: {first_line(error)}")

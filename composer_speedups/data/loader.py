@@ -128,6 +128,22 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             return pad
         return MaskTokens(pad, tokenizer, config.mlm_probability, fixed=not training)
 
+    def batches(
+        rows: Any, size: int, collator: Any, *, drop_last: bool, sampler: Sampler[int] | None = None
+    ) -> DataSpec:
+        dataloader = DataLoader(
+            rows,
+            batch_size=size // world,
+            sampler=sampler,
+            collate_fn=collator,
+            drop_last=drop_last,
+            num_workers=config.workers,
+            pin_memory=config.pin_memory and on_gpu,
+            prefetch_factor=config.prefetch_factor,
+            persistent_workers=config.persistent_workers,
+        )
+        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
+
     def loader(tokens: FlatTokens, batch_size: int, *, training: bool) -> DataSpec:
         drop_last = training and config.drop_last
         if drop_last and len(tokens) < batch_size:
@@ -148,31 +164,11 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
                 seed=seed,
                 drop_last=drop_last,
             )
-        dataloader = DataLoader(
-            tokens,
-            batch_size=batch_size // world,
-            sampler=sampler,
-            collate_fn=collate(training),
-            drop_last=drop_last,
-            num_workers=config.workers,
-            pin_memory=config.pin_memory and on_gpu,
-            prefetch_factor=config.prefetch_factor,
-            persistent_workers=config.persistent_workers,
-        )
-        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
+        return batches(tokens, batch_size, collate(training), drop_last=drop_last, sampler=sampler)
 
     def stream(rows: Any) -> DataSpec:
-        dataloader = DataLoader(
-            rows,
-            batch_size=config.batch_size // world,
-            collate_fn=Tokenized(collate(True), tokenizer, config),
-            drop_last=config.drop_last,
-            num_workers=config.workers,
-            pin_memory=config.pin_memory and on_gpu,
-            prefetch_factor=config.prefetch_factor,
-            persistent_workers=config.persistent_workers,
-        )
-        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
+        collator = Tokenized(collate(True), tokenizer, config)
+        return batches(rows, config.batch_size, collator, drop_last=config.drop_last)
 
     return Data(
         stream(stream_of_reviews(config, seed)) if train is None else loader(train, config.batch_size, training=True),

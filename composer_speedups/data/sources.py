@@ -15,7 +15,7 @@ from datasets import Dataset, load_dataset
 
 from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.builtin import builtin_reviews
-from composer_speedups.errors import DataError
+from composer_speedups.errors import DataError, first_line
 
 __all__ = ["load_reviews", "load_validation"]
 
@@ -61,7 +61,7 @@ def _from_hub(config: DataConfig, split: str) -> Dataset:
         dataset = load_dataset(config.hub_name, split=split)
     except Exception as error:  # network, authentication, a missing split: each its own class
         raise DataError(
-            f"{where}: cannot be loaded ({type(error).__name__}: {_first_line(error)}); "
+            f"{where}: cannot be loaded ({type(error).__name__}: {first_line(error)}); "
             "use data.source=files with a local file, or data.source=builtin"
         ) from error
     return _checked(dataset.data.table, config, where)
@@ -81,7 +81,7 @@ def _from_file(config: DataConfig, key: str, name: str) -> Dataset:
         table = reader(path)
         after = _version(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"data.{key}: {name} cannot be read ({_first_line(error)})") from error
+        raise DataError(f"data.{key}: {name} cannot be read ({first_line(error)})") from error
     if before != after:
         raise DataError(f"data.{key}: {name} changed while it was read; start again when it is written")
     return _checked(table, config, f"data.{key}: {name}")
@@ -99,7 +99,7 @@ def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:
     try:
         texts, labels = (table.column(getattr(config, key)).to_pylist() for key in ("text_column", "label_column"))
     except (pyarrow.ArrowException, KeyError, ValueError, OverflowError) as error:  # two of one name, no UTF-8, …
-        raise DataError(f"{where}: its columns cannot be read ({_first_line(error)})") from error
+        raise DataError(f"{where}: its columns cannot be read ({first_line(error)})") from error
     for row, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}, row {row}: {config.text_column} is {_show(text)}; every review needs text")
@@ -111,10 +111,6 @@ def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:
 def _version(path: Path) -> tuple[int, int, int]:
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _show(value: Any) -> str:

@@ -13,7 +13,7 @@ from datasets import load_dataset
 from datasets.distributed import split_dataset_by_node
 
 from composer_speedups.config.schema import DataConfig
-from composer_speedups.errors import ConfigError, DataError
+from composer_speedups.errors import ConfigError, DataError, first_line
 
 __all__ = ["EndlessReviews", "Tokenized", "stream_of_reviews"]
 
@@ -100,7 +100,7 @@ def stream_of_reviews(config: DataConfig, seed: int) -> Any:
             rows = load_dataset(*_files(config), split="train", streaming=True)
     except Exception as error:  # network, authentication, a missing split: each its own class
         raise DataError(
-            f"data.streaming: cannot be opened ({type(error).__name__}: {str(error).splitlines()[0]}); "
+            f"data.streaming: cannot be opened ({type(error).__name__}: {first_line(error)}); "
             "check data.hub_name or data.train_file"
         ) from error
     rows = rows.shuffle(seed=seed, buffer_size=config.shuffle_buffer)

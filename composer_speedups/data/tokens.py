@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from composer_speedups.config.schema import DataConfig
-from composer_speedups.errors import ConfigError, DataError
+from composer_speedups.errors import ConfigError, DataError, first_line
 from composer_speedups.files import check_folder, make_folder
 
 __all__ = ["load_tokenizer", "tokenize"]
@@ -44,7 +44,7 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
         raise ConfigError(
-            f"data.tokenizer: {name!r} cannot be loaded ({str(error).strip().splitlines()[0]}); "
+            f"data.tokenizer: {name!r} cannot be loaded ({first_line(error)}); "
             "give a local folder, or wordpiece to train one"
         ) from error
     if tokenizer.pad_token_id is None:

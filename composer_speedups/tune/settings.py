@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from composer_speedups.config import Origins
 from composer_speedups.config.checks import check_bounds
 from composer_speedups.config.keys import field_docs, key
-from composer_speedups.errors import ConfigError, did_you_mean
+from composer_speedups.errors import ConfigError, did_you_mean, first_line
 
 __all__ = ["Kind", "TuneConfig", "help_text", "read_settings"]
 
@@ -80,7 +80,7 @@ def read_settings(overrides: Sequence[str]) -> tuple[TuneConfig, list[str]]:
         try:
             merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([f"{name}={text}"]))
         except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
-            raise ConfigError(f"{_LINE}: {dotted}: {str(error).splitlines()[0]}") from error
+            raise ConfigError(f"{_LINE}: {dotted}: {first_line(error)}") from error
     settings = OmegaConf.to_object(merged)
     assert isinstance(settings, TuneConfig)
     check_bounds(settings, Origins(_LINE), _PREFIX)

@@ -18,11 +18,12 @@ import composer_speedups
 from composer_speedups.config import Config, save_config
 from composer_speedups.config.schema import CheckpointConfig, LoggersConfig, MemoryConfig, ThroughputConfig
 from composer_speedups.errors import ConfigError
+from composer_speedups.failed_process import own_line, ran_out_of_memory
 from composer_speedups.tune.outcomes import Algorithms, Outcome
 
-__all__ = ["Trials", "find_train", "outcome_of", "outcome_of_failure", "reason_in", "trial_config"]
+__all__ = ["Trials", "find_train", "outcome_of", "outcome_of_failure", "trial_config"]
 
-_KILLED_FOR_MEMORY = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_SAID = 300  # characters of a failed process's line
 
 
 def find_train() -> Path:
@@ -151,15 +152,7 @@ def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
 
 def outcome_of_failure(status: int, output: str, wall_seconds: float) -> Outcome:
     """What an exit status other than 0 and the output say, as an outcome."""
-    reason = reason_in(output) or f"it ended with status {status}"
-    lowered = output.lower()
-    if "out of memory" in lowered or "outofmemoryerror" in lowered or status in _KILLED_FOR_MEMORY:
+    reason = own_line(output)[:_SAID] or f"it ended with status {status}"
+    if ran_out_of_memory(status, output):
         return Outcome("memory", f"ran out of memory ({reason})", wall_seconds=wall_seconds)
     return Outcome("refused" if status == 2 else "failed", reason, wall_seconds=wall_seconds)
-
-
-def reason_in(output: str) -> str:
-    """train.py's own line, or else the last line that says anything; at most 300 characters."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
-    own = [line.removeprefix("train.py: ") for line in lines if line.startswith("train.py: ")]
-    return (own or lines or [""])[-1][:300]

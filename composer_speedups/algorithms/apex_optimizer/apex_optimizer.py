@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, swap_optimizer
 from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
+from composer_speedups.errors import first_line
 
 __all__ = ["ApexOptimizer", "apply_apex_optimizer"]
 
@@ -58,7 +59,7 @@ def _build(groups: list[dict[str, Any]]) -> Optimizer:
     try:
         return ApexFusedAdam(groups, adam_w_mode=True, bias_correction=True, set_grad_none=True)
     except RuntimeError as error:  # Apex was built without its kernels
-        raise UnfitOptimizerError(f"FusedAdam cannot be built ({str(error).splitlines()[0]})", _INSTALL) from error
+        raise UnfitOptimizerError(f"FusedAdam cannot be built ({first_line(error)})", _INSTALL) from error
 
 
 def _installed() -> bool:

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder, Recorder, SharedGradients, capture_call
 from composer_speedups.algorithms.cuda_graphs.stand_ins import StandIns
+from composer_speedups.errors import first_line
 
 __all__ = ["CaptureError", "GraphedCalls"]
 
@@ -142,7 +143,7 @@ class _Graph:
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
-            raise CaptureError(str(error).strip().splitlines()[0]) from error
+            raise CaptureError(first_line(error)) from error
         finally:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # a pass that is under way may have saved it

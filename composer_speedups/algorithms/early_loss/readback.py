@@ -20,7 +20,7 @@ from torch import Tensor
 
 from composer_speedups.state import torch_device
 
-__all__ = ["CUDACopies", "Copies", "Interception", "Readback"]
+__all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "copies_for"]
 
 
 class Copies(Protocol):
@@ -67,6 +67,27 @@ class CUDACopies:
 
     def busy(self) -> bool:
         return not torch.cuda.current_stream(self._device).query()
+
+
+class HostCopies:
+    """:class:`Copies` where numbers are on the host already."""
+
+    def mark(self) -> None:
+        return None
+
+    def send(self, value: Tensor, mark: None) -> Tensor:
+        return value.detach().clone()
+
+    def receive(self, sent: Tensor) -> float:
+        return float(sent)
+
+    def busy(self) -> bool:
+        return False
+
+
+def copies_for(device: torch.device) -> Copies:
+    """How numbers get from a device to the host without waiting for what is launched after them."""
+    return CUDACopies(device) if device.type == "cuda" else HostCopies()
 
 
 class Readback:

@@ -44,9 +44,13 @@ def apply_unpadding(model: nn.Module, pad_to_multiple_of: int = 64) -> list[str]
     Each forward pass then counts its tokens, and waits for the GPU to do so; :func:`plan_unpadding` takes the
     count from a mask that is still on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
+    _check(pad_to_multiple_of)
+    return swap_encoders(model, pad_to_multiple_of)
+
+
+def _check(pad_to_multiple_of: int) -> None:
     if not 1 <= pad_to_multiple_of <= 65_536:
         raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
-    return swap_encoders(model, pad_to_multiple_of)
 
 
 class Unpadding(Technique):
@@ -57,7 +61,7 @@ class Unpadding(Technique):
         on_unavailable: See :class:`Technique`.
 
     Raises:
-        ValueError: A multiple below 1.
+        ValueError: A multiple below 1 or above 65536.
         TechniqueError: At INIT, for a model or head that it cannot serve.
     """
 
@@ -73,8 +77,7 @@ class Unpadding(Technique):
 
     def __init__(self, pad_to_multiple_of: int = 64, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
-        if not 1 <= pad_to_multiple_of <= 65_536:
-            raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
+        _check(pad_to_multiple_of)
         self.pad_to_multiple_of = pad_to_multiple_of
         self._encoders: list[UnpaddedEncoder] = []
         self._first = FirstForward()
