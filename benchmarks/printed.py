@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.failures import spelled
+from benchmarks.figures import RESULTS as COMMITTED
 from benchmarks.figures import where_of
 from benchmarks.rows import Row, point_of, spell
 
-__all__ = ["markdown", "page"]
+__all__ = ["last_call", "markdown", "page"]
 
 _COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows; "run" leaves the imports out
@@ -21,13 +23,26 @@ _MORE = {  # column → what of a row it shows; "run" leaves the imports out
 }
 
 
-def markdown(rows: Sequence[Row]) -> Iterator[str]:
+def last_call(table: str) -> list[str]:
+    """The rows of a table's last committed call, failed ones too, without what says nothing about random weights."""
+    rows = [json.loads(line) for line in (COMMITTED / f"{table}.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["call"] == rows[-1]["call"]]
+    lines = markdown(rows, without=("tokens/s", "MFU", "accuracy"))
+    return [*lines, "", where_of([row for row in rows if row["environment"]])]
+
+
+def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> Iterator[str]:
     """The rows as a Markdown table, speed-up over the first arm of each point.
 
+    Where arms have several ranks, their efficiency is that speed-up over their number.
     Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
     """
     more = [column for column, name in _MORE.items() if any(row.get(name) is not None for row in rows)]
-    columns = [*_COLUMNS, *more]
+    if any(row["ranks"] > 1 for row in rows):
+        more = ["efficiency", *more]
+    columns = [column for column in (*_COLUMNS, *more) if column not in without]
+    if not any(map(point_of, rows)):
+        columns.remove("point")
     yield f"| {' | '.join(columns)} |"
     yield "|---" * len(columns) + "|"
     first: dict[str, float] = {}  # rate of the table's first arm, by point
@@ -43,10 +58,13 @@ def _measured(row: Row, base: float | None) -> dict[str, str]:
     rate, failed = row["samples_per_sec"], spelled(row)
     if rate is None:
         return {_COLUMNS[2]: failed or ("not timed" if row["accuracy"] else "failed")}
-    text = f"{rate['median']:,.0f} ({rate['min']:,.0f}–{rate['max']:,.0f})"
+    text = _rate(rate["median"])
+    if len(rate["runs"]) > 1:
+        text += f" ({_rate(rate['min'])}–{_rate(rate['max'])})"
     return {
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,
         "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
+        "efficiency": "–" if base is None else f"{rate['median'] / base / row['ranks']:.1%}",
         "tokens/s": _number(row.get("tokens_per_sec"), ",.0f"),
         "MFU": _number(row.get("mfu"), ".1%"),
         "peak GiB": _number(row["peak_memory_gib"], ".1f"),
@@ -61,6 +79,10 @@ def _more(row: Row) -> dict[str, str]:
         "accuracy": _number(row["accuracy"], ".4f"),
         "published": row.get("published") or "",
     }
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
 def _number(spread: dict[str, Any] | None, form: str) -> str:

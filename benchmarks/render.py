@@ -9,6 +9,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``summary TABLE``: every arm of a table beside its first one;
 - ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
 - ``steps TABLE``: steady steps of every arm beside the first one's;
+- ``call TABLE``: every arm of the last call, as the runner prints it, failed ones and published figures too;
 - ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
 - ``starts TABLE``: from process start to the first trained step;
 - ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
@@ -26,6 +27,7 @@ from pathlib import Path
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table, ranks_table
 from benchmarks.peer_figures import jobs, kernels, starts, steps
+from benchmarks.printed import last_call
 from benchmarks.profile_figures import kinds
 
 __all__ = ["documents", "render"]
@@ -68,6 +70,8 @@ def _figure(request: str) -> str:
         return "\n".join(summary(table))
     if kind == "steps":
         return "\n".join(steps(table))
+    if kind == "call":
+        return "\n".join(last_call(table))
     if kind == "jobs":
         return "\n".join(jobs(table))
     if kind == "starts":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import figures, peer_figures, profile_figures
+from benchmarks import figures, peer_figures, printed, profile_figures
 
 ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers"), "x") | {"commit": "0123456789"}
 
@@ -110,3 +112,25 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
         "| less | – | 2.0 |",
     ]
     assert "| **step** | 12.0 | 12.0 |" in lines
+
+
+def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def kept(arm: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
+        found = row(arm, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None))
+        del found["data.batch_size"]
+        return json.dumps(found if rate else {**found, "samples_per_sec": None, "environment": {}})
+
+    lines = [kept("1 GPU", "2026-01-01", 1.0, 1), kept("1 GPU", "2026-01-02", 50, 1)]
+    lines += [kept("2 GPUs", "2026-01-02", 90, 2), kept("4 GPUs", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
+    (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(printed, "COMMITTED", tmp_path)
+    assert printed.last_call("scaling")[:-1] == [
+        "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | efficiency |",
+        "|---|---|---|---|---|---|",
+        "| 1 GPU | 50.0 | 1.00 | 2.0 | 3.0 | 100.0% |",
+        "| 2 GPUs | 90.0 | 1.80 | 2.0 | 3.0 | 90.0% |",
+        "| 4 GPUs | failed: needs 4 / fewer |  |  |  |  |",
+        "",
+    ]
