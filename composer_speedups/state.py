@@ -10,7 +10,16 @@ from composer.devices import Device
 from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
-__all__ = ["compute_dtype", "device_of", "is_compiled", "local_shard", "max_over_ranks", "model_of", "torch_device"]
+__all__ = [
+    "compute_dtype",
+    "device_of",
+    "is_compiled",
+    "local_shard",
+    "max_over_ranks",
+    "model_of",
+    "ranks_meet_on_host",
+    "torch_device",
+]
 
 
 def torch_device(device: Device) -> torch.device:
@@ -35,11 +44,20 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def ranks_meet_on_host() -> bool:
+    """Whether numbers on the host can be added up over the ranks as they are: by gloo, or because there is one rank."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return True
+    return "cpu:" in torch.distributed.get_backend_config()
+
+
 def max_over_ranks(device: Device, number: int) -> int:
-    """The largest of the ranks' numbers; every rank has to ask. ``device`` is where ranks talk."""
+    """The largest of the ranks' numbers; every rank has to ask. They meet on the host, or else on ``device``."""
     if dist.get_world_size() == 1:
         return number
-    largest = device.tensor_to_device(torch.tensor([number]))
+    largest = torch.tensor([number])
+    if not ranks_meet_on_host():  # which then waits for all that the device has to do
+        largest = device.tensor_to_device(largest)
     dist.all_reduce(largest, reduce_operation="MAX")
     return int(largest.item())
 

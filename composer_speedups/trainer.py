@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,7 +52,11 @@ def open_device(config: TrainerConfig) -> Device:
         if ranks > gpus:
             raise ConfigError(f"trainer.device: {ranks} ranks need a GPU each, and there are {gpus}; lower composer -n")
         check_sharding(config, on_gpu=True)
-        return DeviceGPU(allow_tf32=False)
+        device = DeviceGPU(allow_tf32=False)
+        if dist.get_world_size() == ranks or os.environ.get("GLOO_SOCKET_IFNAME"):
+            # So that numbers of the host need no GPU to be added up. Across nodes gloo has to be told the interface.
+            device.dist_backend = "cpu:gloo,cuda:nccl"
+        return device
     if config.precision != "fp32":
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
     if config.parallelism_config:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+
 import pytest
 import torch
+from composer.core import Engine
 from composer.loggers import InMemoryLogger
 
 from composer_speedups import MemoryAnatomy
@@ -75,7 +79,16 @@ def test_memory_on_a_gpu_is_the_allocators() -> None:
     assert summary["peak_gib"] == pytest.approx(torch.cuda.max_memory_allocated() / 2**30)
 
 
+@pytest.fixture
+def nothing_else_on_the_gpu() -> None:
+    """Composer keeps the state of every closed Trainer until the process ends, that of tests before this one too."""
+    atexit.unregister(Engine._close)
+    gc.collect()
+    assert torch.cuda.memory_allocated() < 2**20
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("nothing_else_on_the_gpu")
 @pytest.mark.parametrize(
     "techniques",
     ["{}", "{mixed_precision: {dtype: bf16}, sdpa_attention: {}, fused_optimizer: {}}"],

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 from composer.core import Event, State
 from composer.devices import Device
 from composer.loggers import Logger
+from composer.utils import dist
 
 from composer_speedups.algorithms.early_loss.readback import CUDACopies, Interception, Readback
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.errors import TechniqueError
-from composer_speedups.state import torch_device
+from composer_speedups.state import ranks_meet_on_host, torch_device
 
 __all__ = ["EarlyLoss", "apply_early_loss"]
+
+
+_HOW_TO_MEET = "before the Trainer is made, set its device's dist_backend to 'cpu:gloo,cuda:nccl'"
 
 
 def apply_early_loss(device: Device) -> Interception:
@@ -31,11 +36,13 @@ def apply_early_loss(device: Device) -> Interception:
         are dicts now and tensors then, ``readback.forget()`` has to be called before each forward pass.
 
     Raises:
-        ValueError: A device that is no GPU, or a Composer whose loop is another.
+        ValueError: A device that is no GPU, ranks that have only GPUs to meet on, or a Composer whose loop is another.
     """
     inner = torch_device(device)
     if inner.type != "cuda":
         raise ValueError(f"early_loss gets ahead of a GPU, and this device is the {inner.type}")
+    if dist.get_world_size() > 1 and not ranks_meet_on_host():
+        raise ValueError(f"early_loss needs ranks that add up numbers on the host: {_HOW_TO_MEET}")
     if isinstance(device.tensor_to_device, Interception):
         return device.tensor_to_device
     return _intercept(device, Readback(CUDACopies(inner)))
@@ -59,13 +66,12 @@ class EarlyLoss(Technique):
         on_unavailable: See :class:`Technique`.
 
     Raises:
-        TechniqueError: At INIT, without a GPU, on more than one rank, or with another training loop than Composer
-            0.32's.
+        TechniqueError: At INIT, without a GPU, on ranks with nccl alone, which waits for the GPU, or with another
+            training loop than Composer 0.32's.
     """
 
     name = "early_loss"
     stage = Stage.FLAGS
-    not_sharded = "ranks add up their losses on the GPUs, after the batch"
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
@@ -75,9 +81,9 @@ class EarlyLoss(Technique):
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "reading the loss before the batch is over")
         yield Requirement(
-            context.ranks == 1,
-            f"{context.ranks} ranks add up their losses on the GPUs, after the batch",
-            "train on one GPU, or take it out",
+            context.ranks == 1 or ranks_meet_on_host(),
+            f"{context.ranks} ranks have only their GPUs to add up numbers on",
+            _HOW_TO_MEET,
         )
 
     def engage(self, state: State) -> dict[str, Any]:
@@ -102,7 +108,7 @@ class EarlyLoss(Technique):
         if readback.first is None:
             raise self.not_engaged("Composer read no loss through it", "take out what replaces the Trainer's loop")
         value, on_device = readback.first
-        if value != float(on_device):
+        if not math.isclose(value, float(on_device), rel_tol=1e-6):  # ranks may be added up in another order
             raise self.not_engaged(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
         found: dict[str, Any] = {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.ahead}
         if self._ended and 2 * readback.ahead < readback.reads:

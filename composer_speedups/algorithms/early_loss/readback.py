@@ -3,8 +3,8 @@
 Composer's ``Trainer`` makes small tensors on the device for five numbers: the loss, the rows of the batch, its
 samples and tokens, its time, and whether the epoch or the evaluation is over. It then reads them with ``.item()``,
 which waits for everything that was launched before. The loss is known when the forward pass is done, so a copy of it
-is sent to the host from there, past the backward pass and the optimizer's step. The others come from the host: on one
-rank they can stay there.
+is sent to the host from there, past the backward pass and the optimizer's step. The others come from the host, and stay
+there. Several ranks add all of them up by gloo, on the host too.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from typing import Any, Protocol
 import torch
 from composer import Trainer
 from composer.devices import Device
+from composer.utils import dist
 from torch import Tensor
 
-from composer_speedups.state import torch_device
+from composer_speedups.state import ranks_meet_on_host, torch_device
 
 __all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "copies_for"]
 
@@ -96,7 +97,7 @@ class Readback:
     Attributes:
         reads: Losses read, one a batch, or as many as the model names.
         ahead: How many of them were read while the device was still at work on the batch.
-        first: The first such loss, and the device's own sum to compare it with; both None before.
+        first: The first such loss, and the device's own sum to compare it with; None before.
     """
 
     def __init__(self, copies: Copies) -> None:
@@ -115,15 +116,18 @@ class Readback:
     def send(self, value: Tensor) -> Any:
         return self.copies.send(value, self.copies.mark() if self._known is None else self._known)
 
-    def receive(self, sent: list[Any], on_device: Tensor) -> float:
+    def receive(self, sent: list[Any]) -> float:
         total = torch.zeros((), dtype=torch.float32)  # as on the device: float32, one after the other
         for each in sent:
             total += self.copies.receive(each)
         self.reads += 1
         self.ahead += self.copies.busy()
-        if self.first is None:
-            self.first = float(total), on_device.detach().clone()
         return float(total)
+
+    def compare(self, value: float, on_device: Tensor) -> None:
+        """Keep the first value read beside what the device has then."""
+        if self.first is None:
+            self.first = value, on_device.detach().clone()
 
 
 _PLAIN: Any = torch._C._disabled_torch_function_impl  # what is computed from such a tensor is a plain one
@@ -155,12 +159,18 @@ class _Total(Tensor):
         return self
 
     def item(self) -> float:
+        """This rank's."""
         if self.value is None:
-            self.value = self.readback.receive(self.sent, self)
+            self.value = self.readback.receive(self.sent)
         return self.value
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.full(self.shape, self.item(), dtype=self.dtype)
+        """All ranks' sum, which Composer asks for once it has had the devices add this tensor up."""
+        total = torch.full(self.shape, self.item(), dtype=self.dtype)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        self.readback.compare(float(total), self)
+        return total
 
 
 class Interception:
@@ -190,9 +200,8 @@ class Interception:
             loss = self._move(tensor).as_subclass(_Loss)
             loss.readback = self.readback
             return loss
-        # A process group of GPUs adds up only what is on them.
-        alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-        if alone and (caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)):
+        served = ranks_meet_on_host()
+        if served and (caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)):
             return tensor
         return self._original(tensor)
 
