@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["KINDS", "Kernel", "busy", "by_kind", "by_name", "kernels_of_trace", "kind_of"]
+__all__ = ["KINDS", "Kernel", "busy", "by_kind", "by_name", "exposed", "kernels_of_trace", "kind_of"]
 
 # The first pattern that a name holds decides. Inductor's names list what was fused, so several may fit.
 _PATTERNS = {
+    "communication": r"nccl|gloo|c10d::",
     "attention": r"flash|fmha|attention|sdpa|^(?!.*log_?softmax).*softmax",
     "optimizer": r"adam|multi_tensor_apply|optimizer",
     "scaling to float8": r"triton.*_scaled_mm",  # what inductor fuses before a float8 product, with what stood there
@@ -56,6 +57,12 @@ def busy(kernels: Sequence[Kernel]) -> tuple[float, float]:
         covered += max(0.0, stop - max(end, kernel.start))
         end = max(end, stop)
     return covered, end - kernels[0].start - covered
+
+
+def exposed(kernels: Sequence[Kernel]) -> float:
+    """Seconds in which communication ran and nothing else did; ``kernels`` in order of their start."""
+    others = [kernel for kernel in kernels if kind_of(kernel.name) != "communication"]
+    return busy(kernels)[0] - busy(others)[0]
 
 
 def by_kind(kernels: Iterable[tuple[str, float, int]], steps: int) -> dict[str, dict[str, float]]:

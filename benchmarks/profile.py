@@ -7,8 +7,11 @@ Prints Markdown, and appends a row to benchmarks/results/<gpu>/profile.jsonl:
 - ``step_ms``: of the timed batches, the wait for data included.
 - ``kinds``: milliseconds and launches a step by kind of kernel; ``kernels``: the slowest by name.
 - ``busy_ms`` and ``idle_ms``: a step's time with and without a kernel on the GPU, in the profiled batches.
+- ``exposed_ms``: time in which GPUs only talked to each other, the wait for a slower one included.
 - ``gemm_floor_ms``: the matrix products of the encoder's Linears on the batch's real tokens by themselves, forward and
   backward, in bf16; ``step_over_floor`` is ``step_ms`` over it.
+
+Several ranks (``composer -n 2 -m benchmarks.profile …``) all train, and rank 0 tells of its own GPU.
 
 Without a GPU the kinds are those of aten operators by their own time, and the floor is in float32.
 """
@@ -26,11 +29,11 @@ from pathlib import Path
 import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from composer.utils import reproducibility
+from composer.utils import dist, reproducibility
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from benchmarks.gemm_floor import gemm_floor, linear_shapes
-from benchmarks.kernels import busy, by_kind, by_name, kernels_of_trace, kind_of
+from benchmarks.kernels import busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
 from benchmarks.rows import RESULTS, Row, call_time, keep_rows
 from composer_speedups.algorithms.ordering import screen
 from composer_speedups.algorithms.registry import build_techniques
@@ -74,6 +77,7 @@ class StepProfiler(Callback):
         self.tokens: list[int] = []
         self.found: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
         self.busy: tuple[float, float] | None = None
+        self.exposed: float | None = None
         self._started = 0.0
         self._profile: profile | None = None
 
@@ -113,7 +117,7 @@ class StepProfiler(Callback):
             path = Path(folder) / "trace.json"
             recorded.export_chrome_trace(str(path))
             kernels = kernels_of_trace(json.loads(path.read_text()))
-        self.found, self.busy = by_name(kernels), busy(kernels)
+        self.found, self.busy, self.exposed = by_name(kernels), busy(kernels), exposed(kernels)
 
     def _read_cpu(self, recorded: profile) -> None:
         found = [(e.key, e.self_cpu_time_total / 1e6, e.count) for e in recorded.key_averages()]
@@ -143,6 +147,8 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))
     where = torch_device(device)
+    if dist.get_world_size() > 1:
+        dist.initialize_dist(device, config.trainer.dist_timeout)
     with RunFolder(config) as folder:
         name = resolve_name(config.model.name)
         data = build_data(
@@ -158,8 +164,9 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
         row = _row(rest, profiler, shapes, where)
         row["algorithms"] = EngagementReport.summary(trainer.state)
         trainer.close()
-    keep_rows([row], "profile", results)
-    print("\n".join(markdown(row)))
+    if dist.get_global_rank() == 0:
+        keep_rows([row], "profile", results)
+        print("\n".join(markdown(row)))
     return row
 
 
@@ -181,6 +188,8 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
         "step_ms": step_ms,
         "busy_ms": None if covered is None else 1e3 * covered / steps,
         "idle_ms": None if idle is None else 1e3 * idle / steps,
+        "exposed_ms": None if profiler.exposed is None else 1e3 * profiler.exposed / steps,
+        "ranks": dist.get_world_size(),
         "kinds": by_kind(profiler.found, steps),
         "kernels": kernels,
         "tokens": tokens,
@@ -200,6 +209,8 @@ def markdown(row: Row) -> Iterator[str]:
         yield f"| {kind} | {entry['ms']:.2f} | {entry['ms'] / total:.0%} | {entry['launches']:,.0f} |"
     if row["idle_ms"] is not None:
         yield f"| no kernel | {row['idle_ms']:.2f} | | |"
+    if row["ranks"] > 1 and row["exposed_ms"] is not None:
+        yield f"| communication alone | {row['exposed_ms']:.2f} | | |"
     yield ""
     yield (
         f"Step {row['step_ms']:.2f} ms, {row['step_over_floor']:.2f} times the {row['gemm_floor_ms']:.2f} ms of its "

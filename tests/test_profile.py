@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,11 +13,12 @@ from torch import nn
 
 from benchmarks import profile
 from benchmarks.gemm_floor import gemm_floor, linear_shapes
-from benchmarks.kernels import KINDS, Kernel, busy, by_kind, by_name, kernels_of_trace, kind_of
+from benchmarks.kernels import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
 from composer_speedups.errors import ConfigError
 from tests.common import tiny_bert
 from tests.conftest import ROOT
 from tests.jobs import SHORT
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -47,6 +49,7 @@ from tests.jobs import SHORT
         ("triton_poi_fused_scatter_2", "other"),
         ("aten::_fused_adamw_", "optimizer"),
         ("aten::sum", "reductions"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
     ],
 )
 def test_kinds_of_kernels(name: str, kind: str) -> None:
@@ -78,6 +81,26 @@ def test_a_traces_kernels_and_the_time_without_one() -> None:
     assert kinds["GEMM"] == {"ms": pytest.approx(0.01), "launches": 1.0}
 
 
+def test_communication_counts_as_exposed_where_nothing_else_runs() -> None:
+    kernels = [Kernel("gemm", 0.0, 2.0), Kernel("ncclDevKernel_AllReduce", 1.0, 3.0), Kernel("gemm", 3.5, 1.0)]
+    assert exposed(kernels) == 1.5
+    assert exposed(kernels[:1]) == 0.0
+
+
+def _profiled() -> dict[str, Any]:
+    arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "data.train_samples=64", "profile.warmup=1"]
+    return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
+
+
+def test_ranks_train_together_and_one_of_them_tells() -> None:
+    rows = on_ranks(_profiled)
+    assert [json.loads(line) for line in Path("results/cpu/profile.jsonl").read_text().splitlines()] == rows[:1]
+    assert [row["ranks"] for row in rows] == [2, 2]
+    assert rows[0]["kinds"]["communication"]["launches"] > 0
+    text = "\n".join(profile.markdown({**rows[0], "idle_ms": 1.5, "exposed_ms": 0.25}))
+    assert "| communication alone | 0.25 | | |" in text
+
+
 def test_the_floor_multiplies_what_a_step_multiplies() -> None:
     model = tiny_bert()
     shapes = linear_shapes(model)
@@ -99,8 +122,7 @@ def test_the_floor_multiplies_what_a_step_multiplies() -> None:
 
 
 def test_a_profile_of_the_quickstart() -> None:
-    arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "data.train_samples=64"]
-    row = profile.main([*arguments, "profile.warmup=1", "profile.timed=2", "profile.active=2"], Path("results"))
+    row = _profiled()
     assert [json.loads(line) for line in Path("results/cpu/profile.jsonl").read_text().splitlines()] == [row]
     assert row["kinds"]["GEMM"]["launches"] > 0
     assert row["kinds"]["optimizer"]["launches"] == 2  # one fused call a group
