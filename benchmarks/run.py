@@ -11,6 +11,7 @@ A table is a YAML file under benchmarks/tables (its name without .yaml will do):
     ahead: 8                          # processes that import at once and then wait for their turn
     fresh: true                       # cold processes instead (but for Python's bytecode), timed from start to end
     losses: true                      # rows keep the loss of every batch of the last run
+    like: finetune                    # another table's keys where this one has none; its overrides, then those of set
     published: {where: "a V100", arms: {fp32: "8.86 samples/s"}}  # what others measured, shown beside the rows
     arms:
       fp32: []

@@ -54,6 +54,8 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         SystemExit: A key that tables or arms do not have, an arm that is not there, an override that is no key=value.
     """
     table = yaml.safe_load(path.read_text())
+    if "like" in table:
+        table = _like(path.with_name(f"{table['like']}.yaml"), table)
     unknown = set(table) - _KNOWN
     if unknown or not {"base", "arms"} <= set(table):
         raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KNOWN))}")
@@ -83,6 +85,16 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         else:
             table["last"].append(override)
     return table
+
+
+def _like(other: Path, table: dict[str, Any]) -> dict[str, Any]:
+    """Another table with this one's keys in place of its own, its overrides after those, and nothing published."""
+    if not other.is_file():
+        raise SystemExit(f"{other}: no such table, which another is to be like")
+    found = yaml.safe_load(other.read_text())
+    found.pop("published", None)
+    own = {key: value for key, value in table.items() if key != "like"}
+    return {**found, **own, "set": [*found.get("set", []), *table.get("set", [])]}
 
 
 def _check_arm(path: Path, name: str, arm: Any) -> None:
