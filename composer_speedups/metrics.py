@@ -1,10 +1,14 @@
-"""Loss and accuracy at the end of a run, under the names that reports and dashboards share."""
+"""Loss and accuracy: over all ranks, and at the end of a run under the names that reports and dashboards share."""
 
 from __future__ import annotations
 
-from composer.core import State
+from typing import Any
 
-__all__ = ["final_metrics"]
+import torch
+from composer.core import State
+from torch import Tensor
+
+__all__ = ["final_metrics", "gather_alike"]
 
 _NAMES = {
     "MulticlassAccuracy": "accuracy",
@@ -30,3 +34,14 @@ def final_metrics(state: State) -> dict[str, float]:
             if metric.update_called:
                 metrics.setdefault(prefix + _NAMES.get(name, name), float(metric.compute()))
     return metrics
+
+
+def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Every rank's tensor, by rank, for a metric's ``dist_sync_fn``; they must have one shape on all ranks.
+
+    Composer computes the training metrics after each batch, and torchmetrics' own function has ranks exchange shapes
+    and meet at a barrier for each state first, which waits for the GPU.
+    """
+    gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+    torch.distributed.all_gather(gathered, tensor.contiguous(), group)
+    return gathered

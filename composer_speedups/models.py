@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceC
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError, first_line
 from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
+from composer_speedups.metrics import gather_alike
 from composer_speedups.model_names import SIZES, resolve_name
 
 __all__ = ["FinetuneModel", "build_model", "resolve_name"]
@@ -79,6 +80,8 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
     metrics: list[Metric] = [accuracy, CrossEntropy()]
     if config.task == "mlm":
         metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
+    for metric in metrics:  # counts and sums, of one shape on all ranks
+        metric.dist_sync_fn = gather_alike
     with _no_causal_lm():
         return FinetuneModel(
             model,
