@@ -69,15 +69,15 @@ def check_same(folder: Path, whole: str, name: str) -> dict[str, Any]:
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
     """The cases of the everyday suite, in one process."""
     cases: list[dict[str, Any]] = [
-        {"name": "whole", "arguments": job("whole", "plot=false")},
+        {"name": "whole", "arguments": job("whole")},
         {
             "name": "killed",
-            "arguments": job("killed", "plot=false"),
+            "arguments": job("killed"),
             "points": [at("step", 8), at("write", 2), at("rotate", 2), at("report", 1)],
         },
         {
             "name": "stopped",
-            "arguments": job("stopped", "plot=false"),
+            "arguments": job("stopped"),
             "points": [
                 at("step", 8, signal.SIGTERM),
                 {"at": "disk", "largest_file": 4_000_000},  # bytes, fewer than a checkpoint has
