@@ -152,9 +152,11 @@ if __name__ == "__main__":
     from benchmarks.worker import _import_all
     from composer_speedups.startup import look_at_cpu
     from tests.forks import _serve as serve  # under its own name, as what comes in refers to it
+    from tests.isa import take_the_processors_word
 
     _import_all()
     look_at_cpu().join()  # a process that each child would start
+    take_the_processors_word()
     # Nothing that is printed meanwhile may get among the replies.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
