@@ -24,7 +24,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two tests run at a time, on two cores
 
 import pytest  # noqa: E402
-import torch  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -33,6 +32,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "long" in item.keywords:
                 item.add_marker(ask)
+    import torch  # not where xdist's controller has only to start the workers
+
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU, and there is none here")
@@ -41,9 +42,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _known_processor() -> None:
+    from tests.isa import take_the_processors_word
+
+    take_the_processors_word()
+
+
 @pytest.fixture(autouse=True)
 def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test in a folder of its own, with nothing compiled and full float32 matmuls."""
+    import torch
+
     monkeypatch.chdir(tmp_path)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
@@ -54,6 +64,8 @@ def _clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 @pytest.fixture(scope="session")
 def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> WandbRun:
     """One offline run of the quickstart for all tests that look at what it logged; not to be changed by them."""
+    import torch
+
     from tests.wandb_runs import train_offline
 
     with pytest.MonkeyPatch.context() as patch:

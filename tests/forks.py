@@ -7,6 +7,7 @@ looked at, a child of it cannot train.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import select
 import signal
@@ -33,7 +34,7 @@ class Done(NamedTuple):
 
 
 class Fork:
-    """A process that runs ``function`` in the current folder and ends with 0, or with 1 and a traceback.
+    """A process that runs ``function`` in the current folder and ends with 0, as it exits, or with 1 and a traceback.
 
     Args:
         function: What it runs; a copy, with what it refers to.
@@ -58,13 +59,24 @@ class Fork:
 
     def wait(self, seconds: float = 120) -> Done:
         """Its end; it is killed where it does not come in time."""
+        if not self.ends_within(seconds):
+            self.signal(signal.SIGKILL)
+            raise TimeoutError(f"it goes on after {seconds} s: {self.path.read_text()[-3000:]}")
+        return Done(int(self._ended.read_text()), self.path.read_text())
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for so long at most."""
         deadline = time.monotonic() + seconds
         while not self._ended.exists():
             if time.monotonic() > deadline:
-                os.kill(self.pid, signal.SIGKILL)
-                raise TimeoutError(f"it goes on after {seconds} s: {self.path.read_text()[-3000:]}")
-            time.sleep(0.05)
-        return Done(int(self._ended.read_text()), self.path.read_text())
+                return False
+            time.sleep(0.01)
+        return True
+
+    def signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
 
 
 def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Done]:
@@ -112,6 +124,7 @@ def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
 
 def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -> None:
+    """Never returns."""
     status = 1
     try:
         os.chdir(path.parent)
@@ -125,6 +138,8 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
         warnings.resetwarnings()  # those of a user's own process
         function()
         status = 0
+    except SystemExit as stop:
+        status = int(stop.code or 0)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -135,9 +150,13 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
 
 if __name__ == "__main__":
     from benchmarks.worker import _import_all
+    from composer_speedups.startup import look_at_cpu
     from tests.forks import _serve as serve  # under its own name, as what comes in refers to it
+    from tests.isa import take_the_processors_word
 
     _import_all()
+    look_at_cpu().join()  # a process that each child would start
+    take_the_processors_word()
     # Nothing that is printed meanwhile may get among the replies.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -1,53 +1,81 @@
-"""train.py in forked children of one warm process, killed at a chosen point and started again.
-
-Run as ``python -m tests.kill_harness FOLDER < cases.json``: it imports everything once, trains nothing itself, and
-forks one child a run. A child writes ``<run>.out`` and ends as ``train.py`` does.
-"""
+"""train.py in forked children of a warm process, killed at a chosen point and started again."""
 
 from __future__ import annotations
 
-import json
 import os
+import pkgutil
 import random
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import ROOT
+import pytest
+
+from tests.forks import Fork
 
 __all__ = ["POINTS", "Point", "run_cases"]
 
 Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": which time, "signal": what it gets}
 
 
-def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float) -> list[dict[str, Any]]:
-    """Run cases one after the other in a fresh warm process; each is ``{"name", "arguments", "points"}``.
+def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -> dict[str, list[int]]:
+    """Run cases one after the other; each is ``{"name", "arguments", "points"}``.
 
-    A case is one run of train.py for each of its points, which is stopped there, and one more to the end. Returns for
-    each the exit statuses in order (negative: the signal that killed it), and the seconds that the last one took. A
-    random point's moment lies within those of the case that ``like`` names.
+    A case is one run of train.py for each of its points, which is stopped there, and one more to the end, of
+    ``timeout`` seconds each at most. Returns for each the exit statuses in order (negative: the signal that killed
+    it); ``<name>.out`` has all that was printed. A random point's moment lies within the time that the last run of
+    the case took that ``like`` names.
     """
     folder.mkdir(exist_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kill_harness", str(folder)],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=timeout,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, list[int]] = {}
+    seconds: dict[str, float] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for case in cases:
+            statuses = found.setdefault(case["name"], [])
+            for point in case.get("points", []):
+                if point["at"] == "random":
+                    moment = random.Random(point["count"]).uniform(0.05, 0.8) * seconds.get(case.get("like", ""), 2.0)
+                    point = {**point, "count": moment}
+                statuses.append(_run(case, point, timeout))
+            started = time.monotonic()
+            if statuses[-1:] != [0]:  # else a random moment came too late, and there is nothing to go on with
+                statuses.append(_run(case, None, timeout))
+            seconds[case["name"]] = time.monotonic() - started
+    return found
 
 
-def _after_calls(owner: Any, name: str, count: int, act: Callable[[], None], *, before: bool) -> None:
+def _run(case: dict[str, Any], point: Point | None, timeout: float) -> int:
+    fork = Fork(partial(_train, case["arguments"], point), f"{case['name']}.run")
+    if point is not None and point["at"] == "random" and not fork.ends_within(point["count"]):
+        fork.signal(point.get("signal", signal.SIGKILL))
+    done = fork.wait(timeout)
+    with Path(f"{case['name']}.out").open("a") as out:
+        out.write(done.stderr)
+    return done.status
+
+
+def _train(arguments: list[str], point: Point | None) -> None:
+    import torch
+
+    import train
+    from composer_speedups.cli import exit_codes
+
+    torch.set_num_threads(1)
+    if point is not None and point["at"] == "disk":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (point["largest_file"], point["largest_file"]))
+    elif point is not None and point["at"] != "random":
+        _PLACES[point["at"]](point["count"], lambda: os.kill(os.getpid(), point.get("signal", signal.SIGKILL)))
+    with exit_codes():
+        train.main(arguments)
+
+
+def _at_call(owner: Any, name: str, count: int, act: Callable[[], None], *, before: bool) -> None:
     """Act at the ``count``-th call of a function, before it or after it."""
     original, seen = getattr(owner, name), [0]
 
@@ -81,119 +109,25 @@ def _in_write(count: int, act: Callable[[], None]) -> None:
     checkpoint._write_checkpoint_file = halfway
 
 
-def _install(at: str, count: int, act: Callable[[], None]) -> None:
-    import torch
-    from composer import Trainer
+def _calls(owner: str, name: str, *, before: bool = True) -> Callable[[int, Callable[[], None]], None]:
+    """What installs an act at the calls of ``name``; ``owner``, by its dotted path, is imported only then."""
 
-    from composer_speedups.callbacks.throughput import ThroughputMonitor
-    from composer_speedups.checkpoints import saver
-    from composer_speedups.data.loader import Pad
+    def install(count: int, act: Callable[[], None]) -> None:
+        _at_call(pkgutil.resolve_name(owner), name, count, act, before=before)
 
-    if at == "data":
-        _after_calls(Pad, "__call__", count, act, before=True)
-    elif at == "step":
-        _after_calls(torch.Tensor, "backward", count, act, before=True)
-    elif at == "batch_end":
-        _after_calls(ThroughputMonitor, "_end_batch", count, act, before=True)
-    elif at == "eval":
-        _after_calls(Trainer, "_eval_loop", count, act, before=False)
-    elif at == "write":
-        _in_write(count, act)
-    elif at == "rename":
-        _after_calls(saver, "publish", count, act, before=True)
-    elif at == "symlink":
-        _after_calls(saver.WholeCheckpointSaver, "_point_at", count, act, before=True)
-    elif at == "rotate":
-        _after_calls(saver.WholeCheckpointSaver, "_remove_older", count, act, before=True)
-    elif at == "export":
-        from composer_speedups import export
-
-        _after_calls(export, "model_of", count, act, before=False)
-    elif at == "report":
-        from composer_speedups import report
-
-        _after_calls(report, "write_atomically", count, act, before=True)
-    else:
-        raise ValueError(at)
+    return install
 
 
-POINTS = ("data", "step", "batch_end", "eval", "write", "rename", "symlink", "rotate", "export", "report")
-
-
-def _child(arguments: list[str], out: Path, point: Point | None) -> None:
-    """Never returns."""
-    import train
-    from composer_speedups.cli import exit_codes
-
-    descriptor = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    status = 1
-    try:
-        if point is not None and point.get("largest_file"):
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (point["largest_file"], point["largest_file"]))
-        elif point is not None and point["at"] != "random":
-            _install(point["at"], point["count"], lambda: os.kill(os.getpid(), point.get("signal", signal.SIGKILL)))
-        with exit_codes():
-            train.main(arguments)
-        status = 0
-    except SystemExit as stop:
-        status = int(stop.code or 0)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def _run(arguments: list[str], out: Path, point: Point | None) -> int:
-    sys.stdout.flush()
-    started = time.monotonic()
-    child = os.fork()
-    if child == 0:
-        _child(arguments, out, point)
-    if point is not None and point["at"] == "random":
-        while time.monotonic() < started + point["count"] and os.waitpid(child, os.WNOHANG) == (0, 0):
-            time.sleep(0.005)
-        try:
-            os.kill(child, point.get("signal", signal.SIGKILL))
-        except ProcessLookupError:
-            return 0  # it had ended
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def main(folder: Path) -> None:
-    import torch
-
-    import train  # noqa: F401
-    from composer_speedups import report, runs, trainer  # noqa: F401
-    from composer_speedups.data import build_data  # noqa: F401
-    from composer_speedups.export import export_model  # noqa: F401
-    from composer_speedups.startup import look_at_cpu
-
-    torch.set_num_threads(1)
-    look_at_cpu().join()  # a process that each child would start
-    cases, results = json.load(sys.stdin), []
-    os.chdir(folder)
-    seconds: dict[str, float] = {}
-    for case in cases:
-        out, statuses = Path(f"{case['name']}.out"), []
-        for point in case.get("points", []):
-            if point["at"] == "random":  # a moment within the time that such a run takes
-                moment = random.Random(point["count"]).uniform(0.05, 0.8) * seconds.get(case.get("like", ""), 2.0)
-                point = {**point, "count": moment}
-            statuses.append(_run(case["arguments"], out, point))
-        started = time.monotonic()
-        if statuses[-1:] != [0]:  # else a random moment came too late, and there is nothing to go on with
-            statuses.append(_run(case["arguments"], out, None))
-        seconds[case["name"]] = time.monotonic() - started
-        results.append({"name": case["name"], "statuses": statuses, "seconds": seconds[case["name"]]})
-    print(json.dumps(results))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+_PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
+    "data": _calls("composer_speedups.data.loader:Pad", "__call__"),
+    "step": _calls("torch:Tensor", "backward"),
+    "batch_end": _calls("composer_speedups.callbacks.throughput:ThroughputMonitor", "_end_batch"),
+    "eval": _calls("composer:Trainer", "_eval_loop", before=False),
+    "write": _in_write,
+    "rename": _calls("composer_speedups.checkpoints.saver", "publish"),
+    "symlink": _calls("composer_speedups.checkpoints.saver:WholeCheckpointSaver", "_point_at"),
+    "rotate": _calls("composer_speedups.checkpoints.saver:WholeCheckpointSaver", "_remove_older"),
+    "export": _calls("composer_speedups.export", "model_of", before=False),
+    "report": _calls("composer_speedups.report", "write_atomically"),
+}
+POINTS = tuple(_PLACES)

@@ -24,7 +24,7 @@ from tests.jobs import run
 
 JOB = [
     *("run_name=job", "checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.max_duration=8ba"),
-    *("trainer.eval_batches=1", "trainer.eval_interval=100ba", "export=false", "plot=false"),
+    *("trainer.eval_batches=1", "trainer.eval_interval=100ba", "export=false"),
 ]
 FOLDER = Path("runs/job")
 CHECKPOINTS = FOLDER / "checkpoints"

@@ -88,7 +88,7 @@ def run_all(mutations: list[Mutation], seconds: float = 60) -> dict[int, int]:
     for mutation in mutations:
         if any(name in argument for argument in mutation.arguments for name in NOT_RUN) or mutation.file is not None:
             continue
-        base = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "plot=false", "trainer.device=cpu"]
+        base = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "trainer.device=cpu"]
 
         def job(mutation: Mutation = mutation) -> None:
             with exit_codes():

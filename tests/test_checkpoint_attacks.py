@@ -49,13 +49,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("honest")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run(
-            "trainer.max_duration=2ba",
-            "trainer.eval_batches=1",
-            "checkpoint.interval=2ba",
-            "export=false",
-            "plot=false",
-        )
+        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
     return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"
 
 

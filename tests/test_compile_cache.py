@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from composer_speedups import TorchCompile
 from composer_speedups.algorithms.torch_compile.cache import FILE, CompileCache
 from composer_speedups.errors import ConfigError, TechniqueError
 from tests.common import Recorder, make_trainer, plain_batches, tiny_bert
-from tests.conftest import ROOT
+from tests.forks import Fork
 
 pytestmark = pytest.mark.slow
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -198,22 +196,18 @@ def test_bad_settings_are_refused() -> None:
         make_trainer([TorchCompile(cache="x")])
 
 
-_FRESH = """
-import json, sys, torch
-torch.set_num_threads(1)
-torch.set_float32_matmul_precision("highest")
-from tests.test_compile_cache import fit
-print("fitted", json.dumps(fit(sys.argv[1])))
-"""
-
-
 def test_a_fresh_process_finds_what_another_compiled(cold: Any) -> None:
-    """Whose own inductor cache is a new one, as in a benchmark."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(Path("own").absolute())}
-    command = [sys.executable, "-c", _FRESH, str(cold[0])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    losses, evidence = json.loads(done.stdout.split("fitted")[1])
+    """One that has compiled nothing, and whose own inductor cache is a new one, as in a benchmark."""
+    folder = str(cold[0])
+
+    def fit_again() -> None:
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        Path("fitted.json").write_text(json.dumps(fit(folder)))
+
+    done = Fork(fit_again, TORCHINDUCTOR_CACHE_DIR=str(Path("own").absolute())).wait(300)
+    assert done.status == 0, done.stderr
+    losses, evidence = json.loads(Path("fitted.json").read_text())
     assert losses == cold[1]
     assert (evidence["cache_hits"], evidence["cache_misses"]) == (cold[2]["cache_misses"], 0)
     assert not [*Path("own").rglob("*.so")]

@@ -57,7 +57,7 @@ def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[
 
 def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[str, Any]:
     """A run of 3 batches, and one that resumes it for 3 more; its metrics."""
-    common = ["trainer.device=cpu", "plot=false", "scheduler.name=constant"]
+    common = ["trainer.device=cpu", "scheduler.name=constant"]
 
     def train_on(count: int, *overrides: str) -> dict[str, Any]:
         job = partial(run, *common, *overrides)
@@ -73,7 +73,7 @@ def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[
 @pytest.mark.parametrize(("ranks", "first"), [((2, 1), True), ((1, 2), False)], ids=["to one process", "from one"])
 def test_a_checkpoint_of_shards_is_that_of_one_process(ranks: tuple[int, int], first: bool) -> None:
     shards = ["trainer.fsdp.shard=full"]
-    whole = run("trainer.device=cpu", "plot=false", "scheduler.name=constant", "trainer.max_duration=6ba")
+    whole = run("trainer.device=cpu", "scheduler.name=constant", "trainer.max_duration=6ba")
     resumed = halves(shards if first else [], [] if first else shards, ranks)
     assert resumed["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-4)
     assert resumed["training"]["samples"] == whole["training"]["samples"]

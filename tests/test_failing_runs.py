@@ -31,7 +31,7 @@ from tests.jobs import SHORT, run
 from tests.nonfinite import Poisoned, batches
 
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
-SHORT_RUN = ["trainer.max_duration=4ba", "trainer.eval_interval=100ba", "export=false", "plot=false"]
+SHORT_RUN = ["trainer.max_duration=4ba", "trainer.eval_interval=100ba", "export=false"]
 
 
 def _train(*arguments: str) -> None:

@@ -28,11 +28,11 @@ NAMED = [*JOB, "checkpoint.interval=3ba", "checkpoint.keep=1"]
 
 
 @contextlib.contextmanager
-def at_end_of(batch: int, act: Callable[[State], Any], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, ``act`` is called when so many batches are trained, before a checkpoint."""
+def at_ends(monkeypatch: pytest.MonkeyPatch, acts: dict[int, Callable[[State], Any]]) -> Iterator[None]:
+    """Within, each of ``acts`` is called when as many batches are trained as it stands under, before a checkpoint."""
 
     def batch_end(_: Any, state: State, logger: Any) -> None:
-        if state.timestamp.batch.value == batch:
+        if act := acts.get(state.timestamp.batch.value):
             act(state)
 
     with monkeypatch.context() as patch:
@@ -54,7 +54,10 @@ def test_a_signal_saves_no_weights_that_are_no_numbers(monkeypatch: pytest.Monke
             next(state.model.parameters()).fill_(float("nan"))
         stop(state)
 
-    with at_end_of(5, spoil_and_stop, monkeypatch), pytest.raises(NonFiniteError, match="which is not written") as told:
+    with (
+        at_ends(monkeypatch, {5: spoil_and_stop}),
+        pytest.raises(NonFiniteError, match="which is not written") as told,
+    ):
         run(*NAMED)
     assert "resume from runs/job/checkpoints/ep0-ba3-rank0.pt with checkpoint.weights_only=true" in str(told.value)
     assert names() == ["ep0-ba3-rank0.pt"]
@@ -63,22 +66,10 @@ def test_a_signal_saves_no_weights_that_are_no_numbers(monkeypatch: pytest.Monke
 
 def test_a_signal_saves_no_diverged_weights_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = "callbacks.divergence={smoothing: 0.0, margin: 0.0, factor: 1.0}"
-    plain = FinetuneModel.loss
-    monkeypatch.setattr(FinetuneModel, "loss", lambda self, outputs, batch: plain(self, outputs, batch) + self.climb)
-    monkeypatch.setattr(FinetuneModel, "climb", 0.0, raising=False)
-
-    def climb(state: State) -> None:
-        monkeypatch.setattr(FinetuneModel, "climb", 5.0)
-
-    def climb_or_stop(state: State) -> None:
-        (climb if state.timestamp.batch.value == 4 else stop)(state)
-
-    def batch_end(_: Any, state: State, logger: Any) -> None:
-        if state.timestamp.batch.value in (4, 5):
-            climb_or_stop(state)
-
-    monkeypatch.setattr(StartupTimes, "batch_end", batch_end)
-    with pytest.raises(Interrupted) as stopped:
+    plain, climb = FinetuneModel.loss, {"by": 0.0}
+    monkeypatch.setattr(FinetuneModel, "loss", lambda self, *given: plain(self, *given) + climb["by"])
+    acts = {4: lambda _: climb.update(by=5.0), 5: stop}
+    with at_ends(monkeypatch, acts), pytest.raises(Interrupted) as stopped:
         run(*NAMED, guard)
     assert stopped.value.code == 143
     assert "after batch 5, without a checkpoint, since the loss had climbed; the same command goes on from " in str(
@@ -93,7 +84,7 @@ def test_another_rate_than_the_checkpoints_is_refused_and_weights_alone_take_it(
 ) -> None:
     with crash_after(5, monkeypatch):
         run(*JOB)
-    given = ["checkpoint.load=runs/job/checkpoints/ep0-ba4-rank0.pt", "run_name=other", "plot=false", "export=false"]
+    given = ["checkpoint.load=runs/job/checkpoints/ep0-ba4-rank0.pt", "run_name=other", "export=false"]
     brief = ["trainer.max_duration=6ba", "trainer.eval_batches=1"]
     with pytest.raises(ConfigError, match=r"^optimizer\.lr: the checkpoint goes on with 0\.001 and not 1e-05; "):
         run(*given, *brief, "optimizer.lr=1e-5")
@@ -134,7 +125,7 @@ def test_the_first_batch_after_a_resume_is_skipped_and_all_skips_are_counted(mon
     with crash_after(5, monkeypatch):
         run(*JOB, skip, "run_name=whole")
     whole = run(*JOB, skip, "run_name=whole", "checkpoint.autoresume=false")
-    with at_end_of(4, stop, monkeypatch), pytest.raises(Interrupted):
+    with at_ends(monkeypatch, {4: stop}), pytest.raises(Interrupted):
         run(*JOB, skip)
     report = run(*JOB, skip)
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import train
 from composer_speedups import CUDAGraphs, Float8Linear, MixedPrecision, SDPAAttention, apply_sdpa_attention
 from composer_speedups.algorithms.cuda_graphs import cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
@@ -21,6 +20,7 @@ from composer_speedups.cli import exit_codes
 from composer_speedups.errors import CannotRunError, ConfigError, NotEngagedError, TechniqueError
 from tests.common import final_weights, make_trainer, tiny_bert
 from tests.conftest import ROOT
+from tests.forks import Fork
 from tests.jobs import SHORT
 from tests.reference.tolerance import assert_near
 from tests.rerun import CannotRecord
@@ -45,32 +45,19 @@ def test_a_failed_run_exits_with_1_and_a_bad_config_with_2(
     assert capsys.readouterr().err == f"train.py: {error}\n"
 
 
-# A kernel that torch has for GPUs only, let through to a CPU.
-_TRAIN = """
-import sys
-from composer_speedups import SDPAAttention
-from composer_speedups.cli import exit_codes
-import train
-SDPAAttention.requirements = lambda *_: ()
-with exit_codes():
-    train.main(sys.argv[1:])
-"""
+def _train(*arguments: str) -> None:
+    """With a kernel that torch has for GPUs only, let through to a CPU."""
+    SDPAAttention.requirements = lambda *_: ()  # type: ignore[method-assign, assignment]
+    with exit_codes():
+        train.main(["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *arguments])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("wish", "status"), [("stop", 1), ("warn", 0)])
 def test_train_py_fails_or_goes_on(wish: str, status: int) -> None:
     settings = ["trainer.device=cpu", "trainer.max_duration=2ba", "trainer.eval_batches=1", f"on_unavailable={wish}"]
     settings.append("algorithms.sdpa_attention={backend: efficient}")
-    done = subprocess.run(
-        [sys.executable, "-c", _TRAIN, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *settings],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == status, done.stderr[-3000:]
+    done = Fork(lambda: _train(*settings)).wait()
+    assert done.status == status, done.stderr[-3000:]
     if wish == "stop":
         line = done.stderr.splitlines()[-1]
         assert line.startswith("train.py: sdpa_attention: the efficient kernel cannot run on the first batch (")

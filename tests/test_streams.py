@@ -118,7 +118,6 @@ def stream_run(*overrides: str) -> dict[str, Any]:
         f"data.tokenizer={Path.cwd()}/words",
         "trainer.eval_interval=4ba",
         "export=false",
-        "plot=false",
         *overrides,
     )
 

@@ -108,13 +108,15 @@ def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPa
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
 
 
-def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so() -> None:
+def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so(tmp_path: Path) -> None:
     monitor = ThroughputMonitor()
     trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
     trainer.fit()
     trainer.close()
     assert monitor.summary()["samples_per_sec"] > 0
     assert monitor.summary()["steady_batches"] == 0
+    plot_throughput(monitor, "a short run", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bad_settings_are_refused() -> None:

@@ -21,7 +21,8 @@ from tests.jobs import run
 
 @pytest.mark.pins
 def test_the_report_holds_what_the_run_measured(capsys: pytest.CaptureFixture[str]) -> None:
-    report = run("trainer.max_duration=12ba", "algorithms.torch_compile={backend: aot_eager, scope: blocks}")
+    techniques = "algorithms.torch_compile={backend: aot_eager, scope: blocks}"
+    report = run("trainer.max_duration=12ba", "plot=true", techniques)
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
     for name in ("samples_per_sec", "tokens_per_sec", "padding_fraction", "mfu", "step_seconds", "warmup_seconds"):
         assert throughput[name] > 0, name
@@ -106,9 +107,10 @@ def test_the_export_loads_without_this_package_and_gives_the_same_logits() -> No
 def test_resuming_a_run_ends_where_the_uninterrupted_one_does() -> None:
     settings = ["trainer.max_duration=2ep", "model.dropout=0.1", "checkpoint.interval=4ba", "checkpoint.keep=-1"]
     whole = run(*settings, "run_name=whole")
-    resumed = run(*settings, "run_name=part", "checkpoint.load=runs/whole/checkpoints/ep0-ba4-rank0.pt")
+    resumed = run(*settings, "run_name=part", "checkpoint.load=runs/whole/checkpoints/ep0-ba4-rank0.pt", "plot=true")
     assert resumed["metrics"] == whole["metrics"]
     assert resumed["training"]["batches"] == 12
+    assert Path("runs/part/throughput.png").read_bytes().startswith(b"\x89PNG")
     one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
     with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer.*this run has \[SDPA"):
@@ -186,7 +188,8 @@ def test_microbatches_give_the_same_run() -> None:
 def test_without_validation_or_callbacks_a_run_still_reports() -> None:
     rows = "".join(f"review number {i},{i % 2}\n" for i in range(16))
     Path("train.csv").write_text(f"text,label\n{rows}")
-    report = run("data.source=files", "data.train_file=train.csv", "callbacks.throughput=null", "callbacks.memory=null")
+    without = ["callbacks.throughput=null", "callbacks.memory=null"]
+    report = run("data.source=files", "data.train_file=train.csv", "plot=true", *without)
     assert report["throughput"] == {}
     assert report["memory"] == {}
     assert "accuracy" not in report["metrics"]
