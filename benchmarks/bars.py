@@ -9,7 +9,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.canvas import BLUE, COLOURS, GREY, RED, WIDTH, plain, source, spell_point, write_png
+from benchmarks.canvas import BLUE, COLOURS, GREY, RED, WIDTH, digest_of, plain, source, spell_point, write_png
 from benchmarks.failures import spelled
 from benchmarks.rows import Row
 
@@ -43,7 +43,7 @@ def arm_bars(rows: Sequence[Row], path: Path, measure: str = "samples_per_sec") 
         axes.set_title(point, fontsize=11, loc="left")
     known = next(row for row in rows if row[measure])
     drawn[-1].set_xlabel(f"{_MEASURES[measure][0]}\n{source(known)}", fontsize=10)
-    write_png(figure, path)
+    write_png(figure, path, digest_of(rows, measure))
 
 
 def _panel(axes: Axes, rows: Sequence[Row], measure: str, first: str, most: float) -> None:
@@ -103,4 +103,4 @@ def seed_dots(rows: Sequence[Row], path: Path) -> None:
     axes.set_xlabel(f"accuracy of the last evaluation; a line is the arm's mean\n{source(rows[0])}", fontsize=10)
     axes.legend(fontsize=10, frameon=False, ncols=len(seeds), loc="lower right", bbox_to_anchor=(1.0, 1.0))
     plain(axes)
-    write_png(figure, path)
+    write_png(figure, path, digest_of(rows, "accuracy"))

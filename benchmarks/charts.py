@@ -17,16 +17,30 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.bars import arm_bars, seed_dots
-from benchmarks.canvas import BLUE, COLOURS, GREY, RED, WIDTH, plain, source, spell_point, write_png
+from benchmarks.canvas import (
+    BLUE,
+    COLOURS,
+    GREY,
+    RED,
+    WIDTH,
+    digest_in,
+    digest_of,
+    plain,
+    source,
+    spell_point,
+    write_png,
+)
 from benchmarks.rows import RESULTS, Row, point_of
 
-__all__ = ["draw_table", "last_call", "loss_curves", "main", "smooth", "waterfall"]
+__all__ = ["Chart", "draw_table", "last_call", "loss_curves", "main", "smooth", "waterfall"]
 
+ROOT = Path(__file__).parent.parent
 _NEEDS = {
     "waterfall": "samples_per_sec",
     "losses": "losses",
@@ -91,7 +105,7 @@ def waterfall(rows: Sequence[Row], path: Path) -> None:
     axes.set_title(f"{rates[-1] / rates[0]:.1f} times {rows[0]['arm']}, one technique at a time", fontsize=12)
     plain(axes)
     axes.grid(visible=False, axis="y")
-    write_png(figure, path)
+    write_png(figure, path, digest_of(rows, "samples_per_sec"))
 
 
 def smooth(losses: Sequence[float], window: int) -> np.ndarray:
@@ -128,7 +142,7 @@ def loss_curves(rows: Sequence[Row], path: Path, window: int = 20) -> None:
     axes.margins(x=0.01)
     axes.legend(fontsize=11, frameon=False)
     plain(axes)
-    write_png(figure, path)
+    write_png(figure, path, digest_of(rows, "losses"))
 
 
 def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
@@ -172,29 +186,64 @@ def _draw(kind: str, rows: Sequence[Row], path: Path) -> None:
 
 
 def _whole_call(rows: Sequence[Row], needs: str, arms: Sequence[str]) -> list[Row]:
-    """All rows of the last call that has the arms, at every point, in the order of the table."""
+    """All rows of the last call that has the arms, failed ones too, at every point, in the order of the table."""
     call = last_call(rows, needs, arms)[0]["call"]
-    return [row for row in rows if row["call"] == call and row.get(needs) and (not arms or row["arm"] in arms)]
+    return [row for row in rows if row["call"] == call and (not arms or row["arm"] in arms)]
+
+
+class Chart(NamedTuple):
+    """What the command line, or a comment in a document, asks for."""
+
+    kind: str
+    table: str
+    path: Path
+    arms: list[str]
+
+    @classmethod
+    def of(cls, words: Sequence[str]) -> Chart:
+        """From ``KIND TABLE FILE.png [ARM | ARM …]``."""
+        kind, table, path, *names = words
+        return cls(kind, table, Path(path), [name.strip() for name in " ".join(names).split("|") if name.strip()])
+
+    def rows(self, results: Path = RESULTS / "nvidia-h200") -> list[Row]:
+        """What it shows.
+
+        Raises:
+            SystemExit: There are no such rows.
+        """
+        source_file = results / f"{self.table}.jsonl"
+        if not source_file.is_file():
+            raise SystemExit(f"{source_file}: no such rows; measure them with python -m benchmarks.run {self.table}")
+        rows = [json.loads(line) for line in source_file.read_text().splitlines()]
+        pick = _whole_call if self.kind in ("bars", "seconds", "seeds") else last_call
+        picked = pick(rows, _NEEDS[self.kind], self.arms)
+        if self.kind == "seeds":
+            picked = [row for row in picked if row.get("accuracy")]
+            if any("seed" not in row for row in picked):
+                raise SystemExit(f"{source_file}: its rows are of one seed; draw bars")
+        return picked
+
+    def is_stale(self) -> bool:
+        """Whether the committed rows are others than the file shows."""
+        return digest_in(ROOT / self.path) != digest_of(self.rows(), _NEEDS[self.kind])
+
+    def draw(self, results: Path = RESULTS / "nvidia-h200") -> None:
+        """Write the file.
+
+        Raises:
+            SystemExit: There are no such rows, or too many for one chart.
+        """
+        try:
+            _draw(self.kind, self.rows(results), self.path)
+        except ValueError as error:
+            raise SystemExit(str(error)) from error
 
 
 def main(arguments: Sequence[str], results: Path = RESULTS / "nvidia-h200") -> None:
     if len(arguments) < 3 or arguments[0] not in _NEEDS:
         print(__doc__)
         raise SystemExit(2)
-    kind, table, path, *names = arguments
-    arms = [name.strip() for name in " ".join(names).split("|") if name.strip()]
-    source_file = results / f"{table}.jsonl"
-    if not source_file.is_file():
-        raise SystemExit(f"{source_file}: no such rows; measure them with python -m benchmarks.run {table}")
-    rows = [json.loads(line) for line in source_file.read_text().splitlines()]
-    pick = last_call if kind in ("waterfall", "losses") else _whole_call
-    picked = pick(rows, _NEEDS[kind], arms)
-    if kind == "seeds" and any("seed" not in row for row in picked):
-        raise SystemExit(f"{source_file}: its rows are of one seed; draw bars")
-    try:
-        _draw(kind, picked, Path(path))
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
+    Chart.of(arguments).draw(results)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,9 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
 - ``kinds OVERRIDE``: the profiles of the command lines that hold an override, by kind of kernel;
 - ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
+
+``<!-- chart: KIND TABLE FILE.png [ARM | ARM …] -->`` stands before an image, which :mod:`benchmarks.charts` draws anew
+when its rows are others than it shows.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table, ranks_table
@@ -30,10 +34,14 @@ from benchmarks.peer_figures import jobs, kernels, starts, steps
 from benchmarks.printed import last_call
 from benchmarks.profile_figures import kinds
 
-__all__ = ["documents", "render"]
+if TYPE_CHECKING:
+    from benchmarks.charts import Chart
+
+__all__ = ["charts_of", "documents", "render"]
 
 ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
+_CHART = re.compile(r"<!-- chart: (.*?) -->")
 
 
 def documents() -> list[Path]:
@@ -48,6 +56,13 @@ def documents() -> list[Path]:
 def render(text: str) -> str:
     """The text with every figure written anew from the rows."""
     return _FIGURE.sub(lambda m: f"{m[1]}{_figure(m[2])}\n{m[3]}", text)
+
+
+def charts_of(text: str) -> list[Chart]:
+    """The charts that a document asks for."""
+    from benchmarks.charts import Chart  # Matplotlib, which figures do without
+
+    return [Chart.of(request.split()) for request in _CHART.findall(text)]
 
 
 def _figure(request: str) -> str:
@@ -87,6 +102,11 @@ def main(arguments: Sequence[str]) -> None:
     stale = []
     for path in documents():
         text = path.read_text()
+        for chart in charts_of(text):
+            if chart.is_stale():
+                stale.append(str(chart.path))
+                if "--check" not in arguments:
+                    chart._replace(path=ROOT / chart.path).draw()
         rendered = render(text)
         if rendered != text:
             stale.append(str(path.relative_to(ROOT)))

@@ -11,7 +11,8 @@ import torch
 from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
 
-from benchmarks.render import documents, render
+from benchmarks.charts import Chart
+from benchmarks.render import charts_of, documents, render
 from composer_speedups.algorithms.catalogue import describe, technique_names
 from composer_speedups.algorithms.registry import build_techniques
 from composer_speedups.config import load_config
@@ -101,6 +102,20 @@ def test_the_yaml_of_a_card_is_a_config(name: str) -> None:
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_figures_are_those_of_the_committed_rows(path: Path) -> None:
     assert render(path.read_text()) == path.read_text(), "run python -m benchmarks.render"
+
+
+CHARTS = [chart for path in documents() for chart in charts_of(path.read_text())]
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.table)
+def test_charts_show_the_committed_rows(chart: Chart) -> None:
+    assert not chart.is_stale(), "run python -m benchmarks.render"
+
+
+def test_every_image_of_rows_is_a_chart_that_is_drawn_anew() -> None:
+    drawn = {chart.path.name for chart in CHARTS}
+    shown = {name for path in documents() for name in re.findall(r"!\[.*?\]\(.*?([\w-]+\.png)\)", path.read_text())}
+    assert shown == drawn
 
 
 def test_a_figure_made_up_by_hand_would_be_noticed() -> None:

@@ -90,3 +90,18 @@ def test_loss_curves_from_the_command_line() -> None:
         charts.main(["losses", "curves", "losses.png", "padded | other"], Path())
     with pytest.raises(ValueError, match="5 curves in one chart; name 4 arms at most"):
         charts.loss_curves([rows[0]] * 5, Path("five.png"))
+
+
+def test_a_chart_knows_which_rows_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [row("fp32", 300), row("+ x", 600), row("+ y", 500)]
+    chart = charts.Chart.of(["waterfall", "table", "table.png"])
+    monkeypatch.setattr(charts.Chart, "rows", lambda *_: rows)
+    monkeypatch.setattr(charts, "ROOT", Path.cwd())
+    assert chart.is_stale(), "it is not there"
+    chart.draw()
+    assert not chart.is_stale()
+    rows[1] = row("+ x", 601)
+    assert chart.is_stale()
+    chart.draw()
+    rows.pop()
+    assert chart.is_stale(), "an arm is gone"
