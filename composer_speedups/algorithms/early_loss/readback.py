@@ -200,10 +200,8 @@ class Interception:
             loss = self._move(tensor).as_subclass(_Loss)
             loss.readback = self.readback
             return loss
-        served = ranks_meet_on_host()
-        if served and (caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)):
-            return tensor
-        return self._original(tensor)
+        from_host = caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)
+        return tensor if from_host and ranks_meet_on_host() else self._original(tensor)
 
     def _move(self, tensor: Tensor) -> Tensor:
         if float(tensor) == 0:  # as all of them are: filled there, it waits for no copy from pageable memory
