@@ -34,7 +34,7 @@ def train(
     with without_gc():
         open_early(config)
 
-        from composer.utils import dist, reproducibility
+        from composer.utils import reproducibility
 
         from composer_speedups.algorithms.ordering import screen
         from composer_speedups.algorithms.registry import build_techniques
@@ -47,15 +47,14 @@ def train(
         from composer_speedups.report import write_report
         from composer_speedups.runs import RunFolder
         from composer_speedups.state import torch_device
-        from composer_speedups.trainer import build_trainer, context_of, open_device
+        from composer_speedups.trainer import build_trainer, context_of, join_ranks, open_device
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     clock.lap("imports")
     cpu = look_at_cpu()
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))  # before any memory is taken
-    if dist.get_world_size() > 1 or config.trainer.fsdp or config.trainer.parallelism_config:
-        dist.initialize_dist(device, config.trainer.dist_timeout)
+    join_ranks(config.trainer, device)
     clock.lap("device")
 
     with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:

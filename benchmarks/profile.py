@@ -46,7 +46,7 @@ from composer_speedups.flops import batch_lengths
 from composer_speedups.models import build_model, resolve_name
 from composer_speedups.runs import RunFolder
 from composer_speedups.state import device_of, torch_device
-from composer_speedups.trainer import build_trainer, context_of, open_device
+from composer_speedups.trainer import build_trainer, context_of, join_ranks, open_device
 
 __all__ = ["Counts", "StepProfiler", "main", "markdown"]
 
@@ -147,8 +147,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))
     where = torch_device(device)
-    if dist.get_world_size() > 1:
-        dist.initialize_dist(device, config.trainer.dist_timeout)
+    join_ranks(config.trainer, device)
     with RunFolder(config) as folder:
         name = resolve_name(config.model.name)
         data = build_data(

@@ -32,7 +32,7 @@ from composer_speedups.runs import RunFolder
 from composer_speedups.sharding import GradientClipping, check_sharding, parallelism_of, sharded_blocks
 from composer_speedups.state import torch_device
 
-__all__ = ["build_trainer", "context_of", "open_device"]
+__all__ = ["build_trainer", "context_of", "join_ranks", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -65,6 +65,12 @@ def open_device(config: TrainerConfig) -> Device:
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
+
+
+def join_ranks(config: TrainerConfig, device: Device) -> None:
+    """Meet the other ranks, before any of them reads data; one process alone does where its model is sharded."""
+    if dist.get_world_size() > 1 or config.fsdp or config.parallelism_config:
+        dist.initialize_dist(device, config.dist_timeout)
 
 
 def context_of(config: TrainerConfig, device: Device) -> Context:
