@@ -13,7 +13,6 @@ the kind that suits it.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,11 +35,11 @@ from benchmarks.canvas import (
     spell_point,
     write_png,
 )
-from benchmarks.rows import RESULTS, Row, point_of
+from benchmarks.figures import RESULTS, committed
+from benchmarks.rows import Row, point_of
 
 __all__ = ["Chart", "draw_table", "last_call", "loss_curves", "main", "smooth", "waterfall"]
 
-ROOT = Path(__file__).parent.parent
 _NEEDS = {
     "waterfall": "samples_per_sec",
     "losses": "losses",
@@ -205,7 +204,7 @@ class Chart(NamedTuple):
         kind, table, path, *names = words
         return cls(kind, table, Path(path), [name.strip() for name in " ".join(names).split("|") if name.strip()])
 
-    def rows(self, results: Path = RESULTS / "nvidia-h200") -> list[Row]:
+    def rows(self, results: Path = RESULTS) -> list[Row]:
         """What it shows.
 
         Raises:
@@ -214,7 +213,7 @@ class Chart(NamedTuple):
         source_file = results / f"{self.table}.jsonl"
         if not source_file.is_file():
             raise SystemExit(f"{source_file}: no such rows; measure them with python -m benchmarks.run {self.table}")
-        rows = [json.loads(line) for line in source_file.read_text().splitlines()]
+        rows = committed(self.table, results)
         pick = _whole_call if self.kind in ("bars", "seconds", "seeds") else last_call
         picked = pick(rows, _NEEDS[self.kind], self.arms)
         if self.kind == "seeds":
@@ -225,9 +224,9 @@ class Chart(NamedTuple):
 
     def is_stale(self) -> bool:
         """Whether the committed rows are others than the file shows."""
-        return digest_in(ROOT / self.path) != digest_of(self.rows(), _NEEDS[self.kind])
+        return digest_in(self.path) != digest_of(self.rows(), _NEEDS[self.kind])
 
-    def draw(self, results: Path = RESULTS / "nvidia-h200") -> None:
+    def draw(self, results: Path = RESULTS) -> None:
         """Write the file.
 
         Raises:
@@ -239,7 +238,7 @@ class Chart(NamedTuple):
             raise SystemExit(str(error)) from error
 
 
-def main(arguments: Sequence[str], results: Path = RESULTS / "nvidia-h200") -> None:
+def main(arguments: Sequence[str], results: Path = RESULTS) -> None:
     if len(arguments) < 3 or arguments[0] not in _NEEDS:
         print(__doc__)
         raise SystemExit(2)

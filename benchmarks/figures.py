@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["accuracy", "effect", "ladder", "rows_of", "summary", "where_of"]
+__all__ = ["accuracy", "committed", "effect", "ladder", "rows_of", "summary", "where_of"]
 
 RESULTS = Path(__file__).parent / "results" / "nvidia-h200"
 Row = dict[str, Any]
 
 
+def committed(table: str, results: Path | None = None) -> list[Row]:
+    """All rows of a table that are kept in ``results``, by default those of this repository's GPU."""
+    return [json.loads(line) for line in ((results or RESULTS) / f"{table}.jsonl").read_text().splitlines()]
+
+
 def rows_of(table: str) -> list[Row]:
-    """The committed rows of a table."""
-    rows = [json.loads(line) for line in (RESULTS / f"{table}.jsonl").read_text().splitlines()]
-    return [row for row in rows if row["environment"]]  # a row of failed runs alone has none
+    """The committed rows of a table that have measurements."""
+    return [row for row in committed(table) if row["environment"]]  # a row of failed runs alone has none
 
 
 def ladder() -> list[str]:

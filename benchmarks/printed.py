@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.failures import spelled
-from benchmarks.figures import RESULTS as COMMITTED
-from benchmarks.figures import where_of
+from benchmarks.figures import committed, where_of
 from benchmarks.rows import Row, point_of, spell
 
 __all__ = ["last_call", "markdown", "page"]
 
 _COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
-_MORE = {  # column → what of a row it shows; "run" leaves the imports out
-    "run s": "run_seconds",
-    "process s": "process_seconds",
-    "accuracy": "accuracy",
-    "published": "published",
+_MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
+    "run s": ("run_seconds", ".1f"),
+    "process s": ("process_seconds", ".1f"),
+    "accuracy": ("accuracy", ".4f"),
+    "published": ("published", ""),
 }
 
 
 def last_call(table: str) -> list[str]:
     """The rows of a table's last committed call, failed ones too, without what says nothing about random weights."""
-    rows = [json.loads(line) for line in (COMMITTED / f"{table}.jsonl").read_text().splitlines()]
+    rows = committed(table)
     rows = [row for row in rows if row["call"] == rows[-1]["call"]]
     lines = markdown(rows, without=("tokens/s", "MFU", "accuracy"))
     return [*lines, "", where_of([row for row in rows if row["environment"]])]
@@ -37,7 +35,7 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> Iterator[str]:
     Where arms have several ranks, their efficiency is that speed-up over their number.
     Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
     """
-    more = [column for column, name in _MORE.items() if any(row.get(name) is not None for row in rows)]
+    more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
     if any(row["ranks"] > 1 for row in rows):
         more = ["efficiency", *more]
     columns = [column for column in (*_COLUMNS, *more) if column not in without]
@@ -73,20 +71,18 @@ def _measured(row: Row, base: float | None) -> dict[str, str]:
 
 
 def _more(row: Row) -> dict[str, str]:
-    return {
-        "run s": _number(row.get("run_seconds"), ".1f"),
-        "process s": _number(row.get("process_seconds"), ".1f"),
-        "accuracy": _number(row["accuracy"], ".4f"),
-        "published": row.get("published") or "",
-    }
+    return {column: _number(row.get(name), form) for column, (name, form) in _MORE.items()}
 
 
 def _rate(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
-def _number(spread: dict[str, Any] | None, form: str) -> str:
-    return "" if spread is None else format(spread["median"], form)
+def _number(value: dict[str, Any] | str | None, form: str) -> str:
+    """The median of a measurement; a text as it is."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format(value["median"], form)
 
 
 def page(rows: Sequence[Row], name: str, given: Sequence[str], published: str = "", chart: str = "") -> str:

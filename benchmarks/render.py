@@ -59,10 +59,11 @@ def render(text: str) -> str:
 
 
 def charts_of(text: str) -> list[Chart]:
-    """The charts that a document asks for."""
+    """The charts that a document asks for, in this repository."""
     from benchmarks.charts import Chart  # Matplotlib, which figures do without
 
-    return [Chart.of(request.split()) for request in _CHART.findall(text)]
+    charts = [Chart.of(request.split()) for request in _CHART.findall(text)]
+    return [chart._replace(path=ROOT / chart.path) for chart in charts]
 
 
 def _figure(request: str) -> str:
@@ -104,9 +105,9 @@ def main(arguments: Sequence[str]) -> None:
         text = path.read_text()
         for chart in charts_of(text):
             if chart.is_stale():
-                stale.append(str(chart.path))
+                stale.append(str(chart.path.relative_to(ROOT)))
                 if "--check" not in arguments:
-                    chart._replace(path=ROOT / chart.path).draw()
+                    chart.draw()
         rendered = render(text)
         if rendered != text:
             stale.append(str(path.relative_to(ROOT)))

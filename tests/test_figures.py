@@ -125,7 +125,7 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
     lines = [kept("1 GPU", "2026-01-01", 1.0, 1), kept("1 GPU", "2026-01-02", 50, 1)]
     lines += [kept("2 GPUs", "2026-01-02", 90, 2), kept("4 GPUs", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
     (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
-    monkeypatch.setattr(printed, "COMMITTED", tmp_path)
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert printed.last_call("scaling")[:-1] == [
         "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | efficiency |",
         "|---|---|---|---|---|---|",
