@@ -138,8 +138,10 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
         warnings.resetwarnings()  # those of a user's own process
         function()
         status = 0
-    except SystemExit as stop:
-        status = int(stop.code or 0)
+    except SystemExit as stop:  # as Python ends by it: with a number, or with 1 and what it says
+        status = int(stop.code or 0) if not isinstance(stop.code, str) else 1
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:
