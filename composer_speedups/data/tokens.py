@@ -64,19 +64,20 @@ def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise DataError(  # training has ties: another one may give other ids than checkpoints were trained with
+        raise DataError(  # other versions may have trained it, with other ids than checkpoints now have
             f"data.cache_dir: the tokenizer in {folder} is damaged; remove that folder to have it trained again"
         ) from error
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.WordPiece(unk_token=_SPECIAL["unk"]))  # type: ignore[call-arg]
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trained = _wordpiece()
+    # The trainer numbers characters within words in the order of a hash table, and breaks ties by those numbers. Given
+    # beforehand they have the same in every process.
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(_SPECIAL.values()), show_progress=False
+        vocab_size=vocab_size, special_tokens=[*_SPECIAL.values(), *_inner_pieces(trained, texts)], show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    trained.train_from_iterator(texts, trainer)
+    tokenizer = _wordpiece(trained.get_vocab())  # there, those pieces would be special
     cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
@@ -84,6 +85,20 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in _SPECIAL.items()}
     )
+
+
+def _wordpiece(vocab: dict[str, int] | None = None) -> Any:
+    tokenizer: Any = Tokenizer(models.WordPiece(vocab or {}, unk_token=_SPECIAL["unk"]))  # type: ignore[call-arg]
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    return tokenizer
+
+
+def _inner_pieces(tokenizer: Any, texts: list[str]) -> list[str]:
+    """``##c`` for each character that some word has after its first."""
+    parts = {part for text in texts for part in tokenizer.normalizer.normalize_str(text).split()}
+    words = (word for part in parts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(part))
+    return sorted({f"##{character}" for word in words for character in word[1:]})
 
 
 def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
