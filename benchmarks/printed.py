@@ -10,7 +10,7 @@ from benchmarks.failures import spelled
 from benchmarks.figures import committed, where_of
 from benchmarks.rows import Row, point_of, spell
 
-__all__ = ["last_call", "markdown", "page"]
+__all__ = ["last_calls", "markdown", "page"]
 
 _COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
@@ -21,18 +21,25 @@ _MORE = {  # column → what of a row it shows, and how; "run" leaves the import
 }
 
 
-def last_call(table: str) -> list[str]:
-    """The rows of a table's last committed call, failed ones too, without what says nothing about random weights."""
+def last_calls(table: str, count: int = 1) -> list[str]:
+    """The rows of a table's last committed calls, one table each: failed ones too, without what random weights say.
+
+    Ratios hold within a call, so that arms of two calls stay apart.
+    """
     rows = committed(table)
-    rows = [row for row in rows if row["call"] == rows[-1]["call"]]
-    lines = markdown(rows, without=("tokens/s", "MFU", "accuracy"))
-    return [*lines, "", where_of([row for row in rows if row["environment"]])]
+    lines: list[str] = []
+    for call in sorted({row["call"] for row in rows})[-count:]:
+        one = [row for row in rows if row["call"] == call]
+        lines += [*markdown(one, without=("tokens/s", "MFU", "accuracy")), ""]
+        lines += [where_of([row for row in one if row["environment"]]), ""]
+    return lines[:-1]
 
 
 def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> Iterator[str]:
     """The rows as a Markdown table, speed-up over the first arm of each point.
 
-    Where arms have several ranks, their efficiency is that speed-up over their number.
+    Arms with several ranks have an efficiency: their speed-up over the arm of one rank with the same name after a comma
+    ("1 GPU, 128 each" for "2 GPUs, 128 each"), over their number.
     Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
     """
     more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
@@ -49,6 +56,7 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> Iterator[str]:
         if row["arm"] == rows[0]["arm"] and row["samples_per_sec"]:
             first[point] = row["samples_per_sec"]["median"]
         cells = {"arm": row["arm"], "point": point, **_measured(row, first.get(point)), **_more(row)}
+        cells["efficiency"] = _efficiency(row, rows)
         yield f"| {' | '.join(cells.get(column, '') for column in columns)} |"
 
 
@@ -62,12 +70,22 @@ def _measured(row: Row, base: float | None) -> dict[str, str]:
     return {
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,
         "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
-        "efficiency": "–" if base is None else f"{rate['median'] / base / row['ranks']:.1%}",
         "tokens/s": _number(row.get("tokens_per_sec"), ",.0f"),
         "MFU": _number(row.get("mfu"), ".1%"),
         "peak GiB": _number(row["peak_memory_gib"], ".1f"),
         "warm-up s": _number(row["warmup_seconds"], ".1f"),
     }
+
+
+def _efficiency(row: Row, rows: Sequence[Row]) -> str:
+    same = [other for other in rows if other["ranks"] == 1 and _after_comma(other) == _after_comma(row)]
+    if row["ranks"] == 1 or not row["samples_per_sec"] or not (same and same[0]["samples_per_sec"]):
+        return ""
+    return f"{row['samples_per_sec']['median'] / same[0]['samples_per_sec']['median'] / row['ranks']:.1%}"
+
+
+def _after_comma(row: Row) -> str:
+    return str(row["arm"]).partition(", ")[2]
 
 
 def _more(row: Row) -> dict[str, str]:

@@ -9,7 +9,8 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - ``summary TABLE``: every arm of a table beside its first one;
 - ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
 - ``steps TABLE``: steady steps of every arm beside the first one's;
-- ``call TABLE``: every arm of the last call, as the runner prints it, failed ones and published figures too;
+- ``call TABLE [N]``: every arm of the last call, or of the last N, as the runner prints it, failed ones and published
+  figures too;
 - ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
 - ``starts TABLE``: from process start to the first trained step;
 - ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING
 from benchmarks.figures import accuracy, effect, ladder, summary
 from benchmarks.order_table import clashes_of, order_table, ranks_table
 from benchmarks.peer_figures import jobs, kernels, starts, steps
-from benchmarks.printed import last_call
+from benchmarks.printed import last_calls
 from benchmarks.profile_figures import kinds
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def _figure(request: str) -> str:
     if kind == "steps":
         return "\n".join(steps(table))
     if kind == "call":
-        return "\n".join(last_call(table))
+        return "\n".join(last_calls(table, int(names or 1)))
     if kind == "jobs":
         return "\n".join(jobs(table))
     if kind == "starts":

@@ -122,15 +122,26 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
         del found["data.batch_size"]
         return json.dumps(found if rate else {**found, "samples_per_sec": None, "environment": {}})
 
-    lines = [kept("1 GPU", "2026-01-01", 1.0, 1), kept("1 GPU", "2026-01-02", 50, 1)]
-    lines += [kept("2 GPUs", "2026-01-02", 90, 2), kept("4 GPUs", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
+    lines = [
+        kept("1 GPU, a", "2026-01-01", 1.0, 1),
+        kept("1 GPU, a", "2026-01-02", 50, 1),
+        kept("1 GPU, b", "2026-01-02", 60, 1),
+    ]
+    lines += [kept("2 GPUs, a", "2026-01-02", 90, 2), kept("2 GPUs, b", "2026-01-02", 60, 2)]
+    lines += [kept("2 GPUs, alone", "2026-01-02", 60, 2)]
+    lines += [kept("4 GPUs, a", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
     (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert printed.last_call("scaling")[:-1] == [
+    assert printed.last_calls("scaling")[:-1] == [
         "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | efficiency |",
         "|---|---|---|---|---|---|",
-        "| 1 GPU | 50.0 | 1.00 | 2.0 | 3.0 | 100.0% |",
-        "| 2 GPUs | 90.0 | 1.80 | 2.0 | 3.0 | 90.0% |",
-        "| 4 GPUs | failed: needs 4 / fewer |  |  |  |  |",
+        "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 |  |",
+        "| 1 GPU, b | 60.0 | 1.20 | 2.0 | 3.0 |  |",
+        "| 2 GPUs, a | 90.0 | 1.80 | 2.0 | 3.0 | 90.0% |",
+        "| 2 GPUs, b | 60.0 | 1.20 | 2.0 | 3.0 | 50.0% |",
+        "| 2 GPUs, alone | 60.0 | 1.20 | 2.0 | 3.0 |  |",
+        "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |",
         "",
     ]
+    assert printed.last_calls("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]
+    assert printed.last_calls("scaling", 2)[6:] == printed.last_calls("scaling")
