@@ -8,18 +8,20 @@ from typing import Any
 import torch
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 
-__all__ = ["CannotRecord", "Rerun", "graphed"]
+__all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
 
 
-def graphed(model: Any, max_graphs: int = 2) -> GraphedCalls:
-    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
+def graphed(model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = None) -> GraphedCalls:
+    calls = GraphedCalls(model, model.forward, max_graphs, recorder=recorder or Rerun)
+    calls.cut_behind = blocks_to_cut(model, segments)
     calls.install("forward")
     return calls
 
 
 class Rerun:
-    """A recorder as :class:`~composer_speedups.algorithms.cuda_graphs.capture.CUDARecorder` is."""
+    """A recorder as :class:`~composer_speedups.algorithms.cuda_graphs.recorders.CUDARecorder` is."""
 
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool
@@ -48,3 +50,22 @@ class CannotRecord(Rerun):
 
     def record(self, run: Callable[[], Any]) -> Any:
         raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+
+class Logged(Rerun):
+    """Writes down which of its graphs is replayed: 0 is that of the forward pass."""
+
+    def __init__(self, log: list[Any]) -> None:
+        super().__init__()
+        self._log, self._count = log, 0
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        result, replay = super().record(run)
+        number = self._count
+        self._count += 1
+
+        def logged() -> None:
+            self._log.append(number)
+            replay()
+
+        return result, logged

@@ -147,7 +147,7 @@ def test_a_failed_capture_raises_or_gives_up_for_good() -> None:
 
 
 @pytest.mark.pins
-def test_it_is_refused_without_a_gpu_on_several_ranks_and_with_automatic_microbatches() -> None:
+def test_it_is_refused_without_a_gpu_and_with_automatic_microbatches() -> None:
     with pytest.raises(TechniqueError, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
         make_trainer([CUDAGraphs()])
     with pytest.raises(ValueError, match="this one is on the cpu"):
@@ -159,8 +159,7 @@ def test_it_is_refused_without_a_gpu_on_several_ranks_and_with_automatic_microba
         [r.reason for r in CUDAGraphs().requirements(context) if not r.met]
         for context in (Context(cpu), Context(cpu, ranks=2), Context(cpu, microbatch_size="auto"))
     ]
-    assert [len(reasons) for reasons in unmet] == [1, 2, 2]
-    assert "this run has 2" in unmet[1][1]
+    assert [len(reasons) for reasons in unmet] == [1, 1, 2], "several ranks are welcome"
     assert "automatic micro-batches" in unmet[2][1]
 
 

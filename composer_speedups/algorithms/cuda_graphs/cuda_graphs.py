@@ -9,8 +9,11 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+from composer_speedups.algorithms.cuda_graphs.recorders import several_ranks
+from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
@@ -19,29 +22,37 @@ from composer_speedups.errors import CannotRunError
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
 
-def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
+def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
     """Make a model's training calls replay CUDA graphs, captured at the first call of each input shape.
 
     Args:
         model: On a CUDA GPU and in its final form: compiled and unpadded already, if at all, and with all its
-            parameters. Calls of an unpadded model that were not planned run as before.
+            parameters, but not wrapped in DDP yet. Calls of an unpadded model that were not planned run as before.
             Its ``forward`` (or its compiled call) is replaced in place. Arguments are tensors that need no
             gradient, in dicts, lists or by themselves, and plain values.
         max_graphs: Shapes captured; calls of further ones run as before. Each holds its activations' memory. In an
             unpadded model the number of packed tokens is part of the shape.
+        segments: Graphs of each backward pass, cut between the model's repeated blocks, so that DDP sends the
+            gradients of the last blocks while the first ones are computed; a model that cannot be cut has one. By
+            default one in a process that trains alone, and otherwise as many as have 50 MiB of gradients each.
 
     Returns:
-        What now stands for the forward pass; its ``graphs``, ``replays`` and ``eager_calls`` count.
+        What now stands for the forward pass; its ``graphs``, ``replays`` and ``eager_calls`` count, and
+        ``backward_segments`` says how many segments there are.
         :class:`CaptureError` comes from the first call of a shape that cannot be captured: one that waits for
         the GPU, say.
 
     Raises:
-        ValueError: ``max_graphs`` below 1, or a model that is not on a CUDA GPU.
+        ValueError: ``max_graphs`` or ``segments`` below 1, a model that is not on a CUDA GPU, or one that DDP wraps already.
 
     Source: torch.cuda.make_graphed_callables, whose steps this follows.
     """
     if max_graphs < 1:
         raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")
+    if segments is not None and segments < 1:
+        raise ValueError(f"segments must be at least 1, not {segments}")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError("no communication can be captured: apply this to the model before DDP wraps it")
     device = next((p.device.type for p in model.parameters()), "cpu")
     if device != "cuda":
         raise ValueError(f"CUDA graphs need a model on a CUDA GPU, and this one is on the {device}")
@@ -51,6 +62,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4) -> GraphedCalls:
         current = GraphedCalls(model, current, max_graphs)
         current.install(attribute)
     current.max_graphs = max_graphs
+    current.cut_behind = blocks_to_cut(model, segments) if segments is not None or several_ranks() else ()
     current.carries = [(encoder, "plan") for encoder in unpadded_encoders(model)]
     return current
 
@@ -64,14 +76,13 @@ class CUDAGraphs(Technique):
 
     Raises:
         ValueError: ``max_graphs`` below 1.
-        TechniqueError: At INIT, without a GPU, on more than one rank, with automatic micro-batches, or beside a
-            torch_compile mode that makes graphs itself; in the second batch, the first that is captured, when it
-            cannot be.
+        TechniqueError: At INIT, without a GPU, under FSDP, with automatic micro-batches, or beside a torch_compile
+            mode that makes graphs itself; in the second batch, the first that is captured, when it cannot be.
     """
 
     name = "cuda_graphs"
     stage = Stage.GRAPHS
-    not_sharded = "graphs are captured of whole weights, on one rank"
+    not_sharded = "graphs are captured of whole weights"
     fixed_shapes = True
     clashes_with_settings: ClassVar[dict[str, str]] = {
         "torch_compile": "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves"
@@ -87,11 +98,6 @@ class CUDAGraphs(Technique):
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "capturing graphs")
-        yield Requirement(
-            context.ranks == 1,
-            f"graphs are captured on one rank, and this run has {context.ranks}",
-            "train on one GPU, or take it out",
-        )
         yield Requirement(
             context.microbatch_size != "auto",
             "automatic micro-batches change the shapes that were captured",
@@ -136,6 +142,8 @@ class CUDAGraphs(Technique):
                 "no training batch replayed a graph", "train longer, and through the model's forward()"
             )
         found: dict[str, Any] = {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
+        if self._calls.backward_segments > 1:
+            found["backward_segments"] = self._calls.backward_segments
         if self._ended and found["eager_calls"] > found["replays"]:
             found["note"] = "most batches had a shape of their own; raise max_graphs, or round the shapes"
         return found

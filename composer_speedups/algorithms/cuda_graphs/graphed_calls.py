@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder, Recorder, SharedGradients, capture_call
+from composer_speedups.algorithms.cuda_graphs.capture import capture_call
+from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder, Recorder
+from composer_speedups.algorithms.cuda_graphs.shared_gradients import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.stand_ins import StandIns
 from composer_speedups.errors import first_line
 
@@ -36,6 +38,8 @@ class GraphedCalls:
     Attributes:
         carries: Modules and their attributes that a call reads beside its arguments: tensors and plain values, in
             tuples. They count as arguments; while one is None, calls go to the original.
+        cut_behind: Blocks of the model that part its backward pass into segments, a graph each; none at first. See
+            :mod:`.segments`.
         pool: Memory pool that the graphs share, from ``torch.cuda.graph_pool_handle``; None gives each its own.
             Sharing needs every call's backward pass to come before the next call.
         replays: Calls that replayed a graph.
@@ -54,6 +58,7 @@ class GraphedCalls:
     ) -> None:
         self.model, self.original, self.max_graphs, self._recorder = model, original, max_graphs, recorder
         self.carries: list[tuple[nn.Module, str]] = []
+        self.cut_behind: Sequence[nn.Module] = ()
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._gradients: SharedGradients | None = None
@@ -63,8 +68,13 @@ class GraphedCalls:
 
     @property
     def graphs(self) -> int:
-        """Graphs captured; each is one of the forward and one of the backward pass."""
+        """Graphs captured; each is one of the forward pass and one of each segment of the backward pass."""
         return len(self._graphs)
+
+    @property
+    def backward_segments(self) -> int:
+        """Segments that the backward pass has; the fewest of any shape's."""
+        return min((graph.segments for graph in self._graphs.values()), default=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training or not torch.is_grad_enabled():
@@ -82,7 +92,8 @@ class GraphedCalls:
                 if self._gradients is None:
                     self._gradients = SharedGradients(self.model.parameters())
                 flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
-                self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, self._recorder(self.pool))
+                recorder = self._recorder(self.pool)
+                self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, recorder, self.cut_behind)
             except CaptureError as error:
                 self.on_failure(error)
                 self.release()
@@ -130,7 +141,13 @@ class _Graph:
     """One captured forward and backward pass."""
 
     def __init__(
-        self, model: nn.Module, flat: _FlatCall, leaves: list[Any], gradients: SharedGradients, recorder: Recorder
+        self,
+        model: nn.Module,
+        flat: _FlatCall,
+        leaves: list[Any],
+        gradients: SharedGradients,
+        recorder: Recorder,
+        cut_behind: Sequence[nn.Module],
     ) -> None:
         self._flat = flat
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
@@ -139,7 +156,8 @@ class _Graph:
             # The cache of autocast would hand tensors of one replay to the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
             with _undone_when_it_fails(), autocast:
-                self._replay = capture_call(flat, static, flat.stand_ins.of(gradients.parameters), gradients, recorder)
+                stand_ins = flat.stand_ins.of(gradients.parameters)
+                self._replay = capture_call(flat, static, stand_ins, gradients, recorder, cut_behind)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -148,6 +166,10 @@ class _Graph:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # a pass that is under way may have saved it
                     buffer.copy_(before)
+
+    @property
+    def segments(self) -> int:
+        return self._replay.segments
 
     def __call__(self, leaves: list[Any]) -> Any:
         outputs = self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))

@@ -1,0 +1,49 @@
+"""One place for the gradients of all captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["SharedGradients"]
+
+
+class SharedGradients:
+    """One buffer a parameter, for the gradients of whatever graph was replayed last.
+
+    autograd takes a buffer itself as ``parameter.grad`` where there was none.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._buffers: dict[nn.Parameter, Tensor] = {}
+
+    def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
+        """Make the buffers that gradients such as these need, outside of a capture; the parameters that have some."""
+        found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
+        for parameter, gradient in found:
+            if parameter not in self._buffers:
+                self._buffers[parameter] = torch.empty_like(gradient)
+        return frozenset(parameter for parameter, _ in found)
+
+    def fill(self, gradients: Sequence[Tensor | None], begun: Container[nn.Parameter] = ()) -> None:
+        """Write the gradients to their buffers; those of ``begun`` are added to what is there."""
+        found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
+        for write, pairs in (
+            (torch._foreach_copy_, [(self._buffers[p], g) for p, g in found if p not in begun]),
+            (torch._foreach_add_, [(self._buffers[p], g) for p, g in found if p in begun]),
+        ):
+            if pairs:
+                write([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
+
+    def let_go(self) -> None:
+        """Give parameters whose gradient lies in a buffer a copy of it, before the buffer is written to."""
+        for parameter, buffer in self._buffers.items():
+            if parameter.grad is not None and parameter.grad.data_ptr() == buffer.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
+    def of(self, parameters: Iterable[nn.Parameter], taught: Container[nn.Parameter]) -> list[Tensor | None]:
+        """The buffers of ``parameters``; None for those that are not among ``taught``."""
+        return [self._buffers[p].detach() if p in taught else None for p in parameters]
