@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -44,7 +45,7 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> Iterator[str]:
     """
     more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
     if any(row["ranks"] > 1 for row in rows):
-        more = ["efficiency", *more]
+        more = ["median step, ms", "efficiency", *more]
     columns = [column for column in (*_COLUMNS, *more) if column not in without]
     if not any(map(point_of, rows)):
         columns.remove("point")
@@ -56,7 +57,7 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> Iterator[str]:
         if row["arm"] == rows[0]["arm"] and row["samples_per_sec"]:
             first[point] = row["samples_per_sec"]["median"]
         cells = {"arm": row["arm"], "point": point, **_measured(row, first.get(point)), **_more(row)}
-        cells["efficiency"] = _efficiency(row, rows)
+        cells |= {"efficiency": _efficiency(row, rows), "median step, ms": _median_step(row)}
         yield f"| {' | '.join(cells.get(column, '') for column in columns)} |"
 
 
@@ -82,6 +83,11 @@ def _efficiency(row: Row, rows: Sequence[Row]) -> str:
     if row["ranks"] == 1 or not row["samples_per_sec"] or not (same and same[0]["samples_per_sec"]):
         return ""
     return f"{row['samples_per_sec']['median'] / same[0]['samples_per_sec']['median'] / row['ranks']:.1%}"
+
+
+def _median_step(row: Row) -> str:
+    runs = [run[1] for run in row.get("step_seconds_p10_p50_p90") or []]
+    return f"{1e3 * statistics.median(runs):.1f}" if runs else ""
 
 
 def _after_comma(row: Row) -> str:

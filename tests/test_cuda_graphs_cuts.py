@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composer_speedups.algorithms.cuda_graphs.capture import capture_call
-from composer_speedups.algorithms.cuda_graphs.segments import _Cut, blocks_to_cut, cut_points
+from composer_speedups.algorithms.cuda_graphs import capture
+from composer_speedups.algorithms.cuda_graphs.segments import Segments, blocks_to_cut, cut_points
 from composer_speedups.algorithms.cuda_graphs.shared_gradients import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.stand_ins import StandIns
 from tests.reference.loop import gradients
@@ -69,6 +68,24 @@ def every_state(model: Blocks, x: Tensor) -> Any:
     return (model.head(found[-1]), *found[1:])
 
 
+class Once(torch.autograd.Function):
+    """The square, whose backward pass overwrites what it keeps, where autograd would not notice a second one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = 2 * x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.kept.mul_(gradient).clone()
+
+
+def around_all_cuts(model: Blocks, x: Tensor) -> Any:
+    found = states(model, Once.apply(x.detach() + model.first.bias))
+    return (model.head(found[-1]) + found[0].sum(),)
+
+
 def twice(model: Blocks, x: Tensor) -> Any:
     return (model.head(states(model, states(model, x)[-1])[-1]),)
 
@@ -97,6 +114,7 @@ def unused(model: Blocks, x: Tensor) -> Any:
         (from_a_cut, 4),
         (every_state, 4),
         (from_within_a_segment, 1),
+        (around_all_cuts, 1),
         (all_states, 1),
         (twice, 1),
         (backwards, 1),
@@ -187,23 +205,22 @@ def test_segments_are_worth_sending(sizes: list[int], points: list[int]) -> None
     assert cut_points([size * 2**20 for size in sizes]) == points
 
 
-def test_nothing_of_a_call_is_kept_when_it_is_captured() -> None:
+def test_nothing_of_a_call_is_kept_when_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks(every_state)
-    shared = SharedGradients(model.parameters())
-    stand_ins = StandIns(model)
+    made: list[Segments] = []
+    shared, stand_ins = SharedGradients(model.parameters()), StandIns(model)
+
+    class Kept(Segments):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(capture, "Segments", Kept)
 
     def call(x: Tensor) -> tuple[Tensor, ...]:
         with stand_ins.in_place():
             return tuple(model(x))
 
-    before = live(_Cut)
-    captured = capture_call(
-        call, [torch.ones(5, 3)], stand_ins.of(shared.parameters), shared, Rerun(), blocks_to_cut(model, 4)
-    )
-    assert captured.segments == 4
-    assert live(_Cut) == before
-
-
-def live(kind: type) -> int:
-    gc.collect()
-    return sum(type(thing) is kind for thing in gc.get_objects())
+    leaves, blocks = stand_ins.of(shared.parameters), blocks_to_cut(model, 4)
+    assert capture.capture_call(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
+    assert [(each._outputs, each._cuts, each._visited) for each in made] == [((), [], set())]

@@ -119,6 +119,7 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
 ) -> None:
     def kept(arm: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
         found = row(arm, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None))
+        found["step_seconds_p10_p50_p90"] = [[0.0, 1 / rate, 9.0]] * 3 if rate else None
         del found["data.batch_size"]
         return json.dumps(found if rate else {**found, "samples_per_sec": None, "environment": {}})
 
@@ -133,14 +134,14 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
     (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert printed.last_calls("scaling")[:-1] == [
-        "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | efficiency |",
-        "|---|---|---|---|---|---|",
-        "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 |  |",
-        "| 1 GPU, b | 60.0 | 1.20 | 2.0 | 3.0 |  |",
-        "| 2 GPUs, a | 90.0 | 1.80 | 2.0 | 3.0 | 90.0% |",
-        "| 2 GPUs, b | 60.0 | 1.20 | 2.0 | 3.0 | 50.0% |",
-        "| 2 GPUs, alone | 60.0 | 1.20 | 2.0 | 3.0 |  |",
-        "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |",
+        "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | median step, ms | efficiency |",
+        "|---|---|---|---|---|---|---|",
+        "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 | 20.0 |  |",
+        "| 1 GPU, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
+        "| 2 GPUs, a | 90.0 | 1.80 | 2.0 | 3.0 | 11.1 | 90.0% |",
+        "| 2 GPUs, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 | 50.0% |",
+        "| 2 GPUs, alone | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
+        "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |  |",
         "",
     ]
     assert printed.last_calls("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]

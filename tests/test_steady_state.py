@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from composer.loggers import InMemoryLogger
+from composer.utils import dist
 
 from composer_speedups import ThroughputMonitor, TorchCompile
 from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.clock import PhaseClock
 from tests.clock import Clock
 from tests.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.ranks import on_ranks
 
 
 @pytest.mark.pins
@@ -88,6 +90,34 @@ def test_capturing_a_graph_is_warm_up_wherever_it_happens(monkeypatch: pytest.Mo
     assert [b.steady for b in monitor.batches] == [False, True, True, True]
     assert monitor.summary()["warmup_seconds"] == pytest.approx(0.5 + 3.0)
     assert monitor.summary()["samples_per_sec"] == pytest.approx(4 / 0.5)
+
+
+def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
+    """Batches of half a second; rank 1 captures for three seconds in the third, for which rank 0 waits."""
+    clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [0.0]
+    monitor.clock = PhaseClock(clock)
+    module.capture_seconds = lambda: captured[0]  # of this process, which ends with the function
+    trainer = make_trainer(batches=plain_batches(5), callbacks=[monitor])
+    forward = trainer.state.model.forward
+
+    def capture(inputs: Any) -> Any:
+        taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
+        captured[0] += taken * dist.get_global_rank()
+        clock.now += 0.5 + taken
+        return forward(inputs)
+
+    trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
+    trainer.fit()
+    trainer.close()
+    return monitor.summary(), [b.steady for b in monitor.batches]
+
+
+def test_what_one_rank_captures_is_no_steady_state_of_those_that_wait() -> None:
+    for summary, steady in on_ranks(one_rank_captures):
+        assert steady == [False, True, False, True, True]
+        assert summary["samples_per_sec"] == pytest.approx(2 * 4 / 0.5)
+        assert summary["steady_batches"] == 3
+        assert summary["warmup_seconds"] == pytest.approx(0.5 + 3.5)
 
 
 def labelled() -> Any:

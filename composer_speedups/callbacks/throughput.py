@@ -31,7 +31,9 @@ class ThroughputMonitor(Callback):
     A rate is samples (or tokens) over the time of training steps *and* of waiting for data; evaluation and
     checkpoint writing are left out and logged on their own. The first ``warmup_batches`` batches, every batch in
     which torch.compile compiled something, and the capturing of CUDA graphs are no steady state: they are left out
-    of the rates and make up ``warmup_seconds``. The first value is logged before batch 10.
+    of the rates and make up ``warmup_seconds``. Of several ranks, so is a batch in which another one did either, since
+    they wait for it; that is known at the end, and what was logged before it stays. The first value is logged before
+    batch 10.
 
     Where the host runs ahead of a GPU, the monitor waits for it at the end of each batch that is no steady state,
     before an evaluation and at the end, so that no step's time is left out or counted elsewhere.
@@ -89,7 +91,8 @@ class ThroughputMonitor(Callback):
         """Of the batch that is about to end."""
         trained = len(self.batches) - self._resumed
         warm = trained >= max(self.warmup_batches, self._resumed > 0)  # the first skips to its place in the data
-        return warm and counters["stats"]["unique_graphs"] == self._graphs
+        alone = dist.get_world_size() == 1 or capture_seconds() == self._capturing  # others wait for a capture too
+        return warm and alone and counters["stats"]["unique_graphs"] == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
         """What the GPU still has to do belongs to the last batch."""
@@ -164,6 +167,7 @@ class ThroughputMonitor(Callback):
     def _end_fit(self, state: State) -> None:
         for phase, seconds in self.clock.take().items():
             self.totals[phase] += seconds
+        self._agree_on_steady()
         steady = [b for b in self.batches if b.steady]
         measured = steady or self.batches
         if not measured:
@@ -192,6 +196,14 @@ class ThroughputMonitor(Callback):
             "other_batches": len(self.batches) - len(steady),
             "peak": None if self._peak is None else self._peak._asdict(),
         }
+
+    def _agree_on_steady(self) -> None:
+        unsteady = [batch.index for batch in self.batches if not batch.steady]
+        everywhere = set().union(*dist.all_gather_object(unsteady))
+        for batch in self.batches:
+            if batch.steady and batch.index in everywhere:
+                batch.steady = False
+                self._unsteady += batch.seconds
 
     def state_dict(self) -> dict[str, Any]:
         phases = self.totals.keys() | self.clock.seconds.keys()

@@ -43,7 +43,8 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
         the GPU, say.
 
     Raises:
-        ValueError: ``max_graphs`` or ``segments`` below 1, a model that is not on a CUDA GPU, or one that DDP wraps already.
+        ValueError: ``max_graphs`` or ``segments`` below 1, or a model that is not on a CUDA GPU or that DDP wraps
+            already.
 
     Source: torch.cuda.make_graphed_callables, whose steps this follows.
     """
