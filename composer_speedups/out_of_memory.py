@@ -13,7 +13,7 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
 from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.sharding import offloading
+from composer_speedups.sharding import gradients_in_buckets, offloading
 
 __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
@@ -38,6 +38,10 @@ class MicrobatchTrainer(Trainer):
 
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     by_tokens: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with gradients_in_buckets():
+            super().__init__(*args, **kwargs)
 
     def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
         with offloading(self.state.fsdp_config):

@@ -17,19 +17,28 @@ from typing import Any
 import torch
 from composer import algorithms
 from composer.core import Event, State
-from composer.distributed import fsdp2
+from composer.distributed import dist_strategy, fsdp2
 from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.config.schema import TrainerConfig
 from composer_speedups.errors import ConfigError
 from composer_speedups.state import local_shard
 
-__all__ = ["GradientClipping", "Sharding", "check_sharding", "offloading", "parallelism_of", "sharded_blocks"]
+__all__ = [
+    "GradientClipping",
+    "Sharding",
+    "check_sharding",
+    "gradients_in_buckets",
+    "offloading",
+    "parallelism_of",
+    "sharded_blocks",
+]
 
 
 @dataclass
@@ -103,6 +112,22 @@ def offloading(config: Any) -> Iterator[None]:
         yield
     finally:
         composers.fully_shard = fully_shard
+
+
+@contextlib.contextmanager
+def gradients_in_buckets() -> Iterator[None]:
+    """Around the making of a Trainer: under DDP gradients stay in the buckets that ranks add up, as views of them.
+
+    Composer passes no such option on to DDP, which then copies each gradient out of its bucket again, when all is
+    computed and nothing else is left to do. The values are the same, and the memory is less by the gradients'. Source:
+    ``gradient_as_bucket_view`` of DistributedDataParallel.
+    """
+    composers: Any = dist_strategy
+    composers.DistributedDataParallel = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
+    try:
+        yield
+    finally:
+        composers.DistributedDataParallel = DistributedDataParallel
 
 
 class GradientClipping(algorithms.GradientClipping):

@@ -37,9 +37,15 @@ def mean_of_ranks(lengths: list[list[list[int]]], width: int | None = None) -> d
 
 def train(steps: list[list[list[list[int]]]], segments: int = 1) -> tuple[int, int, int]:
     """Steps of micro-batches of each rank's row lengths; the last micro-batch of a step is synchronised."""
+    counts = [_train(steps, segments, views) for views in (True, False)]  # as train.py has it, and as Composer does
+    assert counts[0] == counts[1]
+    return counts[0]
+
+
+def _train(steps: list[list[list[list[int]]]], segments: int, views: bool) -> tuple[int, int, int]:
     rank, model = dist.get_rank(), tiny_bert()
     calls: GraphedCalls = graphed(model, segments=segments)
-    shared: Any = DistributedDataParallel(model)
+    shared: Any = DistributedDataParallel(model, gradient_as_bucket_view=views)
     for step in steps:
         shared.zero_grad()
         for micro, rows in enumerate(step):

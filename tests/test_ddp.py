@@ -1,0 +1,62 @@
+"""DDP as train.py has it: gradients are views of the buckets that ranks add up, and what one process computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from composer.core import Callback, State
+from composer.distributed import dist_strategy
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composer_speedups.models import FinetuneModel
+from composer_speedups.out_of_memory import MicrobatchTrainer
+from composer_speedups.state import model_of
+from tests.common import make_trainer, tiny_bert
+from tests.ranks import on_ranks
+from tests.reference.composition import batches
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+class LastGradients(Callback):
+    """What the optimizer steps with, and how many pieces of memory hold it."""
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        parameters = list(model_of(state).parameters())
+        self.found = gradients(model_of(state).model)
+        self.pieces = len({p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None})
+
+
+def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
+    model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+    model.model.config.problem_type = "single_label_classification"
+    last = LastGradients()
+    trainer = make_trainer(
+        batches=batches(dist.get_world_size()),
+        max_duration="4ba",
+        model=model,
+        callbacks=[last],
+        cls=MicrobatchTrainer,
+        device_train_microbatch_size=microbatch,
+    )
+    trainer.fit()
+    trainer.close()
+    return last.found, last.pieces
+
+
+@pytest.mark.parametrize("microbatch", [2, 1])
+def test_gradients_lie_in_the_buckets_and_are_those_of_one_process(microbatch: int) -> None:
+    expected, pieces = trained(2 * microbatch)
+    assert pieces == len(expected)
+    for found, pieces in on_ranks(lambda: trained(microbatch)):
+        assert_near(found, expected)
+        assert pieces < 4, "tiny BERT's are a few hundred KiB, and a bucket 25 MiB"
+
+
+def test_composers_own_trainer_is_left_alone() -> None:
+    make_trainer(cls=MicrobatchTrainer).close()
+    assert dist_strategy.DistributedDataParallel is DistributedDataParallel
