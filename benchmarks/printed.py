@@ -86,7 +86,7 @@ def _efficiency(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _median_step(row: Row) -> str:
-    runs = [run[1] for run in row.get("step_seconds_p10_p50_p90") or []]
+    runs = [run[1] for run in row.get("step_seconds_p10_p50_p90") or [] if run]  # one without steps has None
     return f"{1e3 * statistics.median(runs):.1f}" if runs else ""
 
 
