@@ -70,14 +70,10 @@ def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    trained = _wordpiece()
     # The trainer numbers characters within words in the order of a hash table, and breaks ties by those numbers. Given
-    # beforehand they have the same in every process.
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=[*_SPECIAL.values(), *_inner_pieces(trained, texts)], show_progress=False
-    )
-    trained.train_from_iterator(texts, trainer)
-    tokenizer = _wordpiece(trained.get_vocab())  # there, those pieces would be special
+    # beforehand they have the same in every process: a vocabulary of no size has them all, and nothing that is merged.
+    inner = sorted(token for token in _vocabulary(texts, 0, []) if token.startswith("##"))
+    tokenizer = _wordpiece(_vocabulary(texts, vocab_size, inner))  # a new one, where those are not special
     cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
@@ -87,18 +83,20 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     )
 
 
-def _wordpiece(vocab: dict[str, int] | None = None) -> Any:
-    tokenizer: Any = Tokenizer(models.WordPiece(vocab or {}, unk_token=_SPECIAL["unk"]))  # type: ignore[call-arg]
+def _vocabulary(texts: list[str], size: int, first: list[str]) -> dict[str, int]:
+    """What WordPiece learns from the texts: the special tokens, those of ``first``, characters and merges of them."""
+    tokenizer = _wordpiece({})
+    special = [*_SPECIAL.values(), *first]
+    trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer.get_vocab()
+
+
+def _wordpiece(vocab: dict[str, int]) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=_SPECIAL["unk"]))  # type: ignore[call-arg]
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     return tokenizer
-
-
-def _inner_pieces(tokenizer: Any, texts: list[str]) -> list[str]:
-    """``##c`` for each character that some word has after its first."""
-    parts = {part for text in texts for part in tokenizer.normalizer.normalize_str(text).split()}
-    words = (word for part in parts for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(part))
-    return sorted({f"##{character}" for word in words for character in word[1:]})
 
 
 def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
