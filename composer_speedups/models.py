@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from composer_speedups.errors import ConfigError, first_line
 from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.metrics import gather_alike
 from composer_speedups.model_names import SIZES, resolve_name
+from composer_speedups.replaced import replaced
 
 __all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
@@ -82,7 +81,8 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
         metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
     for metric in metrics:  # counts and sums, of one shape on all ranks
         metric.dist_sync_fn = gather_alike
-    with _no_causal_lm():
+    # To find out whether a model is a causal LM, Composer imports all of transformers' 180, for seconds.
+    with replaced(huggingface, "_is_registered_causal_lm", lambda model: False):
         return FinetuneModel(
             model,
             tokenizer=tokenizer,
@@ -90,17 +90,6 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
             metrics=metrics if config.train_metrics else None,
             eval_metrics=metrics,
         )
-
-
-@contextlib.contextmanager
-def _no_causal_lm() -> Iterator[None]:
-    """Tell Composer that a model is no causal LM: to find out, it imports all of transformers' 180, for seconds."""
-    asked = huggingface._is_registered_causal_lm
-    huggingface._is_registered_causal_lm = lambda model: False
-    try:
-        yield
-    finally:
-        huggingface._is_registered_causal_lm = asked
 
 
 def _dropout(rate: float) -> dict[str, float]:

@@ -25,6 +25,8 @@ from composer_speedups.errors import NotEngagedError, TechniqueError
 from tests.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import gradients, train_plainly
 from tests.reference.tolerance import assert_near
+from tests.test_cuda_graphs_segments import bert
+from tests.waiting import no_waiting
 
 
 @pytest.mark.gpu
@@ -212,13 +214,13 @@ def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
 @pytest.mark.parametrize("shared", [False, True])
-def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(shared: bool) -> None:
+@pytest.mark.parametrize("segments", [1, 3, 5])
+def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(segments: int, shared: bool) -> None:
     """Micro-batches of several sizes, in bf16, against the same unpadded model without graphs."""
-    eager, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
+    eager, model = (nn.Module.cuda(bert()) for _ in range(2))
     for each in (eager, model):
-        each.config.problem_type = "single_label_classification"
         apply_unpadding(each, 16)
-    calls = apply_cuda_graphs(model)
+    calls = apply_cuda_graphs(model, segments=segments)
     calls.pool = torch.cuda.graph_pool_handle() if shared else None
     for turn in range(3):  # the first captures
         for each in (eager, model):
@@ -226,15 +228,12 @@ def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(shared: boo
             for i, lengths in enumerate(UNEVEN):
                 one = batch(lengths, 16, seed=10 * turn + i)
                 inputs = {k: v.cuda() for k, v in one.items()}
-                torch.cuda.set_sync_debug_mode("error" if turn else "default")
-                try:
+                with no_waiting(strict=turn > 0):
                     plan_unpadding(each, one["attention_mask"])
                     with torch.autocast("cuda", torch.bfloat16):
                         loss = each(**inputs).loss
                     loss.backward()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
         assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
-    assert (calls.graphs, calls.replays, calls.eager_calls) == (3, 21, 0)
+    assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
     plan_unpadding(model, None)
     calls.release()

@@ -13,13 +13,11 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups import CUDAGraphs, SDPAAttention, TorchCompile, apply_cuda_graphs, apply_unpadding
+from composer_speedups import CUDAGraphs, SDPAAttention, TorchCompile, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs import cuda_graphs
-from composer_speedups.algorithms.unpadding import plan_unpadding
-from tests.common import batch, final_weights, make_trainer, plain_batches
-from tests.reference.loop import gradients, train_plainly
+from tests.common import final_weights, make_trainer, plain_batches
+from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
-from tests.test_cuda_graphs_gpu import UNEVEN
 from tests.test_cuda_graphs_segments import bert
 from tests.test_fsdp_gpu import job
 
@@ -41,36 +39,6 @@ def test_replays_in_segments_train_like_plain_pytorch(compiled: bool, monkeypatc
     assert_near(trained, expected.weights, what="weights")
     wanted = ("graphs", "replays", "eager_calls", "backward_segments")
     assert [technique.evidence[key] for key in wanted] == [1, 5, 1, 3]
-
-
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("segments", [3, 5])
-def test_micro_batches_of_several_sizes_add_up_without_waiting(shared: bool, segments: int) -> None:
-    """In bf16 with the flash kernel, against the same unpadded model without graphs."""
-    eager, model = (nn.Module.cuda(bert()) for _ in range(2))
-    for each in (eager, model):
-        apply_unpadding(each, 16)
-    calls = apply_cuda_graphs(model, segments=segments)
-    calls.pool = torch.cuda.graph_pool_handle() if shared else None
-    for turn in range(3):  # the first captures
-        for each in (eager, model):
-            each.zero_grad()
-            for i, lengths in enumerate(UNEVEN):
-                one = batch(lengths, 16, seed=10 * turn + i)
-                inputs = {k: v.cuda() for k, v in one.items()}
-                torch.cuda.set_sync_debug_mode("error" if turn else "default")
-                try:
-                    plan_unpadding(each, one["attention_mask"])
-                    with torch.autocast("cuda", torch.bfloat16):
-                        loss = each(**inputs).loss
-                    loss.backward()
-                finally:
-                    torch.cuda.set_sync_debug_mode("default")
-        assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
-    assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
-    plan_unpadding(model, None)
-    calls.release()
 
 
 def test_segments_bring_no_activations_of_their_own() -> None:

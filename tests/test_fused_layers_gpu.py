@@ -18,6 +18,7 @@ from tests.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.masks import masked_batch, random_masks
 from tests.models import FAMILIES, HEADS, tiny_model
 from tests.reference.nearness import distance, values
+from tests.waiting import no_waiting
 
 # torch says once a process that its debug mode may miss synchronizations.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
@@ -55,14 +56,11 @@ def test_a_planned_step_never_waits_for_the_gpu() -> None:
     apply_fused_layers(model)
     for i, step in enumerate([batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]):
         inputs = {k: v.cuda() for k, v in step.items()}
-        torch.cuda.set_sync_debug_mode("error" if i else "default")
-        try:
+        with no_waiting(strict=i > 0):
             plan_unpadding(model, step["attention_mask"])
             with torch.autocast("cuda", torch.bfloat16):
                 loss = model(**inputs).loss
             loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_same_seed_trains_alike_and_dropout_is_drawn_anew_each_step() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.models import huggingface
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
@@ -136,3 +137,13 @@ def test_flops_leave_padding_out() -> None:
     assert training_flops(config, lengths[0], "mlm") == 3 * (layers * (linear + attention) + head)  # type: ignore
     assert batch_lengths({"input_ids": torch.ones(2, 3)}).tolist() == [3, 3]  # type: ignore[union-attr]
     assert batch_lengths((torch.ones(2), torch.ones(2))) is None
+
+
+def test_composer_is_told_that_a_classifier_is_no_causal_lm(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(model: Any) -> bool:
+        raise AssertionError("all of transformers' causal LMs are imported")
+
+    assert huggingface._is_registered_causal_lm(tiny_bert()) is False, "which is what Composer would find"
+    monkeypatch.setattr(huggingface, "_is_registered_causal_lm", slow)
+    assert build_model(ModelConfig(init="random", size="tiny"), tokenizer, 16).shift_labels is False
+    assert huggingface._is_registered_causal_lm is slow, "for other models it asks"

@@ -13,16 +13,14 @@ from typing import Any
 import pytest
 import torch
 from composer.loggers import InMemoryLogger
-from composer.models import huggingface
 from composer.utils.collect_env import get_cpu_model
 
 from composer_speedups.callbacks.startup import StartupTimes
 from composer_speedups.cli import exit_codes
 from composer_speedups.config import Config
-from composer_speedups.models import _no_causal_lm
 from composer_speedups.report import summary_table
 from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
-from tests.common import make_trainer, tiny_bert
+from tests.common import make_trainer
 from tests.conftest import ROOT
 from tests.jobs import run
 
@@ -133,15 +131,6 @@ def test_bytecode_is_left_to_python_where_it_keeps_it_or_the_user_says_where() -
     assert not Path("cache").exists()
     with kept_bytecode(Config()) as kept:  # torch is loaded here
         assert not kept
-
-
-@pytest.mark.pins
-def test_composer_is_told_that_a_classifier_is_no_causal_lm() -> None:
-    asked = huggingface._is_registered_causal_lm
-    with _no_causal_lm():
-        assert huggingface.HuggingFaceModel(tiny_bert()).shift_labels is False
-    assert huggingface._is_registered_causal_lm is asked
-    assert asked(tiny_bert()) is False, "which is what it would have found"
 
 
 def test_composer_knows_the_processor_before_its_trainer_asks() -> None:

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
+from composer.utils import dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.recorders import several_ranks
 from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
@@ -63,7 +63,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
         current = GraphedCalls(model, current, max_graphs)
         current.install(attribute)
     current.max_graphs = max_graphs
-    current.cut_behind = blocks_to_cut(model, segments) if segments is not None or several_ranks() else ()
+    current.cut_behind = blocks_to_cut(model, segments) if segments is not None or dist.get_world_size() > 1 else ()
     current.carries = [(encoder, "plan") for encoder in unpadded_encoders(model)]
     return current
 

@@ -7,9 +7,9 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import distributed as dist
+from composer.utils import dist
 
-__all__ = ["CUDARecorder", "Recorder", "several_ranks"]
+__all__ = ["CUDARecorder", "Recorder"]
 
 
 class Recorder(Protocol):
@@ -47,15 +47,10 @@ class CUDARecorder:
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         # On several ranks a thread of NCCL's asks the GPU how its work stands, which "global" forbids all threads.
-        mode = "thread_local" if several_ranks() else "global"
+        mode = "thread_local" if dist.get_world_size() > 1 else "global"
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             result = run()
         return result, graph.replay
-
-
-def several_ranks() -> bool:
-    """Whether this process trains together with others."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @cache
