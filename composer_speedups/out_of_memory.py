@@ -13,7 +13,7 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
 from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.sharding import gradients_in_buckets, offloading
+from composer_speedups.sharding import lean_ddp, offloading
 
 __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
@@ -40,7 +40,7 @@ class MicrobatchTrainer(Trainer):
     by_tokens: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with gradients_in_buckets():
+        with lean_ddp():
             super().__init__(*args, **kwargs)
 
     def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:

@@ -7,10 +7,9 @@ Composer 0.32's FSDP1 runs on GPUs only, wraps a Hugging Face model in one piece
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,13 +27,14 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.config.schema import TrainerConfig
 from composer_speedups.errors import ConfigError
+from composer_speedups.replaced import replaced
 from composer_speedups.state import local_shard
 
 __all__ = [
     "GradientClipping",
     "Sharding",
     "check_sharding",
-    "gradients_in_buckets",
+    "lean_ddp",
     "offloading",
     "parallelism_of",
     "sharded_blocks",
@@ -97,37 +97,30 @@ def sharded_blocks(model: nn.Module) -> None:
     inner.fsdp_wrap_fn = lambda module: id(module) in blocks
 
 
-@contextlib.contextmanager
-def offloading(config: Any) -> Iterator[None]:
+def offloading(config: Any) -> AbstractContextManager[None]:
     """Around Composer's wrapping of the model: with ``Sharding(offload=True)`` the shards go to host memory.
 
     Composer passes no offload policy on to ``fully_shard``.
     """
     if not getattr(config, "offload", False):
-        yield
-        return
-    composers: Any = fsdp2
-    composers.fully_shard = functools.partial(fully_shard, offload_policy=CPUOffloadPolicy())
-    try:
-        yield
-    finally:
-        composers.fully_shard = fully_shard
+        return nullcontext()
+    return replaced(fsdp2, "fully_shard", functools.partial(fully_shard, offload_policy=CPUOffloadPolicy()))
 
 
-@contextlib.contextmanager
-def gradients_in_buckets() -> Iterator[None]:
-    """Around the making of a Trainer: under DDP gradients stay in the buckets that ranks add up, as views of them.
+def lean_ddp() -> AbstractContextManager[None]:
+    """Around the making of a Trainer: its DDP moves no bytes that change nothing.
 
-    Composer passes no such option on to DDP, which then copies each gradient out of its bucket again, when all is
-    computed and nothing else is left to do. The values are the same, and the memory is less by the gradients'. Source:
-    ``gradient_as_bucket_view`` of DistributedDataParallel.
+    Composer passes neither option on to DistributedDataParallel. ``gradient_as_bucket_view``: gradients stay in the
+    buckets that ranks add up, where DDP would copy each out again when all is computed and nothing else is left to do;
+    the memory is less by the gradients'. ``broadcast_buffers``: rank 0 sends its buffers at each forward pass, and the
+    others wait for them; it is done where a buffer is state. BERT's are numbers of positions, which no checkpoint has.
     """
-    composers: Any = dist_strategy
-    composers.DistributedDataParallel = functools.partial(DistributedDataParallel, gradient_as_bucket_view=True)
-    try:
-        yield
-    finally:
-        composers.DistributedDataParallel = DistributedDataParallel
+    return replaced(dist_strategy, "DistributedDataParallel", _lean)
+
+
+def _lean(module: nn.Module, **settings: Any) -> DistributedDataParallel:
+    has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
+    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=has_state, **settings)
 
 
 class GradientClipping(algorithms.GradientClipping):

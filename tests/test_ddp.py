@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from composer.core import Callback, State
 from composer.distributed import dist_strategy
 from composer.loggers import Logger
@@ -55,6 +56,19 @@ def test_gradients_lie_in_the_buckets_and_are_those_of_one_process(microbatch: i
     for found, pieces in on_ranks(lambda: trained(microbatch)):
         assert_near(found, expected)
         assert pieces < 4, "tiny BERT's are a few hundred KiB, and a bucket 25 MiB"
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
+    def seen() -> list[Any]:
+        model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+        model.model.register_buffer("mine", torch.tensor(1.0 + dist.get_global_rank()), persistent=state)
+        trainer = make_trainer(model=model, batches=batches(2), max_duration="2ba", cls=MicrobatchTrainer)
+        trainer.fit()
+        trainer.close()
+        return [trainer.state.model.broadcast_buffers, float(model.model.mine)]
+
+    assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
 
 
 def test_composers_own_trainer_is_left_alone() -> None:
