@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Sampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.config.schema import DataConfig
+from composer_speedups.data.balanced import BalancedSampler
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.random_rows import random_rows
@@ -144,27 +145,25 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         )
         return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
 
+    def sampler(tokens: FlatTokens, batch_size: int, training: bool) -> Sampler[int]:
+        if not training:
+            # Composer asks the device how many reviews a distributed sampler's batch has, and waits, at each batch.
+            return SequentialSampler(tokens) if world == 1 else dist.get_sampler(tokens)
+        settings: dict[str, Any] = {"ranks": world, "rank": dist.get_global_rank(), "seed": seed}
+        settings["drop_last"] = config.drop_last
+        if config.length_batching is None:
+            return BalancedSampler(tokens.lengths, batch_size, **settings)
+        return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, **settings)
+
     def loader(tokens: FlatTokens, batch_size: int, *, training: bool) -> DataSpec:
         drop_last = training and config.drop_last
         if drop_last and len(tokens) < batch_size:
             raise ConfigError(
                 f"data.drop_last: the {len(tokens)} training reviews do not fill one batch of {batch_size}"
             )
-        sampler: Sampler[int] = dist.get_sampler(tokens, shuffle=training, drop_last=drop_last, seed=seed)
-        if not training and world == 1:
-            # Composer asks the device how many reviews a distributed sampler's batch has, and waits, at each batch.
-            sampler = SequentialSampler(tokens)
-        if training and config.length_batching is not None:
-            sampler = LengthGroupedSampler(
-                tokens.lengths,
-                batch_size,
-                config.length_batching,
-                ranks=world,
-                rank=dist.get_global_rank(),
-                seed=seed,
-                drop_last=drop_last,
-            )
-        return batches(tokens, batch_size, collate(training), drop_last=drop_last, sampler=sampler)
+        return batches(
+            tokens, batch_size, collate(training), drop_last=drop_last, sampler=sampler(tokens, batch_size, training)
+        )
 
     def stream(rows: Any) -> DataSpec:
         collator = Tokenized(collate(True), tokenizer, config)
