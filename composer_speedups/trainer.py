@@ -31,6 +31,7 @@ from composer_speedups.out_of_memory import MicrobatchTrainer
 from composer_speedups.runs import RunFolder
 from composer_speedups.sharding import GradientClipping, check_sharding, parallelism_of, sharded_blocks
 from composer_speedups.state import torch_device
+from composer_speedups.threads import share_cores
 
 __all__ = ["build_trainer", "context_of", "join_ranks", "open_device"]
 
@@ -102,6 +103,8 @@ def build_trainer(
         ConfigError: The checkpoint to load holds what would execute something, or was written by other techniques.
     """
     settings, checkpoint = config.trainer, config.checkpoint
+    offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
+    share_cores(computes=torch_device(device).type == "cpu" or offloads)
     everyone = [*callbacks_of(config, techniques), *callbacks]
     if checkpoint.interval is not None:  # last: it saves what the others have seen
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))

@@ -46,6 +46,7 @@ class Technique(Algorithm):
     clashes_with_settings: ClassVar[dict[str, str]] = {}  # likewise, where clash() looks at settings
     changes_structure: ClassVar[bool] = False  # a checkpoint's weights fit no model without the technique
     not_sharded: ClassVar[str | None] = None  # why it cannot go with FSDP, which shares the model out
+    computes_on_host: ClassVar[bool] = False  # a part of the training step
     fixed_shapes: bool = False  # holds what was made for one shape of batch: the micro-batch must stay as it is
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:

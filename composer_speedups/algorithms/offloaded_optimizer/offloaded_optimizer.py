@@ -50,6 +50,7 @@ class OffloadedOptimizer(OptimizerSwapTechnique):
     """
 
     name = "offloaded_optimizer"
+    computes_on_host = True
 
     def __init__(self, allow_cpu: bool = False, *, on_unavailable: OnUnavailable = "stop") -> None:
         super().__init__(on_unavailable=on_unavailable)
