@@ -21,6 +21,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
+from torch.distributed import BuiltinCommHookType
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -34,6 +35,7 @@ __all__ = [
     "GradientClipping",
     "Sharding",
     "check_sharding",
+    "ddp_of",
     "lean_ddp",
     "offloading",
     "parallelism_of",
@@ -112,15 +114,19 @@ def lean_ddp() -> AbstractContextManager[None]:
 
     Composer passes neither option on to DistributedDataParallel. ``gradient_as_bucket_view``: gradients stay in the
     buckets that ranks add up, where DDP would copy each out again when all is computed and nothing else is left to do;
-    the memory is less by the gradients'. ``broadcast_buffers``: rank 0 sends its buffers at each forward pass, and the
+    the memory is less by the gradients'. The hook ``ALLREDUCE``: a bucket is divided by the number of ranks as a whole,
+    and not each gradient by itself. ``broadcast_buffers``: rank 0 sends its buffers at each forward pass, and the
     others wait for them; it is done where a buffer is state. BERT's are numbers of positions, which no checkpoint has.
     """
-    return replaced(dist_strategy, "DistributedDataParallel", _lean)
+    return replaced(dist_strategy, "DistributedDataParallel", ddp_of)
 
 
-def _lean(module: nn.Module, **settings: Any) -> DistributedDataParallel:
+def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
+    """The module under such a DDP, with further ``settings`` of its own."""
     has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
-    return DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=has_state, **settings)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=has_state, **settings)
+    model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
+    return model
 
 
 class GradientClipping(algorithms.GradientClipping):

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import Event
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_speedups import apply_cuda_graphs
+from composer_speedups import CUDAGraphs, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder
+from composer_speedups.sharding import ddp_of
 from tests.common import batch, tiny_bert
 from tests.ranks import on_ranks
 from tests.reference.loop import gradients
@@ -69,6 +71,44 @@ def test_a_rank_may_capture_or_run_eagerly_while_the_other_replays(segments: int
 @pytest.mark.parametrize("segments", [1, 2])
 def test_micro_batches_that_are_not_synchronised_add_up(segments: int) -> None:
     assert on_ranks(lambda: train([UNLIKE[:3], SAME, UNLIKE[1:]], segments)) == [(2, 8, 0), (2, 4, 4)]
+
+
+def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
+    """Four batches as Composer has them; what the technique has counted, and whose memory the gradients are."""
+    model, rank = tiny_bert(), dist.get_rank()
+    shared: Any = ddp_of(model)
+    technique: Any = CUDAGraphs()
+    technique._calls = calls = graphed(model, segments=segments)
+    technique.engaged, calls.eager_first = True, 1
+    state: Any = SimpleNamespace(model=shared)
+    logger: Any = None
+
+    def happens(event: Event) -> None:
+        if technique.match(event, state):
+            technique.apply(event, state, logger)
+
+    for step in range(4):
+        shared.zero_grad()
+        for micro in range(microbatches):
+            happens(Event.BEFORE_FORWARD)
+            with shared.no_sync() if micro < microbatches - 1 else contextlib.nullcontext():
+                (shared(**batch(SAME[micro][rank], 5, seed=10 * micro + rank)).loss).backward()
+        assert_near(gradients(model), mean_of_ranks(SAME[:microbatches], width=5), what=f"step {step}")
+        happens(Event.BATCH_END)
+    places = {id(p): p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    assert calls._gradients is not None
+    own = sum(b.untyped_storage().data_ptr() != places[id(p)] for p, b in calls._gradients._buffers.items())
+    return {**technique.verify(state), "own": own, "pieces": len(set(places.values()))}
+
+
+@pytest.mark.parametrize("segments", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_graphs_write_gradients_to_the_buckets_that_ddp_sends(microbatches: int, segments: int) -> None:
+    for found in on_ranks(lambda: technique_on_ddp(microbatches, segments)):
+        assert found.pop("pieces") < 4, "tiny BERT's are a few hundred KiB, and a bucket 25 MiB"
+        assert found.pop("own") == 0
+        assert found.pop("backward_segments", 1) == segments
+        assert found == {"graphs": 1, "replays": 2 * microbatches, "eager_calls": 2 * microbatches}
 
 
 def test_ranks_that_are_cut_elsewhere_or_not_at_all_train_together() -> None:

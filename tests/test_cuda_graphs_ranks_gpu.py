@@ -106,8 +106,8 @@ def test_two_gpus_train_as_one_process_does_without_graphs(
         assert two["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
     assert two["training"]["ranks"] == 2
     evidence = two["algorithms"]["cuda_graphs"]["evidence"]
-    assert evidence["replays"] == calls * two["training"]["batches"] - 1
-    assert evidence["eager_calls"] == 1
+    assert evidence["replays"] == calls * (two["training"]["batches"] - 2)
+    assert evidence["eager_calls"] == 2 * calls, "until DDP has settled its buckets"
     assert evidence["backward_segments"] == 6, "two of BERT-base's layers each"
 
 

@@ -21,6 +21,8 @@ from composer_speedups.errors import CannotRunError
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
 
+_BUCKETS_SETTLED = 2  # batches: DDP orders its buckets anew at the second one's forward pass
+
 
 def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
     """Make a model's training calls replay CUDA graphs, captured at the first call of each input shape.
@@ -96,6 +98,7 @@ class CUDAGraphs(Technique):
         self.max_graphs = max_graphs
         self._calls: GraphedCalls | None = None
         self._ended = False
+        self._batches = 0  # trained by this process
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "capturing graphs")
@@ -118,14 +121,27 @@ class CUDAGraphs(Technique):
         return {"max_graphs": self.max_graphs}
 
     def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (bool(self.engaged) and event == Event.BEFORE_FORWARD)
+        steady = event == Event.BEFORE_FORWARD or (event == Event.BATCH_END and self._batches < _BUCKETS_SETTLED)
+        return super().match(event, state) or (bool(self.engaged) and steady)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BEFORE_FORWARD and self.engaged:
             # What is left of the last backward pass belongs to the main stream, where nothing can be captured.
             state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
+            self._wait_for_buckets(state.model)
+        elif event == Event.BATCH_END and self._calls is not None:
+            self._batches += 1
+            if self._calls.held and self._batches == _BUCKETS_SETTLED:
+                trained = (p for p in state.model.parameters() if p.requires_grad)
+                self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
         self._ended = event == Event.FIT_END
-        super().apply(event, state, logger)
+        if super().match(event, state):
+            super().apply(event, state, logger)
+
+    def _wait_for_buckets(self, model: nn.Module) -> None:
+        """Where DDP keeps gradients in its buckets, graphs write them there, and DDP copies none of them."""
+        if self._calls is not None and self._batches == 0 and isinstance(model, DistributedDataParallel):
+            self._calls.held = model.gradient_as_bucket_view
 
     def _cannot_capture(self, error: CaptureError) -> None:
         self.unavailable(
@@ -137,8 +153,8 @@ class CUDAGraphs(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         assert self._calls is not None
         if self._calls.replays == 0:
-            if self._calls.eager_calls == 1 and not self._ended:
-                return {}  # the next forward pass is the first to be captured
+            if (self._calls.held or self._calls.eager_calls == 1) and not self._ended:
+                return {}  # the next forward pass is the first to be captured, or the one after it
             raise self.not_engaged(
                 "no training batch replayed a graph", "train longer, and through the model's forward()"
             )

@@ -45,6 +45,7 @@ class GraphedCalls:
         replays: Calls that replayed a graph.
         eager_calls: Training calls that did not.
         eager_first: Training calls still to be left to the original, for those who want to watch it; 0 at first.
+        held: Whether all training calls are left to it, until :meth:`begin`; False at first.
         on_failure: Gets the :class:`CaptureError` of a call that cannot be captured, and by default raises it. When
             it returns, the original function takes over for good.
     """
@@ -62,8 +63,10 @@ class GraphedCalls:
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._gradients: SharedGradients | None = None
+        self._places: dict[nn.Parameter, Tensor] = {}
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
+        self.held = False
         self.on_failure: Callable[[CaptureError], None] = _raise
 
     @property
@@ -82,7 +85,7 @@ class GraphedCalls:
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree knows no UserDict
         carried = tuple(getattr(module, attribute) for module, attribute in self.carries)
         leaves, spec = tree_flatten((args, kwargs, carried))
-        key = None if self.eager_first or None in carried else _key(leaves, spec)
+        key = None if self.held or self.eager_first or None in carried else _key(leaves, spec)
         self.eager_first = max(self.eager_first - 1, 0)
         if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
             self.eager_calls += 1
@@ -90,7 +93,7 @@ class GraphedCalls:
         if key not in self._graphs:
             try:
                 if self._gradients is None:
-                    self._gradients = SharedGradients(self.model.parameters())
+                    self._gradients = SharedGradients(self.model.parameters(), self._places)
                 flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
                 recorder = self._recorder(self.pool)
                 self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, recorder, self.cut_behind)
@@ -103,6 +106,10 @@ class GraphedCalls:
         self.replays += 1
         return self._graphs[key](leaves)
 
+    def begin(self, places: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """Be held no longer; the gradients of graphs that are captured from now on go to ``places``, where given."""
+        self.held, self._places = False, dict(places or {})
+
     def install(self, attribute: str) -> None:
         """Become ``model.<attribute>``."""
         setattr(self.model, attribute, self)
@@ -113,7 +120,7 @@ class GraphedCalls:
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
-        self._gradients = None
+        self._gradients, self._places = None, {}
         self.max_graphs = 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,15 @@ class SharedGradients:
     """One buffer a parameter, for the gradients of whatever graph was replayed last.
 
     autograd takes a buffer itself as ``parameter.grad`` where there was none.
+
+    Args:
+        parameters: Those that are trained get gradients.
+        places: Memory to use as the buffers of some, each of its parameter's shape and dtype.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], places: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._buffers: dict[nn.Parameter, Tensor] = {}
+        self._buffers = dict(places or {})
 
     def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
         """Make the buffers that gradients such as these need, outside of a capture; the parameters that have some."""
