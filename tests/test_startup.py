@@ -78,6 +78,20 @@ def test_garbage_collection_is_off_inside_only() -> None:
         gc.enable()
 
 
+def test_what_imports_made_is_not_collected_in_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_freeze_count()
+    with without_gc():
+        pass
+    assert gc.get_freeze_count() == before, "torch was loaded already, and what is garbage now must go"
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with without_gc():
+            sys.modules["torch"] = torch
+        assert gc.get_freeze_count() > before + 100_000
+    finally:
+        gc.unfreeze()
+
+
 _IMPORTING = """
 import json, os, sys
 sys.path.insert(0, {root!r})
