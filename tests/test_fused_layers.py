@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import nn
+from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
@@ -186,3 +188,20 @@ def test_the_recommended_set_is_that_of_the_fast_yaml() -> None:
     assert isinstance(techniques[1], TF32Matmul)
     assert recommended()[0] is not techniques[0]
     assert {t.on_unavailable for t in recommended("warn")} == {"warn"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_are_forked_when_no_thread_compiles(workers: int) -> None:
+    class Compiling:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    technique: Any = FusedLayers()
+    state: Any = SimpleNamespace(train_dataloader=DataLoader(plain_batches(1), num_workers=workers))
+    assert not technique.match(Event.FIT_START, state), "nothing is compiled"
+    technique._compiling = Compiling()
+    assert technique.match(Event.FIT_START, state)
+    technique.apply(Event.FIT_START, state, None)
+    assert technique._compiling.closed == (workers > 0)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from composer.core import Event, Precision, State
+from composer.loggers import Logger
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -145,6 +146,14 @@ class FusedLayers(Technique):
             shape = Shape.of_modules(self._layers[0], next(iter(self._embeddings), None))
             self._compiling = compile_ahead(shape, dtype, device)
         return {"layers": len(self._layers)}
+
+    def match(self, event: Event, state: State) -> bool:
+        return super().match(event, state) or (event == Event.FIT_START and self._compiling is not None)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.FIT_START and getattr(state.train_dataloader, "num_workers", None):
+            self._compiling.close()  # workers are forked next, with whatever lock a thread holds
+        super().apply(event, state, logger)
 
     def observe(self, event: Event, state: State) -> None:
         if self._compiling is not None and event == Event.BEFORE_FORWARD:
