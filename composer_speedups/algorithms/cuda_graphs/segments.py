@@ -30,14 +30,17 @@ _SEGMENT = 2 * 25 * 2**20  # bytes of gradients: two of DDP's buckets
 
 
 def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
-    """Behind which blocks to cut, so that all segments have at least ``least`` and as few blocks as that takes.
+    """Behind which blocks to cut, so that segments have at least ``least`` and as few blocks as that takes.
+
+    What comes first in the model is sent last, when nothing is left to compute: where it is cut at all, it is cut
+    behind the first block too.
 
     Args:
         sizes: Bytes of each block's gradients, from the first block to the last.
         least: Bytes of a segment; by default 50 MiB, two of DDP's buckets.
 
     Returns:
-        Ascending positions in ``sizes``. What is left over belongs to the first segment.
+        Ascending positions in ``sizes``.
     """
     points: list[int] = []
     size, left = 0, sum(sizes)
@@ -46,6 +49,8 @@ def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
         if size >= least and left >= least:
             points.append(i - 1)
             size = 0
+    if points and sizes[0] and any(sizes[1 : points[-1] + 1]):
+        points.append(0)
     return points[::-1]
 
 
