@@ -30,17 +30,14 @@ _SEGMENT = 2 * 25 * 2**20  # bytes of gradients: two of DDP's buckets
 
 
 def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
-    """Behind which blocks to cut, so that segments have at least ``least`` and as few blocks as that takes.
-
-    What comes first in the model is sent last, when nothing is left to compute: where it is cut at all, it is cut
-    behind the first block too.
+    """Behind which blocks to cut, so that all segments have at least ``least`` and as few blocks as that takes.
 
     Args:
         sizes: Bytes of each block's gradients, from the first block to the last.
         least: Bytes of a segment; by default 50 MiB, two of DDP's buckets.
 
     Returns:
-        Ascending positions in ``sizes``.
+        Ascending positions in ``sizes``. What is left over belongs to the first segment.
     """
     points: list[int] = []
     size, left = 0, sum(sizes)
@@ -49,8 +46,6 @@ def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
         if size >= least and left >= least:
             points.append(i - 1)
             size = 0
-    if points and sizes[0] and any(sizes[1 : points[-1] + 1]):
-        points.append(0)
     return points[::-1]
 
 
