@@ -80,7 +80,8 @@ class CUDAGraphs(Technique):
     Raises:
         ValueError: ``max_graphs`` below 1.
         TechniqueError: At INIT, without a GPU, under FSDP, with automatic micro-batches, or beside a torch_compile
-            mode that makes graphs itself; in the second batch, the first that is captured, when it cannot be.
+            mode that makes graphs itself; in the first batch that is captured, when it cannot be: the second, or the
+            third where DDP keeps gradients in its buckets.
     """
 
     name = "cuda_graphs"
