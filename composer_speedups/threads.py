@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cache
 
 import torch
 from composer.utils import dist
@@ -23,5 +24,10 @@ def share_cores(*, computes: bool) -> None:
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
-    threads = torch.get_num_threads() // dist.get_local_world_size() if computes else 1
-    torch.set_num_threads(max(1, threads))
+    share = max(1, _at_first() // dist.get_local_world_size())
+    torch.set_num_threads(share if computes else 1)
+
+
+@cache
+def _at_first() -> int:
+    return torch.get_num_threads()

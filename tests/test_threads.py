@@ -10,7 +10,7 @@ import torch
 
 import composer_speedups.trainer
 from composer_speedups.config import Config
-from composer_speedups.threads import share_cores
+from composer_speedups.threads import _at_first, share_cores
 from tests.jobs import run
 from tests.ranks import on_ranks
 
@@ -21,15 +21,21 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(8)
+    _at_first.cache_clear()
     yield
     torch.set_num_threads(before)
+    _at_first.cache_clear()
 
 
 @pytest.mark.parametrize(("computes", "ranks", "threads"), [(True, 1, 8), (True, 3, 2), (True, 9, 1), (False, 1, 1)])
 def test_threads_of_a_rank(computes: bool, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda: ranks)
-    share_cores(computes=computes)
-    assert torch.get_num_threads() == threads
+    for _ in range(2):  # a second Trainer of the process shares no less
+        share_cores(computes=computes)
+        assert torch.get_num_threads() == threads
+    monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda: 1)
+    share_cores(computes=True)
+    assert torch.get_num_threads() == 8
 
 
 def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
