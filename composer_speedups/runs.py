@@ -27,8 +27,8 @@ class RunFolder:
 
     A run of this name that was interrupted goes on in its folder from its newest whole checkpoint, where
     ``checkpoint.autoresume`` says so and the config is the same; so does a run whose ``checkpoint.load`` lies inside
-    the folder. Any other earlier run of the name is moved to ``<run_name>.<its date>``; one still going is refused. On
-    ranks other than 0 nothing is touched.
+    the folder. Any other earlier run of the name is moved to ``<run_name>.<its date>``, and back where this one ends
+    with an error before it has written anything; one still going is refused. On ranks other than 0 nothing is touched.
 
     Args:
         config: Of the run.
@@ -49,6 +49,7 @@ class RunFolder:
         self.load, self.resumed, self.starts = config.checkpoint.load, False, 1
         self._named = named
         self._lock: IO[str] | None = None
+        self._earlier: Path | None = None  # where an earlier run was moved
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
@@ -76,7 +77,7 @@ class RunFolder:
             self._lock.close()
             raise
         if self.path.exists() and not goes_on:
-            self.path.rename(_free_name(self.path, _date_of(self.path)))
+            self._earlier = self.path.rename(_free_name(self.path, _date_of(self.path)))
         self.path.mkdir(exist_ok=True)
         if goes_on:
             self._go_on(_date_of(self.path))
@@ -122,7 +123,10 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and self._earlier is not None and [*self.path.iterdir()] == [self._config]:
+            self._config.unlink()
+            self._earlier.rename(self.path)  # takes the place of an empty folder
         if self._lock is not None:
             self._lock.close()
 

@@ -81,6 +81,16 @@ def test_an_earlier_run_is_kept_and_a_run_in_use_is_refused() -> None:
     assert sorted(Path("runs").rglob("*")) == before
 
 
+def test_a_run_that_is_refused_leaves_the_earlier_one_where_it_is() -> None:
+    run("trainer.max_duration=1ba", "trainer.eval_batches=1")
+    folder = Path("runs/quickstart")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    with pytest.raises(ConfigError, match=r"data\.drop_last: the 4 training reviews do not fill one batch"):
+        run("data.train_samples=4", "data.batch_size=8", "data.drop_last=true")
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert [path for path in Path("runs").iterdir() if path.is_dir()] == [folder]
+
+
 def test_a_folder_that_cannot_be_written_is_one_line() -> None:
     Path("file").touch()
     with pytest.raises(ConfigError, match="runs_folder: file/deep/quickstart cannot be written"):
