@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.figures import rows_of, where_of
+from benchmarks.rows import median_step
 
 __all__ = ["jobs", "kernels", "starts", "steps"]
 
@@ -26,7 +27,7 @@ def steps(table: str) -> list[str]:
     for batch, arm, found, base in _arms(rows):
         lines.append(
             f"| {batch} | {arm} | {_median(found, 'samples_per_sec'):,.0f} | {_ratio(found, base, _rate):.2f} "
-            f"| {1e3 * statistics.median(map(_step, found)):.1f} ({_ratio(base, found, _step):.2f}) "
+            f"| {1e3 * statistics.median(map(median_step, found)):.1f} ({_ratio(base, found, median_step):.2f}) "
             f"| {_median(found, 'peak_memory_gib'):.1f} | {_median(found, 'warmup_seconds'):.0f} |"
         )
     return [*lines, "", where_of(rows)]
@@ -93,11 +94,6 @@ def _ratio(base: Sequence[Row], found: Sequence[Row], measure: Callable[[Row], f
 
 def _rate(row: Row) -> float:
     return float(row["samples_per_sec"]["median"])
-
-
-def _step(row: Row) -> float:
-    """The median step of a row's runs, seconds."""
-    return statistics.median(p50 for _, p50, _ in filter(None, row["step_seconds_p10_p50_p90"]))
 
 
 def _process(row: Row) -> float:

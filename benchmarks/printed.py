@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.failures import spelled
 from benchmarks.figures import committed, where_of
-from benchmarks.rows import Row, point_of, spell
+from benchmarks.rows import Row, median_step, point_of, spell
 
 __all__ = ["last_calls", "markdown", "page"]
 
@@ -86,8 +85,8 @@ def _efficiency(row: Row, rows: Sequence[Row]) -> str:
 
 
 def _median_step(row: Row) -> str:
-    runs = [run[1] for run in row.get("step_seconds_p10_p50_p90") or [] if run]  # one without steps has None
-    return f"{1e3 * statistics.median(runs):.1f}" if runs else ""
+    came_to_a_step = any(row.get("step_seconds_p10_p50_p90") or [])
+    return f"{1e3 * median_step(row):.1f}" if came_to_a_step else ""
 
 
 def _after_comma(row: Row) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.table import Arm
 from composer_speedups.files import write_atomically
 
-__all__ = ["RESULTS", "Row", "call_time", "folder_of", "keep_rows", "point_of", "row_of", "spell"]
+__all__ = ["RESULTS", "Row", "call_time", "folder_of", "keep_rows", "median_step", "point_of", "row_of", "spell"]
 
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
@@ -109,6 +109,15 @@ def _find(report: dict[str, Any], path: tuple[str, ...]) -> float | None:
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
     return value
+
+
+def median_step(row: Row) -> float:
+    """The median step of a row's runs, seconds.
+
+    Raises:
+        statistics.StatisticsError: None of them came to a step.
+    """
+    return statistics.median(p50 for _, p50, _ in filter(None, row["step_seconds_p10_p50_p90"]))
 
 
 def point_of(row: Row) -> dict[str, Any]:

@@ -110,19 +110,19 @@ def offloading(config: Any) -> AbstractContextManager[None]:
 
 
 def lean_ddp() -> AbstractContextManager[None]:
-    """Around the making of a Trainer: its DDP moves no bytes that change nothing.
-
-    Composer passes neither option on to DistributedDataParallel. ``gradient_as_bucket_view``: gradients stay in the
-    buckets that ranks add up, where DDP would copy each out again when all is computed and nothing else is left to do;
-    the memory is less by the gradients'. The hook ``ALLREDUCE``: a bucket is divided by the number of ranks as a whole,
-    and not each gradient by itself. ``broadcast_buffers``: rank 0 sends its buffers at each forward pass, and the
-    others wait for them; it is done where a buffer is state. BERT's are numbers of positions, which no checkpoint has.
-    """
+    """Around the making of a Trainer: its DDP is :func:`ddp_of`'s. Composer passes no such options on."""
     return replaced(dist_strategy, "DistributedDataParallel", ddp_of)
 
 
 def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
-    """The module under such a DDP, with further ``settings`` of its own."""
+    """The module under a DDP that moves no bytes in vain, with further ``settings`` of DDP's.
+
+    - ``gradient_as_bucket_view``: gradients stay in the buckets that ranks add up, where DDP would copy each out again
+      when all is computed and nothing else is left to do; the memory is less by the gradients'.
+    - The hook ``ALLREDUCE``: a bucket is divided by the number of ranks as a whole, and not each gradient by itself.
+    - ``broadcast_buffers`` only where a buffer is state: rank 0 sends them at each forward pass, and the others wait.
+      BERT's are numbers of positions, which no checkpoint has.
+    """
     has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
     model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=has_state, **settings)
     model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)

@@ -37,22 +37,28 @@ def mean_of_ranks(lengths: list[list[list[int]]], width: int | None = None) -> d
     return gradients(reference)
 
 
+def learn(shared: Any, step: list[list[list[int]]], micro: int, width: int | None = None) -> None:
+    """This rank's part of a micro-batch; DDP adds up the ranks' gradients after the last one."""
+    rank = dist.get_rank()
+    with shared.no_sync() if micro < len(step) - 1 else contextlib.nullcontext():
+        shared(**batch(step[micro][rank], width, seed=10 * micro + rank)).loss.backward()
+
+
 def train(steps: list[list[list[list[int]]]], segments: int = 1) -> tuple[int, int, int]:
     """Steps of micro-batches of each rank's row lengths; the last micro-batch of a step is synchronised."""
-    counts = [_train(steps, segments, views) for views in (True, False)]  # as train.py has it, and as Composer does
+    counts = [_train(steps, segments, under) for under in (ddp_of, DistributedDataParallel)]  # train.py's, Composer's
     assert counts[0] == counts[1]
     return counts[0]
 
 
-def _train(steps: list[list[list[list[int]]]], segments: int, views: bool) -> tuple[int, int, int]:
-    rank, model = dist.get_rank(), tiny_bert()
+def _train(steps: list[list[list[list[int]]]], segments: int, under: Any) -> tuple[int, int, int]:
+    model = tiny_bert()
     calls: GraphedCalls = graphed(model, segments=segments)
-    shared: Any = DistributedDataParallel(model, gradient_as_bucket_view=views)
+    shared = under(model)
     for step in steps:
         shared.zero_grad()
-        for micro, rows in enumerate(step):
-            with shared.no_sync() if micro < len(step) - 1 else contextlib.nullcontext():
-                shared(**batch(rows[rank], seed=10 * micro + rank)).loss.backward()
+        for micro in range(len(step)):
+            learn(shared, step, micro)
         assert_near(gradients(model), mean_of_ranks(step), what=f"{step}")
     assert calls.backward_segments == segments
     return calls.graphs, calls.replays, calls.eager_calls
@@ -75,8 +81,8 @@ def test_micro_batches_that_are_not_synchronised_add_up(segments: int) -> None:
 
 def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
     """Four batches as Composer has them; what the technique has counted, and whose memory the gradients are."""
-    model, rank = tiny_bert(), dist.get_rank()
-    shared: Any = ddp_of(model)
+    model, rows = tiny_bert(), SAME[:microbatches]
+    shared = ddp_of(model)
     technique: Any = CUDAGraphs()
     technique._calls = calls = graphed(model, segments=segments)
     technique.engaged, calls.eager_first = True, 1
@@ -91,9 +97,8 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
         shared.zero_grad()
         for micro in range(microbatches):
             happens(Event.BEFORE_FORWARD)
-            with shared.no_sync() if micro < microbatches - 1 else contextlib.nullcontext():
-                (shared(**batch(SAME[micro][rank], 5, seed=10 * micro + rank)).loss).backward()
-        assert_near(gradients(model), mean_of_ranks(SAME[:microbatches], width=5), what=f"step {step}")
+            learn(shared, rows, micro, width=5)
+        assert_near(gradients(model), mean_of_ranks(rows, width=5), what=f"step {step}")
         happens(Event.BATCH_END)
     places = {id(p): p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     assert calls._gradients is not None
@@ -134,8 +139,8 @@ def sent() -> dict[int, list[Any]]:
         for _ in range(3):  # DDP settles its buckets after the first
             log.clear()
             shared.zero_grad()
-            shared(**batch(SAME[0][dist.get_rank()], 5, seed=dist.get_rank())).loss.backward()
-        assert_near(gradients(model), mean_of_ranks([SAME[0]], width=5))
+            learn(shared, SAME[:1], 0, width=5)
+        assert_near(gradients(model), mean_of_ranks(SAME[:1], width=5))
     return found
 
 

@@ -71,6 +71,16 @@ def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
     assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
 
 
+def test_a_bucket_is_divided_as_a_whole() -> None:
+    def hook() -> str:
+        trainer = make_trainer(batches=batches(2), max_duration="1ba", cls=MicrobatchTrainer)
+        trainer.fit()
+        trainer.close()
+        return str(trainer.state.model._get_ddp_logging_data()["comm_hook"])
+
+    assert on_ranks(hook) == ["BuiltinCommHookType.ALLREDUCE"] * 2
+
+
 def test_composers_own_trainer_is_left_alone() -> None:
     make_trainer(cls=MicrobatchTrainer).close()
     assert dist_strategy.DistributedDataParallel is DistributedDataParallel

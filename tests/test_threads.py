@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import composer_speedups.trainer
+from composer_speedups import FusedOptimizer, OffloadedOptimizer
 from composer_speedups.config import Config
 from composer_speedups.threads import _at_first, share_cores
 from tests.jobs import run
@@ -51,7 +52,8 @@ def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", None, None, False),
         ("cuda", SimpleNamespace(cpu_offload=True), None, True),
         ("cuda", SimpleNamespace(cpu_offload=False), None, False),
-        ("cuda", None, SimpleNamespace(computes_on_host=True), True),
+        ("cuda", None, OffloadedOptimizer(), True),
+        ("cuda", None, FusedOptimizer(), False),
     ],
 )
 def test_who_computes_on_the_host(

@@ -149,8 +149,8 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         if not training:
             # Composer asks the device how many reviews a distributed sampler's batch has, and waits, at each batch.
             return SequentialSampler(tokens) if world == 1 else dist.get_sampler(tokens)
-        settings: dict[str, Any] = {"ranks": world, "rank": dist.get_global_rank(), "seed": seed}
-        settings["drop_last"] = config.drop_last
+        rank, drop_last = dist.get_global_rank(), config.drop_last
+        settings: dict[str, Any] = {"ranks": world, "rank": rank, "seed": seed, "drop_last": drop_last}
         if config.length_batching is None:
             return BalancedSampler(tokens.lengths, batch_size, **settings)
         return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, **settings)

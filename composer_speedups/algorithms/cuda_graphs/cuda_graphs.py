@@ -122,8 +122,8 @@ class CUDAGraphs(Technique):
         return {"max_graphs": self.max_graphs}
 
     def match(self, event: Event, state: State) -> bool:
-        steady = event == Event.BEFORE_FORWARD or (event == Event.BATCH_END and self._batches < _BUCKETS_SETTLED)
-        return super().match(event, state) or (bool(self.engaged) and steady)
+        own = event == Event.BEFORE_FORWARD or (event == Event.BATCH_END and self._batches < _BUCKETS_SETTLED)
+        return super().match(event, state) or (bool(self.engaged) and own)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BEFORE_FORWARD and self.engaged:

@@ -63,7 +63,6 @@ class GraphedCalls:
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
         self._gradients: SharedGradients | None = None
-        self._places: dict[nn.Parameter, Tensor] = {}
         self._attribute: str | None = None
         self.replays = self.eager_calls = self.eager_first = 0
         self.held = False
@@ -93,7 +92,7 @@ class GraphedCalls:
         if key not in self._graphs:
             try:
                 if self._gradients is None:
-                    self._gradients = SharedGradients(self.model.parameters(), self._places)
+                    self._gradients = SharedGradients(self.model.parameters())
                 flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
                 recorder = self._recorder(self.pool)
                 self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, recorder, self.cut_behind)
@@ -106,9 +105,9 @@ class GraphedCalls:
         self.replays += 1
         return self._graphs[key](leaves)
 
-    def begin(self, places: Mapping[nn.Parameter, Tensor] | None = None) -> None:
-        """Be held no longer; the gradients of graphs that are captured from now on go to ``places``, where given."""
-        self.held, self._places = False, dict(places or {})
+    def begin(self, places: Mapping[nn.Parameter, Tensor]) -> None:
+        """Be held no longer; the gradients of the graphs go to ``places``, as :class:`SharedGradients` has it."""
+        self.held, self._gradients = False, SharedGradients(self.model.parameters(), places)
 
     def install(self, attribute: str) -> None:
         """Become ``model.<attribute>``."""
@@ -120,7 +119,7 @@ class GraphedCalls:
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
-        self._gradients, self._places = None, {}
+        self._gradients = None
         self.max_graphs = 0
 
 
