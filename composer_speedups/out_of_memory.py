@@ -13,7 +13,8 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
 from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.sharding import lean_ddp, offloading
+from composer_speedups.ddp import lean_ddp, overlap_steps, sums_of
+from composer_speedups.sharding import offloading
 
 __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
@@ -31,6 +32,9 @@ class MicrobatchTrainer(Trainer):
     collective operations of the batch), with captured graphs, at one review, or once the optimizer's own update has
     run out, which may have changed some weights already.
 
+    Args:
+        reduce_dtype: Of :func:`ddp_of`; the others are Composer's.
+
     Attributes:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
         by_tokens: Weigh micro-batches by their loss-generating tokens once there are several.
@@ -39,9 +43,10 @@ class MicrobatchTrainer(Trainer):
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     by_tokens: bool = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with lean_ddp():
+    def __init__(self, *args: Any, reduce_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
+        with lean_ddp(reduce_dtype):
             super().__init__(*args, **kwargs)
+        overlap_steps(self.state)
 
     def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
         with offloading(self.state.fsdp_config):
@@ -66,6 +71,11 @@ class MicrobatchTrainer(Trainer):
             for loss in total_loss_dict.values():
                 loss.zero_()
             microbatches = self._train_data_spec.split_batch(batch, size)
+
+    def _train_microbatch(self, *args: Any, **kwargs: Any) -> Any:
+        if (sums := sums_of(self.state.model)) is not None:
+            sums.settle()  # before a pass adds to what another has left in the buckets
+        return super()._train_microbatch(*args, **kwargs)
 
     def go_on(self) -> None:
         """After a checkpoint was loaded: with the size that its run had come to."""

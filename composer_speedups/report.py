@@ -22,6 +22,7 @@ from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.startup import StartupTimes
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.config import Config
+from composer_speedups.ddp import sums_of
 from composer_speedups.environment import environment
 from composer_speedups.files import write_atomically
 from composer_speedups.metrics import final_metrics
@@ -61,6 +62,7 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
     history = _callback(state, RunHistory) or RunHistory()
     microbatches = _callback(state, MicrobatchHistory)
     changes = microbatches.changes if microbatches else []
+    sums = sums_of(state.model)
     return {
         "run_name": config.run_name,
         "throughput": throughput.summary() if throughput else {},
@@ -70,6 +72,7 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
         "guards": _guarded(state),
+        "ddp": sums.summary() if sums else None,
         "training": {
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
@@ -97,6 +100,7 @@ def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
 def summary_table(report: dict[str, Any], folder: str) -> str:
     """The report as a table for the console, at most 100 columns wide."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
+    ddp = report["ddp"] or {}
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
     rows = [
         ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
@@ -114,6 +118,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        ("gradients", ddp.get("mib_a_step"), f"MiB that ranks add up a step, {_overlap(ddp, report['training'])}"),
         (
             "microbatch",
             report["training"]["microbatch_size"],
@@ -136,6 +141,10 @@ def _phases(startup: dict[str, float]) -> str:
     parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
     return f"s to the end of the first step: {', '.join(f'{name} {parts[name]:.1f}' for name in largest)}"
+
+
+def _overlap(ddp: dict[str, Any], training: dict[str, Any]) -> str:
+    return f"beside the optimizer's update in {ddp.get('overlapped_steps')} of {training['batches']} batches"
 
 
 def _resumed(entries: list[dict[str, Any]] | None) -> str:

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 from composer import algorithms
 from composer.core import Event, State
-from composer.distributed import dist_strategy, fsdp2
+from composer.distributed import fsdp2
 from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
-from torch.distributed import BuiltinCommHookType
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.config.schema import TrainerConfig
@@ -35,8 +33,6 @@ __all__ = [
     "GradientClipping",
     "Sharding",
     "check_sharding",
-    "ddp_of",
-    "lean_ddp",
     "offloading",
     "parallelism_of",
     "sharded_blocks",
@@ -107,26 +103,6 @@ def offloading(config: Any) -> AbstractContextManager[None]:
     if not getattr(config, "offload", False):
         return nullcontext()
     return replaced(fsdp2, "fully_shard", functools.partial(fully_shard, offload_policy=CPUOffloadPolicy()))
-
-
-def lean_ddp() -> AbstractContextManager[None]:
-    """Around the making of a Trainer: its DDP is :func:`ddp_of`'s. Composer passes no such options on."""
-    return replaced(dist_strategy, "DistributedDataParallel", ddp_of)
-
-
-def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
-    """The module under a DDP that moves no bytes in vain, with further ``settings`` of DDP's.
-
-    - ``gradient_as_bucket_view``: gradients stay in the buckets that ranks add up, where DDP would copy each out again
-      when all is computed and nothing else is left to do; the memory is less by the gradients'.
-    - The hook ``ALLREDUCE``: a bucket is divided by the number of ranks as a whole, and not each gradient by itself.
-    - ``broadcast_buffers`` only where a buffer is state: rank 0 sends them at each forward pass, and the others wait.
-      BERT's are numbers of positions, which no checkpoint has.
-    """
-    has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
-    model = DistributedDataParallel(module, gradient_as_bucket_view=True, broadcast_buffers=has_state, **settings)
-    model._register_builtin_comm_hook(BuiltinCommHookType.ALLREDUCE)
-    return model
 
 
 class GradientClipping(algorithms.GradientClipping):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups import CUDAGraphs, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder
-from composer_speedups.sharding import ddp_of
+from composer_speedups.ddp import ddp_of
 from tests.common import batch, tiny_bert
 from tests.ranks import on_ranks
 from tests.reference.loop import gradients

@@ -74,6 +74,7 @@ UNPADDED = [
     "algorithms.unpadding={pad_to_multiple_of: 64}",
     "data.padding=max_length",
     "data.drop_last=true",
+    "optimizer.max_grad_norm=null",  # steps overlap with what is still sent
 ]
 GRAPHS = "algorithms.cuda_graphs={max_graphs: 16}"
 SIXTEEN_BITS = ["algorithms.mixed_precision={dtype: bf16}", "algorithms.fused_layers={}"]
@@ -88,6 +89,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
         "micro": (2, [*UNPADDED, GRAPHS, "trainer.microbatch_size=2"]),
         "bf16": (2, [*UNPADDED, *SIXTEEN_BITS]),
         "bf16 graphs": (2, [*UNPADDED, *SIXTEEN_BITS, GRAPHS]),
+        "bf16 sums": (2, [*UNPADDED, *SIXTEEN_BITS, GRAPHS, "trainer.reduce_dtype=bf16"]),
     }
     with ThreadPoolExecutor() as pool:
         yield {
@@ -109,13 +111,17 @@ def test_two_gpus_train_as_one_process_does_without_graphs(
     assert evidence["replays"] == calls * (two["training"]["batches"] - 2)
     assert evidence["eager_calls"] == 2 * calls, "until DDP has settled its buckets"
     assert evidence["backward_segments"] == 6, "two of BERT-base's layers each"
+    assert two["ddp"]["buckets"] > 3
+    assert two["ddp"]["overlapped_steps"] == two["training"]["batches"] - 2
 
 
 @two_gpus
+@pytest.mark.parametrize("name", ["bf16 graphs", "bf16 sums"])
 def test_fused_kernels_in_16_bits_train_as_they_do_without_graphs(
-    reports: dict[str, Future[dict[str, Any]]],
+    name: str, reports: dict[str, Future[dict[str, Any]]]
 ) -> None:
-    without, graphs = reports["bf16"].result(), reports["bf16 graphs"].result()
+    without, graphs = reports["bf16"].result(), reports[name].result()
     assert graphs["metrics"]["loss"] == pytest.approx(without["metrics"]["loss"], abs=0.02)
     assert graphs["algorithms"]["cuda_graphs"]["evidence"]["replays"] > 0
     assert graphs["algorithms"]["fused_layers"]["engaged"]
+    assert (graphs["ddp"]["reduce_dtype"] == "bfloat16") == (name == "bf16 sums")

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from composer.core import Callback, State
+from composer import algorithms
+from composer.core import Callback, DataSpec, State
 from composer.distributed import dist_strategy
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close as assert_equal
+from torch.utils.data import DataLoader
 
+from composer_speedups import ddp
+from composer_speedups.ddp import GradientSums, _Bucket, _by_buckets, ddp_of, sums_of
 from composer_speedups.models import FinetuneModel
 from composer_speedups.out_of_memory import MicrobatchTrainer
+from composer_speedups.replaced import replaced
+from composer_speedups.sharding import GradientClipping
 from composer_speedups.state import model_of
-from tests.common import make_trainer, tiny_bert
+from tests.common import Batches, batch, make_trainer, tiny_bert
 from tests.ranks import on_ranks
 from tests.reference.composition import batches
 from tests.reference.loop import gradients
@@ -32,20 +41,28 @@ class LastGradients(Callback):
         self.pieces = len({p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None})
 
 
-def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
+def make(*, callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
+    """A trainer of five batches of four reviews, which the ranks share, in micro-batches that are told apart."""
     model: Any = FinetuneModel(tiny_bert(), use_logits=True)
     model.model.config.problem_type = "single_label_classification"
-    last = LastGradients()
-    trainer = make_trainer(
-        batches=batches(dist.get_world_size()),
-        max_duration="4ba",
-        model=model,
-        callbacks=[last],
-        cls=MicrobatchTrainer,
-        device_train_microbatch_size=microbatch,
+    given = Batches([*batches(dist.get_world_size()), *batches(dist.get_world_size())])
+    sampler = dist.get_sampler(given, shuffle=False) if dist.get_world_size() > 1 else None
+    loader = DataLoader(given, batch_size=None, sampler=sampler)
+    return make_trainer(
+        train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda rows: len(rows["labels"])),
+        **{"max_duration": "5ba", "model": model, "callbacks": callbacks, "cls": MicrobatchTrainer, **settings},
     )
+
+
+def fit(trainer: Any) -> Any:
     trainer.fit()
     trainer.close()
+    return trainer
+
+
+def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
+    last = LastGradients()
+    fit(make(callbacks=[last], device_train_microbatch_size=microbatch))
     return last.found, last.pieces
 
 
@@ -63,22 +80,93 @@ def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
     def seen() -> list[Any]:
         model: Any = FinetuneModel(tiny_bert(), use_logits=True)
         model.model.register_buffer("mine", torch.tensor(1.0 + dist.get_global_rank()), persistent=state)
-        trainer = make_trainer(model=model, batches=batches(2), max_duration="2ba", cls=MicrobatchTrainer)
-        trainer.fit()
-        trainer.close()
+        trainer = fit(make(model=model))
         return [trainer.state.model.broadcast_buffers, float(model.model.mine)]
 
     assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
 
 
-def test_a_bucket_is_divided_as_a_whole() -> None:
-    def hook() -> str:
-        trainer = make_trainer(batches=batches(2), max_duration="1ba", cls=MicrobatchTrainer)
-        trainer.fit()
-        trainer.close()
-        return str(trainer.state.model._get_ddp_logging_data()["comm_hook"])
+def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[int, list[Tensor]]:
+    """Steps that began before the last gradients were there, and the weights at the end, with buckets of 10 KiB."""
+    with replaced(ddp, "ddp_of", partial(ddp_of, bucket_cap_mb=0.01)):
+        trainer = fit(make(callbacks=callbacks, **settings))
+    sums = sums_of(trainer.state.model)
+    assert sums is not None
+    assert not sums.under_way
+    assert len(trainer.state.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 5
+    return sums.overlapped_steps, [p.detach() for p in trainer.state.model.parameters()]
 
-    assert on_ranks(hook) == ["BuiltinCommHookType.ALLREDUCE"] * 2
+
+@pytest.mark.parametrize("microbatch", [2, 1])
+def test_an_optimizer_that_steps_bucket_by_bucket_learns_the_same(microbatch: int) -> None:
+    def learned() -> list[tuple[int, list[Tensor]]]:
+        readers: list[list[Callback]] = [[], [LastGradients()]]
+        return [overlapped(callbacks=each, device_train_microbatch_size=microbatch) for each in readers]
+
+    for by_buckets, whole in on_ranks(learned):
+        assert (by_buckets[0], whole[0]) == (3, 0), "the first two steps are whole"
+        assert all(map(torch.equal, by_buckets[1], whole[1]))
+
+
+def test_gradients_that_something_reads_are_waited_for() -> None:
+    def steps() -> list[int]:
+        clipping = [algorithms.GradientClipping("norm", 1.0), GradientClipping("norm", 1.0)]
+        return [overlapped(algorithms=[each])[0] for each in clipping]
+
+    assert on_ranks(steps) == [[0, 0]] * 2
+
+
+def test_gradients_are_rounded_on_their_way_where_that_is_asked_for() -> None:
+    def summed() -> list[Any]:
+        found = []
+        for dtype in (None, torch.bfloat16):
+            model, own = tiny_bert(), tiny_bert()
+            shared = ddp_of(model, reduce_dtype=dtype)
+            for each in (shared, own):
+                each(**batch([5, 3], seed=dist.get_global_rank())).loss.backward()
+            found.append([gradients(own), gradients(model), sums_of(shared).summary()])  # type: ignore[union-attr]
+        return found
+
+    (exact, rounded), (exact_1, rounded_1) = on_ranks(summed)
+    for name, first in rounded[0].items():
+        mean = (first / 2).bfloat16() + (rounded_1[0][name] / 2).bfloat16()
+        assert_equal(rounded[1][name], mean.float(), rtol=0, atol=0)
+        assert_equal(rounded_1[1][name], mean.float(), rtol=0, atol=0)
+        assert_near(exact[1][name], (exact[0][name] + exact_1[0][name]) / 2)
+    assert rounded[2]["reduce_dtype"] == "bfloat16"
+    assert 2 * rounded[2]["mib_a_step"] == exact[2]["mib_a_step"] > 0
+
+
+class Sent:
+    """A bucket on its way."""
+
+    def __init__(self, log: list[Any], number: int) -> None:
+        self._log, self._number = log, number
+
+    def wait(self) -> None:
+        self._log.append(f"bucket {self._number} is there")
+
+
+def test_a_bucket_is_stepped_before_the_next_one_is_there() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
+    number = {parameter: i for i, parameter in enumerate(parameters)}
+    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 1e-4}], lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.ones(())
+    log: list[Any] = []
+    sums = GradientSums()
+    held = [[parameters[3]], [parameters[0], parameters[2]]]
+    nothing = torch.ones(0)
+    sums._under_way = [_Bucket(each, nothing, nothing, Sent(log, i)) for i, each in enumerate(held)]
+
+    def step() -> None:
+        log.append([[number[p] for p in group["params"]] for group in optimizer.param_groups])
+
+    _by_buckets(sums, step)(optimizer)
+    assert log == [[[1], []], "bucket 0 is there", [[], [3]], "bucket 1 is there", [[0], [2]]]
+    log.clear()
+    step()
+    assert log == [[[0, 1], [2, 3]]], "as they were"
 
 
 def test_composers_own_trainer_is_left_alone() -> None:
