@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from types import MethodType
 from typing import Any
@@ -23,17 +21,16 @@ from composer_speedups.replaced import replaced
 
 __all__ = ["GradientSums", "ddp_of", "lean_ddp", "overlap_steps", "sums_of"]
 
+_BUCKET = 64  # MiB at least
 _SETTLED = 2  # batches: DDP orders its buckets anew in the second, and techniques look at the first one's step
 
 
-def lean_ddp(reduce_dtype: torch.dtype | None = None) -> AbstractContextManager[None]:
+def lean_ddp() -> AbstractContextManager[None]:
     """Around the making of a Trainer: its DDP is :func:`ddp_of`'s. Composer passes no such options on."""
-    return replaced(dist_strategy, "DistributedDataParallel", partial(ddp_of, reduce_dtype=reduce_dtype))
+    return replaced(dist_strategy, "DistributedDataParallel", ddp_of)
 
 
-def ddp_of(
-    module: nn.Module, *, reduce_dtype: torch.dtype | None = None, bucket_mib: float = 64, **settings: Any
-) -> DistributedDataParallel:
+def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
     """The module under a DDP that moves no bytes in vain, with further ``settings`` of DDP's.
 
     - ``gradient_as_bucket_view``: gradients stay in the buckets that ranks add up, where DDP would copy each out again
@@ -44,16 +41,11 @@ def ddp_of(
       the larger a bucket is.
     - ``broadcast_buffers`` only where a buffer is state: rank 0 sends them at each forward pass, and the others wait.
       BERT's are numbers of positions, which no checkpoint has.
-
-    Args:
-        module: To be trained by all ranks.
-        reduce_dtype: What gradients are rounded to on their way; by default they keep their dtype.
-        bucket_mib: Least MiB of a bucket.
     """
     has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
-    settings = {"gradient_as_bucket_view": True, "broadcast_buffers": has_state, "bucket_cap_mb": bucket_mib} | settings
+    settings = {"gradient_as_bucket_view": True, "broadcast_buffers": has_state, "bucket_cap_mb": _BUCKET} | settings
     model = DistributedDataParallel(module, **settings)
-    sums = GradientSums(model.process_group, reduce_dtype)
+    sums = GradientSums(model.process_group)
     model.register_comm_hook(None, sums.send)
     vars(model)["gradient_sums"] = sums
     return model
@@ -73,16 +65,15 @@ class GradientSums:
 
     Args:
         group: The ranks.
-        dtype: What gradients are rounded to on their way; None keeps theirs.
 
     Attributes:
         waits: Whether a backward pass ends with the gradients there; True at first.
         overlapped_steps: Steps of an optimizer that began before the last gradients were there.
     """
 
-    def __init__(self, group: Any = None, dtype: torch.dtype | None = None) -> None:
-        self._group, self._dtype = group, dtype
-        self._under_way: list[_Bucket] = []
+    def __init__(self, group: Any = None) -> None:
+        self._group = group
+        self._under_way: list[tuple[list[Tensor], Any]] = []  # parameters of a bucket, and what to wait for
         self._sent: dict[int, int] = {}  # bytes of each bucket
         self.waits = True
         self.overlapped_steps = 0
@@ -94,12 +85,11 @@ class GradientSums:
         if not gradients.is_cuda:
             mean = distributed.ReduceOp.SUM
             gradients.div_(distributed.get_world_size(self._group))
-        sent = gradients if self._dtype is None else gradients.to(self._dtype)
-        work = distributed.all_reduce(sent, mean, self._group, async_op=True)
-        self._under_way.append(_Bucket(bucket.parameters(), gradients, sent, work))
+        work = distributed.all_reduce(gradients, mean, self._group, async_op=True)
+        self._under_way.append((bucket.parameters(), work))
         if bucket.index() == 0:
             self._sent.clear()
-        self._sent[bucket.index()] = sent.nbytes
+        self._sent[bucket.index()] = gradients.nbytes
         if self.waits and bucket.is_last():
             self.settle()
         done: Any = torch.futures.Future(devices=[gradients.device] if gradients.is_cuda else None)
@@ -109,7 +99,7 @@ class GradientSums:
     @property
     def under_way(self) -> list[Tensor]:
         """The parameters whose gradients are."""
-        return [parameter for bucket in self._under_way for parameter in bucket.parameters]
+        return [parameter for parameters, _ in self._under_way for parameter in parameters]
 
     def settle(self) -> None:
         """Have what is computed from here on wait for all buckets; the host waits itself only where it computes."""
@@ -119,30 +109,17 @@ class GradientSums:
     def arriving(self) -> Iterator[list[Tensor]]:
         """The parameters of each bucket under way, in the order in which they were sent, once it is there."""
         under_way, self._under_way = self._under_way, []
-        for bucket in under_way:
-            bucket.work.wait()
-            if bucket.sent is not bucket.gradients:
-                bucket.gradients.copy_(bucket.sent)
-            yield bucket.parameters
+        for parameters, work in under_way:
+            work.wait()
+            yield parameters
 
     def summary(self) -> dict[str, Any]:
         """For report.json: what goes between ranks at a step, and how many steps did not wait for all of it."""
         return {
             "buckets": len(self._sent),
             "mib_a_step": sum(self._sent.values()) / 2**20,
-            "reduce_dtype": None if self._dtype is None else str(self._dtype).removeprefix("torch."),
             "overlapped_steps": self.overlapped_steps,
         }
-
-
-@dataclass
-class _Bucket:
-    """One that is under way."""
-
-    parameters: list[Tensor]
-    gradients: Tensor
-    sent: Tensor
-    work: Any
 
 
 def overlap_steps(state: State) -> bool:
@@ -211,7 +188,8 @@ def _parts(optimizer: Optimizer, sums: GradientSums) -> Iterator[Iterator[None]]
             for group in groups:
                 group["params"] = []
             for parameter in parameters:
-                group_of[id(parameter)]["params"].append(parameter)
+                if (group := group_of.get(id(parameter))) is not None:
+                    group["params"].append(parameter)
             yield
 
     try:

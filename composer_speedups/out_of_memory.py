@@ -32,9 +32,6 @@ class MicrobatchTrainer(Trainer):
     collective operations of the batch), with captured graphs, at one review, or once the optimizer's own update has
     run out, which may have changed some weights already.
 
-    Args:
-        reduce_dtype: Of :func:`ddp_of`; the others are Composer's.
-
     Attributes:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
         by_tokens: Weigh micro-batches by their loss-generating tokens once there are several.
@@ -43,8 +40,8 @@ class MicrobatchTrainer(Trainer):
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     by_tokens: bool = False
 
-    def __init__(self, *args: Any, reduce_dtype: torch.dtype | None = None, **kwargs: Any) -> None:
-        with lean_ddp(reduce_dtype):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with lean_ddp():
             super().__init__(*args, **kwargs)
         overlap_steps(self.state)
 

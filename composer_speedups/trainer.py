@@ -140,7 +140,6 @@ def build_trainer(
             accumulate_train_batch_on_tokens=by_tokens and several,
             parallelism_config=parallelism_of(settings),
             dist_timeout=settings.dist_timeout,
-            reduce_dtype=torch.bfloat16 if settings.reduce_dtype == "bf16" else None,
             seed=config.seed,
             deterministic_mode=settings.deterministic,
             # Not Composer's autoresume: it takes the latest file unseen, whole or not, and unpickles whatever it holds.

@@ -89,8 +89,6 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("checkpoint.load", fault)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
-    if config.trainer.reduce_dtype != "fp32" and (config.trainer.fsdp or config.trainer.parallelism_config):
-        refuse("trainer.reduce_dtype", "is for DDP, and FSDP adds up gradients in float32; remove it")
     if config.trainer.fsdp is not None:
         if config.trainer.parallelism_config:
             refuse("trainer.parallelism_config", "and trainer.fsdp both shard the model; remove one of them")

@@ -160,8 +160,6 @@ class TrainerConfig:
     """On one GPU: halve the micro-batch, keep the effective batch, and say so; or stop."""
     fsdp: FSDPConfig | None = None
     """Shard the model over the ranks; null is DDP, a whole copy on each."""
-    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """What DDP's ranks add up gradients in: bf16 rounds them, and sends half as much."""
     parallelism_config: dict[str, Any] | None = None
     """Composer's own FSDP1 and tensor-parallel settings, passed on, in place of trainer.fsdp."""
     dist_timeout: float = key(300.0, gt=0, le=86_400)

@@ -26,7 +26,7 @@ from composer_speedups.algorithms.blocks import repeated_blocks
 
 __all__ = ["CutError", "Segments", "blocks_to_cut", "cut_points"]
 
-_SEGMENT = 2 * 25 * 2**20  # bytes of gradients: two of DDP's buckets
+_SEGMENT = 50 * 2**20  # bytes of gradients
 
 
 def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
@@ -34,7 +34,7 @@ def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
 
     Args:
         sizes: Bytes of each block's gradients, from the first block to the last.
-        least: Bytes of a segment; by default 50 MiB, two of DDP's buckets.
+        least: Bytes of a segment; by default 50 MiB.
 
     Returns:
         Ascending positions in ``sizes``. What is left over belongs to the first segment.
