@@ -188,8 +188,8 @@ def _parts(optimizer: Optimizer, sums: GradientSums) -> Iterator[Iterator[None]]
             for group in groups:
                 group["params"] = []
             for parameter in parameters:
-                if (group := group_of.get(id(parameter))) is not None:
-                    group["params"].append(parameter)
+                if id(parameter) in group_of:
+                    group_of[id(parameter)]["params"].append(parameter)
             yield
 
     try:
