@@ -190,7 +190,7 @@ ENTRIES: dict[str, Entry] = {
         evidence=("matmul_relative_error",),
     ),
     "torch_compile": Entry(
-        [{"scope": "model", "backend": "aot_eager"}, {"scope": "blocks", "backend": "aot_eager"}],
+        [{"scope": "blocks", "backend": "aot_eager"}, {"scope": "model", "backend": "aot_eager"}],
         gpu_variants=[{"scope": "model"}, {"scope": "blocks"}],
         evidence=("graphs", "graph_breaks", "recompiles"),
     ),

@@ -16,6 +16,7 @@ from composer_speedups.algorithms.torch_compile.cache import FILE, CompileCache
 from composer_speedups.errors import ConfigError, TechniqueError
 from tests.common import Recorder, make_trainer, plain_batches, tiny_bert
 from tests.forks import Fork
+from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.slow
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
@@ -30,6 +31,14 @@ def fit(cache: Path | str | None) -> tuple[list[float], dict[str, Any]]:
     trainer.fit()
     trainer.close()
     return losses.losses, technique.evidence
+
+
+def eager() -> list[float]:
+    losses = Recorder()
+    trainer = make_trainer(model=tiny_bert(), batches=plain_batches(3), callbacks=[losses])
+    trainer.fit()
+    trainer.close()
+    return losses.losses
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +59,8 @@ def carried(cold: Any) -> Path:
 
 @pytest.mark.pins
 def test_a_first_run_compiles_and_writes_both(cold: Any) -> None:
-    folder, _, evidence = cold
+    folder, losses, evidence = cold
+    assert_near(torch.tensor(losses), torch.tensor(eager()), what="losses of inductor's kernels")
     assert evidence["cache_misses"] > 0
     assert evidence["cache_hits"] == evidence["cache_bypasses"] == 0
     assert evidence["cache_file"] == "written"
