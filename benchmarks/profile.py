@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -69,7 +69,10 @@ class Counts:
 
 
 class StepProfiler(Callback):
-    """Times some steady batches as a whole, then profiles some."""
+    """Times some steady batches as a whole, then profiles some.
+
+    It is told of no more than that: under DDP a callback that might read gradients has the step wait for them.
+    """
 
     def __init__(self, counts: Counts) -> None:
         self.counts = counts
@@ -81,11 +84,12 @@ class StepProfiler(Callback):
         self._started = 0.0
         self._profile: profile | None = None
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.AFTER_DATALOADER and (lengths := batch_lengths(state.batch)) is not None:
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        if (lengths := batch_lengths(state.batch)) is not None:
             self.tokens.append(int(lengths.sum()))
-        elif event == Event.BATCH_END:
-            self._after(state.timestamp.batch.value, device_of(state))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._after(state.timestamp.batch.value, device_of(state))
 
     def _after(self, trained: int, device: torch.device) -> None:
         counts = self.counts

@@ -12,7 +12,6 @@ import torch
 from composer import algorithms
 from composer.core import Algorithm, Callback, Precision, State
 from composer.distributed import dist_strategy
-from composer.loggers import LoggerDestination
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -146,9 +145,15 @@ def overlap_steps(state: State) -> bool:
 
 
 def _may_read_gradients(observer: Algorithm | Callback) -> bool:
+    """Whether it is told of anything between the backward pass and the step, unless we know that it does not mind."""
     if isinstance(observer, algorithms.GradientClipping):
         return True
-    return not (isinstance(observer, LoggerDestination) or type(observer).__module__.startswith("composer_speedups."))
+    if type(observer).__module__.startswith("composer_speedups."):
+        return False
+    told = ("run_event", "after_backward", "after_train_batch")
+    return isinstance(observer, Algorithm) or any(
+        getattr(type(observer), name) is not getattr(Callback, name) for name in told
+    )
 
 
 def _by_buckets(sums: GradientSums, step: Callable[[], Any]) -> Callable[..., Any]:

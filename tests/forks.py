@@ -151,14 +151,18 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
 
 
 if __name__ == "__main__":
+    from composer.models import huggingface
+
     from benchmarks.worker import _import_all
     from composer_speedups.startup import look_at_cpu
+    from tests.common import tiny_bert
     from tests.forks import _serve as serve  # under its own name, as what comes in refers to it
     from tests.isa import take_the_processors_word
 
     _import_all()
     look_at_cpu().join()  # a process that each child would start
     take_the_processors_word()
+    huggingface._is_registered_causal_lm(tiny_bert())  # imports all of them, as each child with such a model would
     # Nothing that is printed meanwhile may get among the replies.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

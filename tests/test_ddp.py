@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from composer import algorithms
-from composer.core import Callback, DataSpec, State
+from composer.callbacks import SpeedMonitor
+from composer.core import Callback, DataSpec, Event, State
 from composer.distributed import dist_strategy
 from composer.loggers import Logger
 from composer.utils import dist
@@ -107,12 +108,26 @@ def test_an_optimizer_that_steps_bucket_by_bucket_learns_the_same(microbatch: in
         assert all(map(torch.equal, by_buckets[1], whole[1]))
 
 
-def test_gradients_that_something_reads_are_waited_for() -> None:
+class Reader(Callback):
+    """Reads gradients, or another event."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event.value == self.event:
+            assert all(p.grad is not None for p in state.model.parameters())
+
+
+def test_gradients_that_something_may_read_are_waited_for() -> None:
     def steps() -> list[int]:
         clipping = [algorithms.GradientClipping("norm", 1.0), GradientClipping("norm", 1.0)]
-        return [overlapped(algorithms=[each])[0] for each in clipping]
+        return [
+            *(overlapped(algorithms=[each])[0] for each in clipping),
+            *(overlapped(callbacks=[each])[0] for each in (Reader("after_backward"), SpeedMonitor())),
+        ]
 
-    assert on_ranks(steps) == [[0, 0]] * 2
+    assert on_ranks(steps) == [[0, 0, 0, 3]] * 2
 
 
 class Sent:
