@@ -18,10 +18,11 @@ from torch.optim import Optimizer
 
 from composer_speedups.replaced import replaced
 
-__all__ = ["GradientSums", "ddp_of", "lean_ddp", "overlap_steps", "sums_of"]
+__all__ = ["BUCKETS_SETTLED", "GradientSums", "ddp_of", "lean_ddp", "overlap_steps", "sums_of"]
 
 _BUCKET = 64  # MiB at least
-_SETTLED = 2  # batches: DDP orders its buckets anew in the second, and techniques look at the first one's step
+BUCKETS_SETTLED = 2
+"""Batches: DDP orders its buckets anew at the second one's forward pass. Techniques look at the step of the first."""
 
 
 def lean_ddp() -> AbstractContextManager[None]:
@@ -173,7 +174,7 @@ def _by_buckets(sums: GradientSums, step: Callable[[], Any]) -> Callable[..., An
         else:
             step()
             whole_steps += 1
-            sums.waits = whole_steps < _SETTLED
+            sums.waits = whole_steps < BUCKETS_SETTLED
         return loss
 
     return step_by_buckets

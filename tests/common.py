@@ -133,7 +133,7 @@ def make_trainer(
     }
     if "train_dataloader" not in kwargs:  # several ranks need one with a distributed sampler
         settings["train_dataloader"] = DataSpec(
-            DataLoader(Batches(batches), batch_size=None, sampler=_in_turn(batches)),
+            DataLoader(Batches(batches), batch_size=None, sampler=in_turn(batches)),
             split_batch=lambda b, n: [b],
             get_num_samples_in_batch=_rows,
         )
@@ -146,7 +146,7 @@ def make_trainer(
     )
 
 
-def _in_turn(batches: list[Batch]) -> Any:
+def in_turn(batches: list[Batch]) -> Any:
     """On several ranks each takes the batches that are its turn."""
     return dist.get_sampler(Batches(batches), shuffle=False) if dist.get_world_size() > 1 else None
 

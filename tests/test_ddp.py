@@ -25,7 +25,7 @@ from composer_speedups.out_of_memory import MicrobatchTrainer
 from composer_speedups.replaced import replaced
 from composer_speedups.sharding import GradientClipping
 from composer_speedups.state import model_of
-from tests.common import Batches, make_trainer, tiny_bert
+from tests.common import Batches, in_turn, make_trainer, tiny_bert
 from tests.ranks import on_ranks
 from tests.reference.composition import batches
 from tests.reference.loop import gradients
@@ -45,9 +45,8 @@ def make(*, callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
     """A trainer of five batches of four reviews, which the ranks share, in micro-batches that are told apart."""
     model: Any = FinetuneModel(tiny_bert(), use_logits=True)
     model.model.config.problem_type = "single_label_classification"
-    given = Batches([*batches(dist.get_world_size()), *batches(dist.get_world_size())])
-    sampler = dist.get_sampler(given, shuffle=False) if dist.get_world_size() > 1 else None
-    loader = DataLoader(given, batch_size=None, sampler=sampler)
+    given = 2 * batches(dist.get_world_size())
+    loader = DataLoader(Batches(given), batch_size=None, sampler=in_turn(given))
     return make_trainer(
         train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda rows: len(rows["labels"])),
         **{"max_duration": "5ba", "model": model, "callbacks": callbacks, "cls": MicrobatchTrainer, **settings},
@@ -84,6 +83,13 @@ def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
         return [trainer.state.model.broadcast_buffers, float(model.model.mine)]
 
     assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
+
+
+def test_a_bucket_is_divided_as_a_whole() -> None:
+    def hook() -> str:
+        return str(fit(make()).state.model._get_ddp_logging_data()["comm_hook"])
+
+    assert on_ranks(hook) == [GradientSums.send.__qualname__] * 2
 
 
 def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[int, list[Tensor]]:

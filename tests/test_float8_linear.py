@@ -234,7 +234,7 @@ def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
     losses = []
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
-        batches = [*plain_batches(2), awkward_batches()[1]]  # the last with a row that does not fit
+        batches = [*plain_batches(2), *awkward_batches()[:2]]  # the last with rows that do not fit
         trainer = make_trainer([bf16(), technique, *others], batches=batches, callbacks=[recorder], gpu=gpu)
         trainer.fit()
         trainer.close()

@@ -33,7 +33,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast_layernorm, "_requirements", lambda *_: ())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ligers_own_kernels_match_in_tritons_interpreter() -> None:
     """At awkward shapes, in float32 and under autocast, by itself and in a Trainer; see liger_on_cpu.py."""
     command = [sys.executable, "-m", "tests.reference.liger_on_cpu"]

@@ -133,6 +133,7 @@ def test_what_makes_sense_on_a_stock_model_engages() -> None:
         techniques = [_first(name) for name in sorted(names - {"foreach_optimizer", "torch_compile"})]
         # An MLP has no repeated blocks; the whole model is the default.
         techniques.append(_first("torch_compile") if model == "bert" else TorchCompile(backend="aot_eager"))
+        assert ("blocks" in repr(techniques)) == (model == "bert")
         train(techniques, *MODELS[model]())
         assert all(t.engaged for t in techniques), model
 

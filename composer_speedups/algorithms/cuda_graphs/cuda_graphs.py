@@ -17,11 +17,10 @@ from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.ddp import BUCKETS_SETTLED
 from composer_speedups.errors import CannotRunError
 
 __all__ = ["CUDAGraphs", "apply_cuda_graphs"]
-
-_BUCKETS_SETTLED = 2  # batches: DDP orders its buckets anew at the second one's forward pass
 
 
 def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
@@ -122,7 +121,7 @@ class CUDAGraphs(Technique):
         return {"max_graphs": self.max_graphs}
 
     def match(self, event: Event, state: State) -> bool:
-        own = event == Event.BEFORE_FORWARD or (event == Event.BATCH_END and self._batches < _BUCKETS_SETTLED)
+        own = event == Event.BEFORE_FORWARD or (event == Event.BATCH_END and self._batches < BUCKETS_SETTLED)
         return super().match(event, state) or (bool(self.engaged) and own)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
@@ -132,7 +131,7 @@ class CUDAGraphs(Technique):
             self._wait_for_buckets(state.model)
         elif event == Event.BATCH_END and self._calls is not None:
             self._batches += 1
-            if self._calls.held and self._batches == _BUCKETS_SETTLED:
+            if self._calls.held and self._batches == BUCKETS_SETTLED:
                 trained = (p for p in state.model.parameters() if p.requires_grad)
                 self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
         self._ended = event == Event.FIT_END
