@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,12 +15,13 @@ import pytest
 import train
 from composer_speedups.config import Config, load_config
 from composer_speedups.errors import ConfigError
+from composer_speedups.failed_process import own_line, where
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.outcomes import Outcome
 from composer_speedups.tune.output import MARK, check_output, default_output
 from composer_speedups.tune.results import Result, Trial, Verdict
 from composer_speedups.tune.settings import TuneConfig, help_text, read_settings
-from composer_speedups.tune.trial import outcome_of, outcome_of_failure, trial_config
+from composer_speedups.tune.trial import Trials, outcome_of, outcome_of_failure, trial_config
 from composer_speedups.tune.write import write_tuned
 from tests.conftest import ROOT
 from tests.jobs import SHORT
@@ -112,6 +114,38 @@ def test_a_trial_is_the_given_run_cut_down() -> None:
     assert trial.export is trial.plot is False
     assert trial_config(config, {}, 12, Path("folder"), 64).data.batch_size == 64
     assert config.trainer.max_duration == "2ep"
+
+
+def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
+    outcome = Trials(Config(), program)({}, steps=1, timeout=3)
+    assert outcome.status == "time"
+    assert re.fullmatch(r"not done after \d+ s, at train\.py:4 in stuck", outcome.reason)
+
+
+def test_a_stack_is_told_by_its_innermost_call_and_the_packages_own() -> None:
+    own = ROOT / "composer_speedups" / "fit.py"
+    stack = f"""noise
+Thread 0x1 (most recent call first):
+  File "other.py", line 3 in waits
+
+Current thread 0x2 (most recent call first):
+  File "/lib/queue.py", line 7 in get
+  File "/lib/loader.py", line 8 in batch
+  File "{own}", line 9 in train_to_end
+  File "/lib/main.py", line 1 in <module>
+"""
+    assert where(stack) == ", at queue.py:7 in get under fit.py:9 in train_to_end"
+    assert where(stack.replace(str(own), "/lib/fit.py")) == ", at queue.py:7 in get"
+    assert where("a line\n") == ""
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")])
+def test_a_stack_is_not_why_a_process_ended(kind: str, said: str) -> None:
+    output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
+    assert own_line(output) == said
+    assert own_line(f"train.py: {kind}\n{output}") == kind
 
 
 def test_a_report_becomes_an_outcome() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -18,12 +20,13 @@ import composer_speedups
 from composer_speedups.config import Config, save_config
 from composer_speedups.config.schema import CheckpointConfig, LoggersConfig, MemoryConfig, ThroughputConfig
 from composer_speedups.errors import ConfigError
-from composer_speedups.failed_process import own_line, ran_out_of_memory
+from composer_speedups.failed_process import own_line, ran_out_of_memory, where
 from composer_speedups.tune.outcomes import Algorithms, Outcome
 
 __all__ = ["Trials", "find_train", "outcome_of", "outcome_of_failure", "trial_config"]
 
 _SAID = 300  # characters of a failed process's line
+_LAST_WORDS = 2.0  # seconds for a process at its limit to say where it is
 
 
 def find_train() -> Path:
@@ -96,7 +99,7 @@ class Trials:
             status, output = _run([sys.executable, str(self.train), "-f", str(folder / "trial.yaml")], caches, timeout)
             wall = time.monotonic() - started
             if status is None:
-                return Outcome("time", f"not done after {wall:.0f} s", wall_seconds=wall)
+                return Outcome("time", f"not done after {wall:.0f} s{where(output)}", wall_seconds=wall)
             if status != 0:
                 return outcome_of_failure(status, output, wall)
             return outcome_of(json.loads((folder / "trial" / "report.json").read_text()), wall)
@@ -110,16 +113,21 @@ def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> 
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment},
+            env={**os.environ, **environment, "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,  # so that its DataLoader workers and compilers can be ended with it
         )
+        status = None
         try:
-            status: int | None = process.wait(timeout)
+            status = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            status = None
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+                process.send_signal(signal.SIGABRT)  # Python's fault handler leaves its stacks
+                process.wait(_LAST_WORDS)
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+            if status is None:
+                with contextlib.suppress(ProcessLookupError):  # nobody is left
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         log.seek(0)
         return status, log.read()
