@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import signal
 import threading
 import traceback
@@ -34,6 +35,8 @@ def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[No
         yield
     except (EOFError, MemoryError, OSError, RuntimeError, UserError) as error:
         _hear_no_more_of_workers()
+        for worker in multiprocessing.active_children():
+            worker.kill()  # one that hangs would outlive the run
         if stop is not None:
             stop.at_once()
         trainer.engine.close()  # Trainer.close() would wait for ranks that may be gone

@@ -16,11 +16,12 @@ import pytest
 import torch
 from composer.core import DataSpec
 from composer.utils import dist
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 import train
 from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.cli import exit_codes
+from composer_speedups.data.loader import Pad
 from composer_speedups.errors import RunFailedError
 from composer_speedups.failures import failed_run
 from composer_speedups.models import FinetuneModel
@@ -127,6 +128,28 @@ def test_a_worker_that_is_killed_ends_the_run_at_once(persistent: bool) -> None:
     lines = done.stderr.splitlines()
     assert re.match(r"train\.py: data\.workers: (a )?DataLoader worker .*lower data\.workers", lines[-1]), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_worker_that_hangs_ends_with_the_run() -> None:
+    def hang(self: Any, rows: Any) -> Any:
+        if get_worker_info() is not None and next(calls) == 3:
+            Path("hangs").write_text(str(os.getpid()))
+            time.sleep(1000)
+        return plain(self, rows)
+
+    def train_and_hang() -> None:
+        Pad.__call__ = hang  # type: ignore[method-assign]
+        _train("data.workers=1", "data.worker_timeout=2", "algorithms=null")
+
+    plain, calls = Pad.__call__, iter(range(1000))
+    done = Fork(train_and_hang).wait(60)
+    assert done.status == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "train.py: data.worker_timeout: no batch came from the workers for 2 s"
+    )
+    assert "Traceback" not in done.stderr
+    worker = int(Path("hangs").read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ __all__ = ["check_same_run", "stored_load"]
 _FREE = (
     "runs_folder bytecode export plot callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
-    "data.pin_memory data.prefetch_factor data.cache_dir "
+    "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
 ).split()
 _MISSING = object()

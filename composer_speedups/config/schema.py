@@ -98,6 +98,8 @@ class DataConfig:
     """Batches loaded ahead by each worker; null is torch's default (2)."""
     persistent_workers: bool = False
     """Keep the workers from one epoch to the next."""
+    worker_timeout: float = key(600.0, gt=0, le=86_400)
+    """Seconds to wait for a batch from workers; a run that gets none ends, instead of waiting for ever."""
     drop_last: bool = False
     """Drop the last training batch of an epoch when it is short."""
     cache_dir: str = ".cache/composer_speedups"

@@ -11,7 +11,7 @@ import torch
 from composer.core import DataSpec
 from composer.utils import dist
 from datasets import Dataset
-from torch.utils.data import DataLoader, Sampler, SequentialSampler
+from torch.utils.data import Sampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.config.schema import DataConfig
@@ -22,6 +22,7 @@ from composer_speedups.data.random_rows import random_rows
 from composer_speedups.data.sources import load_reviews, load_validation
 from composer_speedups.data.streams import Tokenized, stream_of_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.data.watched import WatchedDataLoader
 from composer_speedups.errors import ConfigError, DataError
 from composer_speedups.flops import batch_lengths
 
@@ -132,7 +133,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
     def batches(
         rows: Any, size: int, collator: Any, *, drop_last: bool, sampler: Sampler[int] | None = None
     ) -> DataSpec:
-        dataloader = DataLoader(
+        dataloader = WatchedDataLoader(
             rows,
             batch_size=size // world,
             sampler=sampler,
@@ -142,6 +143,7 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             pin_memory=config.pin_memory and on_gpu,
             prefetch_factor=config.prefetch_factor,
             persistent_workers=config.persistent_workers,
+            worker_timeout=config.worker_timeout,
         )
         return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
 

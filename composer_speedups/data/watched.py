@@ -1,0 +1,54 @@
+"""A DataLoader that does not wait for ever for workers that hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from composer_speedups.errors import RunFailedError
+
+__all__ = ["WatchedDataLoader"]
+
+_LOOK = 5  # seconds; as often as torch does without a timeout
+
+
+class WatchedDataLoader(DataLoader[Any]):
+    """A ``torch.utils.data.DataLoader`` whose workers have ``worker_timeout`` seconds to give the next batch.
+
+    With its own ``timeout`` torch looks whether the workers live only when that is over. Here it looks as often as
+    without one. With ``num_workers=0`` nothing is different.
+
+    Raises:
+        RunFailedError: From the iterator, when no batch came in time.
+    """
+
+    def __init__(self, dataset: Any, *, worker_timeout: float, num_workers: int = 0, **settings: Any) -> None:
+        look = min(_LOOK, worker_timeout) if num_workers else 0
+        super().__init__(dataset, num_workers=num_workers, timeout=look, **settings)
+        self.worker_timeout = worker_timeout
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        return _Watched(batches, self.worker_timeout, self.timeout) if self.num_workers else batches
+
+
+class _Watched(Iterator[Any]):
+    def __init__(self, batches: Iterator[Any], timeout: float, look: float) -> None:
+        self._batches, self._timeout, self._look = batches, timeout, look
+
+    def __next__(self) -> Any:
+        waited = 0.0
+        while True:
+            try:
+                return next(self._batches)
+            except RuntimeError as error:
+                if not str(error).startswith("DataLoader timed out"):
+                    raise
+                waited += self._look  # the iterator can be asked again
+                if waited >= self._timeout:
+                    raise RunFailedError(
+                        f"data.worker_timeout: no batch came from the workers for {waited:g} s; set data.workers=0, or "
+                        "raise it where reading takes that long"
+                    ) from error
