@@ -15,13 +15,18 @@ _LOOK = 5  # seconds; as often as torch does without a timeout
 
 
 class WatchedDataLoader(DataLoader[Any]):
-    """A ``torch.utils.data.DataLoader`` whose workers have ``worker_timeout`` seconds to give the next batch.
+    """A ``torch.utils.data.DataLoader`` whose workers have so long to give the next batch.
 
     With its own ``timeout`` torch looks whether the workers live only when that is over. Here it looks as often as
     without one. With ``num_workers=0`` nothing is different.
 
+    Args:
+        dataset, num_workers, settings: torch's, but for ``timeout``.
+        worker_timeout: Seconds; those of one look more at most.
+
     Raises:
         RunFailedError: From the iterator, when no batch came in time.
+        RuntimeError: Likewise, when a worker died; torch's.
     """
 
     def __init__(self, dataset: Any, *, worker_timeout: float, num_workers: int = 0, **settings: Any) -> None:
