@@ -24,7 +24,7 @@ class Bench:
     """What a search needs of the world; tests put in their own.
 
     Attributes:
-        measure: One trial, which ends within its ``timeout`` in seconds.
+        measure: One trial, which ends within its ``timeout`` in seconds, or two more to say where it is.
         refusal: Why a set would be refused before anything is built, or None.
         steps: First outcome of the given run → steps of the planned run.
         now: A clock, in seconds.

@@ -87,7 +87,7 @@ class Trials:
         self.config, self.train = config, train
 
     def __call__(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
-        """Train ``steps`` steps with these techniques; ends the process after ``timeout`` seconds.
+        """Train ``steps`` steps with these techniques; ends the process after ``timeout`` seconds, or two more.
 
         Whatever goes wrong is an :class:`Outcome`, not an exception.
         """
@@ -106,7 +106,7 @@ class Trials:
 
 
 def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
-    """Exit status (None when it was ended at ``timeout``) and all output."""
+    """Exit status (None when it was ended at ``timeout``) and all output, with its stacks where it was ended."""
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command,
