@@ -86,7 +86,7 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
     technique: Any = CUDAGraphs()
     technique._calls = calls = graphed(model, segments=segments)
     technique.engaged, calls.eager_first = True, 1
-    state: Any = SimpleNamespace(model=shared)
+    state: Any = SimpleNamespace(model=shared, algorithms=[])
     logger: Any = None
 
     def happens(event: Event) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.unpadding import encoders
 from composer_speedups.config import load_config
 from composer_speedups.errors import NotEngagedError, TechniqueError
 from composer_speedups.recommendation import RECOMMENDED
@@ -32,6 +33,10 @@ def fused(model: Any, last_layer: Any = "needed") -> Any:
     apply_unpadding(copied)
     assert apply_fused_layers(copied, last_layer)
     return copied
+
+
+def without_labels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if name != "labels"}
 
 
 def layers_of(model: nn.Module) -> list[FusedLayer]:
@@ -59,21 +64,30 @@ def test_outputs_and_gradients_are_the_untouched_models(family: Any, head: Any) 
     assert "torch" in ran or ran[-1] in ("first tokens", "stock")
 
 
-def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_head() -> None:
-    inputs = batch([5, 0, 9])
+def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = without_labels(batch([5, 0, 9]))
+    last_states: list[torch.Tensor] = []
+    scatter = encoders.scatter_tokens
+
+    def scattered(*arguments: Any) -> torch.Tensor:
+        last_states.append(scatter(*arguments))
+        return last_states[-1]
+
+    monkeypatch.setattr(encoders, "scatter_tokens", scattered)
     for head, last, expected in [
         ("classification", "needed", "first tokens"),
         ("classification", "all", "torch"),
         ("mlm", "needed", "torch"),
     ]:
         model = fused(tiny_model("bert", head), last)  # type: ignore[arg-type]
-        hidden: list[torch.Tensor] = []
-        model.bert.encoder.register_forward_hook(lambda *a, seen=hidden: seen.append(a[2].last_hidden_state))
-        model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        model(**inputs)
+        hidden = last_states.pop().view(3, 9, -1)
         assert [layer.ran for layer in layers_of(model)] == ["torch", expected]
-        assert bool(hidden[0][:, 1:].any()) == (expected == "torch")  # zeros where nothing was computed
-        assert hidden[0][0, 0].any()
-        assert not hidden[0][1].any()  # a row without a token
+        assert bool(hidden[:, 1:].any()) == (expected == "torch")  # zeros where nothing was computed
+        assert hidden[0, 0].any()
+        assert not hidden[1].any()  # a row without a token
 
 
 def test_a_model_of_ones_own_around_the_encoder_gets_every_token() -> None:
@@ -83,9 +97,12 @@ def test_a_model_of_ones_own_around_the_encoder_gets_every_token() -> None:
             self.bert = tiny_bert().bert
 
     mine = Mine()
-    apply_unpadding(mine)
+    with pytest.warns(UserWarning, match="your own code may read them"):
+        apply_unpadding(mine)
     apply_fused_layers(mine)
-    assert not any(layer.first_tokens_only for layer in layers_of(mine))
+    inputs = without_labels(batch([5, 9]))
+    assert mine.bert(**inputs).last_hidden_state[:, 1:].any()
+    assert [layer.ran for layer in layers_of(mine)] == ["torch", "torch"]
 
 
 def test_dropout_is_the_models_own_and_stops_in_eval_mode() -> None:

@@ -93,7 +93,7 @@ def test_predictions_and_evaluation_are_those_of_the_untouched_model() -> None:
     assert_near([output["logits"] for output in predicted], expected)
     (encoder,) = unpadded_encoders(trainer.state.model)
     assert encoder.ran == "unpadded"
-    assert encoder.plan is None
+    assert encoder.plans == ()
     trainer.close()
 
 

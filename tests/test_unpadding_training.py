@@ -173,11 +173,12 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind(monkeypatch: pytest.Mo
     monkeypatch.setattr(modeling_bert.BertPooler, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         trainer.fit()
+    (encoder,) = unpadded_encoders(trainer.state.model)
     trainer.close()
     assert not _get_current_dispatch_mode_stack()
-    (encoder,) = unpadded_encoders(trainer.state.model)
-    assert encoder.plan is None
+    assert encoder.plans == ()
     assert not any(layer._forward_pre_hooks for layer in encoder.layer)
+    assert not unpadded_encoders(trainer.state.model)
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])

@@ -107,6 +107,8 @@ def engage_all(state: State) -> None:
     if all(t.engaged is not None for t in techniques):
         return
     screen(techniques, Context.of(state))
+    for technique in techniques:
+        technique.before_engaging(state)
     state.callbacks.append(_Closer(techniques))
     # Composer seeds each rank differently: DDP then copies rank 0's new weights to all, FSDP takes a shard of each.
     same_draws = nullcontext() if state.fsdp_config is None else seed_context(state.rank_zero_seed)

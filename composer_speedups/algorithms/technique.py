@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.ordering import Stage, engage_all
+from composer_speedups.algorithms.ordering import Stage, engage_all, techniques_of
 from composer_speedups.algorithms.requirements import Context, Requirement
 from composer_speedups.errors import ConfigError, NotEngagedError, TechniqueError
 
@@ -47,6 +47,7 @@ class Technique(Algorithm):
     changes_structure: ClassVar[bool] = False  # a checkpoint's weights fit no model without the technique
     not_sharded: ClassVar[str | None] = None  # why it cannot go with FSDP, which shares the model out
     computes_on_host: ClassVar[bool] = False  # a part of the training step
+    not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)  # settings that change nothing of what is trained
     fixed_shapes: bool = False  # holds what was made for one shape of batch: the micro-batch must stay as it is
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
@@ -75,6 +76,12 @@ class Technique(Algorithm):
     @abstractmethod
     def engage(self, state: State) -> dict[str, Any]:
         """Change ``state``; returns the first evidence. Raises TechniqueError when there is nothing to do."""
+
+    def before_engaging(self, state: State) -> None:
+        """Look at the model before any technique changes it."""
+
+    def before_first_forward(self, event: Event, state: State) -> None:
+        """Before any technique observes a forward pass of the first training batch, or of an evaluation before it."""
 
     def reassert(self, state: State) -> None:
         """Undo what loading a checkpoint undid."""
@@ -127,7 +134,13 @@ class Technique(Algorithm):
             self._check_resume(state)
             if self.engaged:
                 self.reassert(state)
-        elif event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD):
+        elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
+            if not self._verified:
+                for technique in techniques_of(state.algorithms):
+                    technique.before_first_forward(event, state)
+            if event == Event.BEFORE_FORWARD:
+                self.observe(event, state)
+        elif event == Event.AFTER_FORWARD:
             self.observe(event, state)
         elif event == Event.FIT_END and not self._verified and self._evidence_before is not None:
             self.evidence.update(self._evidence_before)  # resumed with nothing left to train
@@ -184,7 +197,7 @@ class Technique(Algorithm):
             raise resume_error([], self.peers)
 
     def __repr__(self) -> str:
-        names = [p for p in inspect.signature(type(self)).parameters if p != "on_unavailable"]
+        names = [p for p in inspect.signature(type(self)).parameters if p not in self.not_recorded]
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names)})"
 
 

@@ -54,7 +54,7 @@ def train(way: str) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         assert encoder.ran == "unpadded"
-        packed.append(len(encoder.plan.indices_T))  # type: ignore[union-attr, arg-type]
+        packed.append(len(encoder.plans[0][1].indices_T))  # type: ignore[union-attr]
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / 2)

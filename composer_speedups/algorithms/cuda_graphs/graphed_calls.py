@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ class GraphedCalls:
 
     Attributes:
         carries: Modules and their attributes that a call reads beside its arguments: tensors and plain values, in
-            tuples. They count as arguments; while one is None, calls go to the original.
+            tuples. They count as arguments; while one is None or empty, calls go to the original.
         cut_behind: Blocks of the model that part its backward pass into segments, a graph each; none at first. See
             :mod:`.segments`.
         pool: Memory pool that the graphs share, from ``torch.cuda.graph_pool_handle``; None gives each its own.
@@ -84,7 +84,9 @@ class GraphedCalls:
         args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree knows no UserDict
         carried = tuple(getattr(module, attribute) for module, attribute in self.carries)
         leaves, spec = tree_flatten((args, kwargs, carried))
-        key = None if self.held or self.eager_first or None in carried else _key(leaves, spec)
+        leaves = _without_repeats(leaves)
+        missing = any(value is None or (isinstance(value, tuple) and not value) for value in carried)
+        key = None if self.held or self.eager_first or missing else _key(leaves, spec)
         self.eager_first = max(self.eager_first - 1, 0)
         if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
             self.eager_calls += 1
@@ -127,6 +129,23 @@ def _raise(error: CaptureError) -> None:
     raise error
 
 
+class _SameAs(NamedTuple):
+    """In the place of a tensor that is among the arguments already: in a graph too the two must be one."""
+
+    leaf: int
+
+
+def _without_repeats(leaves: list[Any]) -> list[Any]:
+    first: dict[int, int] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            first.setdefault(id(leaf), index)
+    return [
+        _SameAs(first[id(leaf)]) if isinstance(leaf, Tensor) and first[id(leaf)] != index else leaf
+        for index, leaf in enumerate(leaves)
+    ]
+
+
 def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
     """What one graph serves: shapes, dtypes, other arguments by value and autocast; None for what none can."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
@@ -136,7 +155,7 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
             if leaf.requires_grad:  # its gradient would need a static place of the caller's
                 return None
             parts.append((leaf.shape, leaf.dtype, leaf.device))
-        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+        elif leaf is None or isinstance(leaf, (bool, int, float, str, _SameAs)):
             parts.append(leaf)
         else:
             return None
@@ -232,6 +251,7 @@ class _FlatCall:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
         with _carrying(self._carries, carried), self.stand_ins.in_place():
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))

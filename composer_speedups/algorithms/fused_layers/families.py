@@ -17,6 +17,7 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer
 
 from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
 from composer_speedups.algorithms.fused_layers.plain import first_tokens_layer, plain_layer
+from composer_speedups.algorithms.stock import Untouched
 from composer_speedups.algorithms.unpadding.plan import Plan
 
 __all__ = ["FAMILIES", "FusedLayer", "compute_dtype"]
@@ -26,12 +27,20 @@ class FusedLayer(nn.Module):
     """What the layers share.
 
     Attributes:
-        first_tokens_only: The head reads each row's first token alone, and this is the last layer.
-        ran: How the last forward pass went: ``"triton"``, ``"torch"``, ``"first tokens"``, ``"stock"``, or None
-            before there was one.
+        untouched: The modules inside the layer when it was fused. Once one of them was exchanged, hooked or patched,
+            the layer runs its original forward.
+        last_layer: What :func:`apply_fused_layers` was asked for.
+        is_last: No other layer of its encoder reads what it computes.
+        owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
+        ran: How the last forward pass went: ``"triton"``, ``"torch"``, ``"first tokens"``, ``"unfused"`` (packed
+            tokens through the original forward), ``"stock"`` (a padded batch through it), or None before there was
+            one.
     """
 
-    first_tokens_only: bool = False
+    untouched: Untouched
+    last_layer: str = "all"
+    is_last: bool = False
+    owner: int | None = None
     ran: str | None = None
 
     @property
@@ -42,17 +51,38 @@ class FusedLayer(nn.Module):
     def parts(self) -> Parts:
         raise NotImplementedError
 
-    def rates(self) -> Rates:
+    def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
+        """For each of :class:`Rates`, the module whose mode decides and the one that holds the probability."""
         raise NotImplementedError
 
-    def forward(self, hidden_states: Tensor, *args: Any, unpadding: Plan | None = None, **kwargs: Any) -> Tensor:
-        """(1, T, H) → (1, T, H) with a plan; without one, whatever the original takes and gives."""
+    def rates(self, *, in_training: bool = False) -> Rates:
+        """What is dropped now, or in training mode; a module inside may be in eval mode alone."""
+        return Rates(
+            *(each[1].p if each is not None and (in_training or each[0].training) else 0.0 for each in self.dropouts())
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        unpadding: Plan | None = None,
+        first_tokens_only: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(1, T, H) → (1, T, H) with a plan; without one, whatever the original takes and gives.
+
+        ``first_tokens_only``: nothing but each row's first token is read of the last layer's result; the others may
+        be zeros.
+        """
         if unpadding is None:
             self.ran = "stock"
             return super().forward(hidden_states, *args, **kwargs)
-        parts, rates = self.parts(), self.rates() if self.training else Rates(0.0, 0.0, 0.0)
+        if not self.untouched.still():
+            self.ran = "unfused"
+            return super().forward(hidden_states, *args, unpadding=unpadding, **kwargs)
+        parts, rates = self.parts(), self.rates()
         x_TH = hidden_states.squeeze(0)
-        if self.first_tokens_only:
+        if first_tokens_only and self.is_last:
             self.ran = "first tokens"
             return first_tokens_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
         dtype = compute_dtype(x_TH)
@@ -85,8 +115,10 @@ class _BertLike(FusedLayer):
             attention.num_attention_heads,
         )  # fmt: skip
 
-    def rates(self) -> Rates:
-        return Rates(self.attention.self.dropout.p, self.attention.output.dropout.p, self.output.dropout.p)
+    def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
+        attention = self.attention.self  # it asks its own mode, and not that of its dropout
+        projected, out = self.attention.output.dropout, self.output.dropout
+        return [(attention, attention.dropout), (projected, projected), (out, out)]
 
 
 class FusedBertLayer(_BertLike, BertLayer):  # type: ignore[misc]
@@ -109,8 +141,9 @@ class FusedDistilBertLayer(FusedLayer, TransformerBlock):
             ffn.lin1, ffn.lin2, self.output_layer_norm, attention.n_heads,
         )  # fmt: skip
 
-    def rates(self) -> Rates:
-        return Rates(self.attention.dropout.p, 0.0, self.ffn.dropout.p)  # nothing drops the attention's output
+    def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
+        dropped = self.ffn.dropout
+        return [(self.attention, self.attention.dropout), None, (dropped, dropped)]  # none on the attention's output
 
 
 FAMILIES: dict[type[nn.Module], type[FusedLayer]] = {

@@ -51,7 +51,7 @@ class Shape(NamedTuple):
     @classmethod
     def of_modules(cls, layer: Any, embeddings: Any) -> Shape:
         """From a :class:`FusedLayer` and a :class:`FusedEmbeddings`; None where the model has its own embeddings."""
-        parts, rates = layer.parts(), layer.rates()
+        parts, rates = layer.parts(), layer.rates(in_training=True)
         hidden, embedded = parts.query.in_features, rates.output
         width = hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0]
         return cls(

@@ -15,17 +15,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, scatter_tokens
 
-__all__ = ["FLASH", "IMPLEMENTATION", "operators_among", "register", "takes_flash", "unpadded_attention"]
+__all__ = ["FLASH", "IMPLEMENTATION", "operators_among", "takes_flash", "unpadded_attention"]
 
 IMPLEMENTATION = "unpadded"  # transformers takes any name with "flash" in it for the flash-attn package
 FLASH = "_flash_attention_forward"
-
-
-def register() -> str:
-    """Make the attention known to transformers; returns its name there."""
-    AttentionInterface.register(IMPLEMENTATION, unpadded_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
-    return IMPLEMENTATION
 
 
 def keep_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
@@ -170,3 +163,8 @@ def _padded(
         scores = scores + mask
     weights = F.dropout(scores.softmax(-1), dropout)
     return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+# When this module is imported, and so where a changed model is unpickled too.
+AttentionInterface.register(IMPLEMENTATION, unpadded_attention)
+AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)

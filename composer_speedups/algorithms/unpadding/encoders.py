@@ -25,29 +25,43 @@ from composer_speedups.algorithms.unpadding.plan import (
     scatter_tokens,
 )
 
-__all__ = ["FAMILIES", "UnpaddedEncoder", "plan_unpadding", "unpadded_encoders"]
+__all__ = ["FAMILIES", "Layout", "UnpaddedEncoder", "plan_unpadding", "unpadded_encoders"]
 
 _STALE = "unpadding: the attention mask is not the one that was planned for; plan each batch, or none"
+
+Layout = Plan | Literal["padded"]
 
 
 class UnpaddedEncoder(nn.Module):
     """What the encoders share: everything but the class whose forward they call.
 
     Attributes:
-        plan: The next batch's layout; ``"padded"`` for a batch that must stay as it is; None has each forward
-            pass make its own, for which a GPU's host waits.
+        plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay as it is. A
+            forward pass looks for the very tensor that the model was called with. A mask of None stands for whatever
+            mask of the plan's shape comes, whose values must then be the plan's. A forward pass whose mask is not among
+            them makes a plan of its own, for which a GPU's host waits.
+        given_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
         pad_to_multiple_of: The number of packed tokens is a multiple of it.
         reads_first: The model's head reads each row's first slot, padding or not.
+        first_tokens_only: Nothing but each row's first token is read of the next result.
         ran: How the last forward pass went: ``"unpadded"``, ``"padded"``, or None before there was one.
+        counted: Forward passes that had to count their tokens themselves.
         model_config: The configuration of the model around it.
+        attention_before: The attention implementation that the model around it had.
+        owner: Which :class:`Unpadding` changed it, by a number of its own; None for :func:`apply_unpadding`.
         padded_because: Reason and fix for a batch that :meth:`layout` leaves padded.
     """
 
-    plan: Plan | Literal["padded"] | None = None
+    plans: tuple[tuple[Tensor | None, Layout], ...] = ()
+    given_mask: Tensor | None = None
     pad_to_multiple_of: int = 64
     reads_first: bool = True
+    first_tokens_only: bool = False
     ran: str | None = None
+    counted: int = 0
     model_config: Any = None
+    attention_before: str = "eager"
+    owner: int | None = None
     padded_because = ("rows begin with padding, and this model's head reads their first token", "pad on the right")
     layer: nn.ModuleList
 
@@ -58,7 +72,9 @@ class UnpaddedEncoder(nn.Module):
         request for hidden states or attention weights, and rows that begin with padding under a head that
         reads their first slot.
         """
-        plan = self._plan_of(hidden_states, attention_mask) if self._can_unpad(attention_mask, kwargs) else None
+        given, self.given_mask = self.given_mask, None
+        can = self._can_unpad(attention_mask, kwargs)
+        plan = self._plan_of(hidden_states, attention_mask, given) if can else None
         if plan is None:
             self.ran = "padded"
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
@@ -66,6 +82,8 @@ class UnpaddedEncoder(nn.Module):
         packed = gather_tokens(hidden_states.reshape(rows * width, hidden), plan.indices_T).unsqueeze(0)
         if not torch.compiler.is_compiling():
             torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+        if self.first_tokens_only:
+            kwargs["first_tokens_only"] = True  # a keyword, and so there too when a layer is recomputed
         output = super().forward(packed, attention_mask=None, unpadding=plan, **kwargs)
         self.ran = "unpadded"
         last = scatter_tokens(output.last_hidden_state.squeeze(0), plan.indices_T, rows * width)
@@ -83,19 +101,26 @@ class UnpaddedEncoder(nn.Module):
             and not any(kwargs.get(name, getattr(config, name, False)) for name in asked)
         )
 
-    def _plan_of(self, hidden_states: Tensor, mask_BS: Tensor | None) -> Plan | None:
+    def _plan_of(self, hidden_states: Tensor, mask_BS: Tensor | None, given: Tensor | None) -> Plan | None:
+        """The plan made for the mask that the model was given, or else one made now; None to stay padded."""
         shape = hidden_states.shape[:2]
-        if isinstance(self.plan, Plan) and self.plan.mask_BS.shape == shape:
-            planned = self.plan.mask_BS
-            torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
-            return self.plan
-        if isinstance(self.plan, str) or (mask_BS is not None and mask_BS.shape != shape):
+        for planned_for, layout in self.plans:
+            if planned_for is not None and planned_for is not given:
+                continue
+            if isinstance(layout, str):
+                return None
+            planned = layout.mask_BS
+            if planned.shape == shape:
+                torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
+                return layout
+        if mask_BS is not None and mask_BS.shape != shape:
             return None
         return self._own_plan(hidden_states, mask_BS)
 
     @torch.compiler.disable  # it needs a number from the mask
     def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None) -> Plan | None:
         counts = None
+        self.counted += 1
         if mask_BS is None:
             rows, width = hidden_states.shape[:2]
             mask_BS, counts = hidden_states.new_ones(rows, width, dtype=torch.bool), [width] * rows
@@ -106,7 +131,7 @@ class UnpaddedEncoder(nn.Module):
         """Real tokens of each row, negative where something keeps it padded; see :func:`row_counts`."""
         return row_counts(mask_BS)
 
-    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Plan | Literal["padded"]:
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
         """The plan of a batch on its device, from its :meth:`count`."""
         if self.reads_first and any(count < 0 for count in counts):
             return "padded"
@@ -145,7 +170,7 @@ def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:
 def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequence[int] | None = None) -> None:
     """Lay out the model's next batch, so that its forward pass need not wait for a GPU to count the tokens.
 
-    Call it before every forward pass, or never: a mask other than the planned one is an error.
+    Call it before every forward pass, or never: a mask of the same shape with other values is an error.
 
     Args:
         model: A model that :func:`apply_unpadding` changed, with one such encoder.
@@ -158,10 +183,12 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
     encoders = unpadded_encoders(model)
     if len(encoders) != 1:
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; apply_unpadding it first")
+    encoder = encoders[0]
     if attention_mask is None:
-        encoders[0].plan = None
+        encoder.plans = ()
         return
     if counts is None:
-        counts = encoders[0].count(attention_mask)
-    device = next(encoders[0].parameters()).device
-    encoders[0].plan = encoders[0].layout(attention_mask.bool().to(device, non_blocking=True), counts)
+        counts = encoder.count(attention_mask)
+    device = next(encoder.parameters()).device
+    layout = encoder.layout(attention_mask.bool().to(device, non_blocking=True), counts)
+    encoder.plans = ((None, layout),)

@@ -1,21 +1,22 @@
-"""Which models can run unpadded, and turning their encoders."""
+"""Which models can run unpadded, turning their encoders, and turning them back."""
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import ModernBertModel, PreTrainedModel
 
-from composer_speedups.algorithms.surgery import swap_class
-from composer_speedups.algorithms.unpadding.attention import register
+from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION
 from composer_speedups.algorithms.unpadding.encoders import FAMILIES, UnpaddedEncoder
 from composer_speedups.algorithms.unpadding.modernbert import UnpaddedModernBertModel
 
-__all__ = ["swap_encoders"]
+__all__ = ["restore_encoders", "swap_encoders"]
 
 _SUPPORTED = "BERT, RoBERTa, ELECTRA, DistilBERT and ModernBERT"
-_CLASSES = {**FAMILIES, ModernBertModel: UnpaddedModernBertModel}
+_CLASSES: dict[type[nn.Module], type[UnpaddedEncoder]] = {**FAMILIES, ModernBertModel: UnpaddedModernBertModel}
+_STOCK = {unpadded: stock for stock, unpadded in _CLASSES.items()}
 # Heads that read no slot whose label says to ignore it; all others read the first slot of each row.
 _TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
 _POOLING_HEADS = ("ForSequenceClassification", "ForMultipleChoice")  # ModernBERT's, over the mask where it says so
@@ -28,24 +29,51 @@ _REFUSED_HEADS = {
 
 class _Found(NamedTuple):
     encoder: Any
-    base: PreTrainedModel  # the model directly around it
+    base: PreTrainedModel  # the model directly around it; ModernBERT's encoder is one itself
     head: str  # class of the outermost one
 
 
-def swap_encoders(model: nn.Module, pad_to_multiple_of: int) -> list[str]:
+class _GivenMask:
+    """A forward pre-hook of the model around an encoder: keeps the mask that it was called with for the encoder."""
+
+    def __init__(self, base: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
+        self.encoder = encoder
+        names = list(inspect.signature(type(base).forward).parameters)
+        self._position = names.index("attention_mask") - 1 if "attention_mask" in names else None
+
+    def keep(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if mask is None and self._position is not None and len(args) > self._position:
+            mask = args[self._position]
+        self.encoder.given_mask = mask if isinstance(mask, Tensor) else None
+
+
+def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None = None) -> list[str]:
     """Turn every supported encoder in ``model``; returns the names of those that were not yet.
+
+    Args:
+        model: Changed in place.
+        pad_to_multiple_of: See :func:`apply_unpadding`.
+        owner: See :class:`UnpaddedEncoder`; takes over those that another one owns.
 
     Raises:
         ValueError: There is none, or one that cannot run unpadded; nothing is changed then.
     """
     found = _find(model)
-    for each in found:
+    for each in found.values():
         _check(each)
     changed = []
-    for old, new in _CLASSES.items():
-        changed += swap_class(model, old, new)
-    for encoder, base, head in found:
-        base.set_attn_implementation(register())
+    for name, (encoder, base, head) in found.items():
+        if not isinstance(encoder, UnpaddedEncoder):
+            encoder.__class__ = _CLASSES[type(encoder)]
+            encoder.attention_before = base.config._attn_implementation or "eager"
+            encoder.owner = owner
+            if encoder is not base:
+                base.register_forward_pre_hook(_GivenMask(base, encoder).keep, with_kwargs=True)
+            changed.append(name)
+        elif encoder.owner is not None:
+            encoder.owner = owner
+        base.set_attn_implementation(IMPLEMENTATION)
         encoder.model_config = base.config
         encoder.pad_to_multiple_of = pad_to_multiple_of
         pools_all = getattr(base.config, "classifier_pooling", None) == "mean"
@@ -53,19 +81,55 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int) -> list[str]:
     return changed
 
 
-def _find(model: nn.Module) -> list[_Found]:
-    modules = dict(model.named_modules())
-    around = {name: module for name, module in modules.items() if isinstance(module, PreTrainedModel)}
-    found = []
-    for name, module in modules.items():
+def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
+    """Turn encoders back to transformers' own, with the attention that they had; returns the names of those changed.
+
+    Args:
+        model: Changed in place.
+        owner: Only those that it owns; None for all.
+    """
+    around = _around(model)
+    names = []
+    for name, encoder in list(model.named_modules()):
+        if not isinstance(encoder, UnpaddedEncoder) or (owner is not None and encoder.owner != owner):
+            continue
+        base = _bases(around, name, encoder)[-1]
+        if base.config._attn_implementation == IMPLEMENTATION:
+            base.set_attn_implementation(encoder.attention_before)
+        for handle, hook in list(base._forward_pre_hooks.items()):
+            if getattr(getattr(hook, "__self__", None), "encoder", None) is encoder:
+                del base._forward_pre_hooks[handle]
+                base._forward_pre_hooks_with_kwargs.pop(handle, None)
+        encoder.__class__ = _STOCK[type(encoder)]
+        for attribute in UnpaddedEncoder.__annotations__:
+            vars(encoder).pop(attribute, None)
+        names.append(name)
+    return names
+
+
+def _around(model: nn.Module) -> dict[str, PreTrainedModel]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+
+
+def _bases(around: dict[str, PreTrainedModel], name: str, encoder: nn.Module) -> list[PreTrainedModel]:
+    """The models around an encoder, outermost first; ModernBERT's is the last of its own."""
+    return [m for n, m in around.items() if m is encoder or n == "" or name.startswith(f"{n}.")]
+
+
+def _find(model: nn.Module) -> dict[str, _Found]:
+    around = _around(model)
+    found = {}
+    for name, module in model.named_modules():
         if type(module) in _CLASSES or isinstance(module, UnpaddedEncoder):
-            # outermost first; ModernBERT's is one itself
-            outside = [m for n, m in around.items() if m is not module and (n == "" or name.startswith(f"{n}."))]
-            if not outside:
-                raise ValueError(f"the encoder {name!r} stands alone; unpadding needs the model around it")
-            found.append(_Found(module, outside[-1], type(outside[0]).__name__))
+            bases = _bases(around, name, module)
+            if not bases:
+                raise ValueError(
+                    f"unpadding needs the model around an encoder, and {name or type(module).__name__} stands alone; "
+                    "give it the model"
+                )
+            found[name] = _Found(module, bases[-1], type(bases[0]).__name__)
     if not found:
-        kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' parts"]
+        kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' modules"]
         raise ValueError(f"unpadding knows {_SUPPORTED}, and this is {', '.join(kinds)}")
     return found
 

@@ -8,7 +8,7 @@ holes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.modernbert.modeling_modernbert import ModernBertModel
 from transformers.utils.generic import can_return_tuple
 
-from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
+from composer_speedups.algorithms.unpadding.encoders import Layout, UnpaddedEncoder
 from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
 
 __all__ = ["UnpaddedModernBertModel"]
@@ -52,7 +52,9 @@ class UnpaddedModernBertModel(UnpaddedEncoder, ModernBertModel):
         inputs = input_ids if inputs_embeds is None else inputs_embeds
         alone = (input_ids is None) != (inputs_embeds is None) and not isinstance(attention_mask, dict)
         can = inputs is not None and alone and self._can_unpad(attention_mask, kwargs)
-        plan = self._plan_of(inputs, attention_mask) if inputs is not None and can else None
+        plan = None
+        if inputs is not None and can:
+            plan = self._plan_of(inputs, attention_mask, attention_mask)
         if inputs is None or plan is None:
             self.ran = "padded"
             return super(UnpaddedEncoder, self).forward(
@@ -108,7 +110,7 @@ class UnpaddedModernBertModel(UnpaddedEncoder, ModernBertModel):
         pieces = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(-1)
         return [-abs(count) if apart else count for count, apart in zip(counts, (pieces > 1).tolist(), strict=True)]
 
-    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Plan | Literal["padded"]:
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
         if any(count < 0 for count in counts):
             return "padded"
         return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
@@ -122,3 +124,5 @@ def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
 
 # transformers looks up by class what a model can record: hidden states and attention weights, in the padded way.
 modeling_utils._CAN_RECORD_REGISTRY[str(UnpaddedModernBertModel)] = ModernBertModel._can_record_outputs
+# save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
+UnpaddedModernBertModel.__name__ = ModernBertModel.__name__

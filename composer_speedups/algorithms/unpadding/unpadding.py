@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -10,23 +11,28 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from torch import nn
 
+from composer_speedups.algorithms.compared_technique import Check, ComparedTechnique
+from composer_speedups.algorithms.comparison import compare, outcome_of, tolerance_of
+from composer_speedups.algorithms.stock import changes_to
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.algorithms.unpadding.encoders import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.algorithms.unpadding.evidence import FirstForward
-from composer_speedups.algorithms.unpadding.heads import swap_encoders
+from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.plan import row_counts
 from composer_speedups.errors import TechniqueError
 
-__all__ = ["Unpadding", "apply_unpadding"]
+__all__ = ["Unpadding", "apply_unpadding", "undo_unpadding"]
 
 # Composer cuts lists in a batch into micro-batches along with its tensors, and leaves them on the host.
-_COUNTS = "unpadding_row_counts"
+_COUNTS = "unpadding_row_counts_of_"
 _COUNT_AT = (Event.BATCH_START, Event.EVAL_BATCH_START)
 _PLAN_AT = (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD)
 _FORGET_AT = (Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD, Event.FIT_END)
 
 
-def apply_unpadding(model: nn.Module, pad_to_multiple_of: int = 64) -> list[str]:
+def apply_unpadding(
+    model: nn.Module, pad_to_multiple_of: int = 64, *, compare_on: Mapping[str, Any] | None = None
+) -> list[str]:
     """Make the encoder of a Hugging Face model run on real tokens only.
 
     Args:
@@ -34,18 +40,45 @@ def apply_unpadding(model: nn.Module, pad_to_multiple_of: int = 64) -> list[str]
             changed in place. Its parameters, their names and its ``state_dict`` stay.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64:
             matrix products over a number that is no multiple of 8 are slow.
+        compare_on: Keyword arguments of the model, with labels if it takes some: a batch on which loss, outputs and
+            gradients must be the untouched model's.
 
     Returns:
         Names of the encoders changed; those that already were are left out.
 
     Raises:
-        ValueError: A model, head or number that it cannot serve.
+        ValueError: A model, head or number that it cannot serve, or a model that computes something else on
+            ``compare_on``; the model is then as it was.
+
+    Warns:
+        UserWarning: The model is not transformers' own in every module and was not compared: slots of padding hold
+            zeros in the last hidden state, and another head may read them.
 
     Each forward pass then counts its tokens, and waits for the GPU to do so; :func:`plan_unpadding` takes the
     count from a mask that is still on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
     _check(pad_to_multiple_of)
-    return swap_encoders(model, pad_to_multiple_of)
+    changes = changes_to(model)
+    before = None if compare_on is None else outcome_of(model, compare_on)
+    names = swap_encoders(model, pad_to_multiple_of)
+    if before is not None and names:
+        apart = compare(before, outcome_of(model, compare_on or {}), tolerance_of(model))
+        if apart.beyond is not None:
+            restore_encoders(model)
+            raise ValueError(f"unpadding cannot serve this model: {apart.beyond} on the given batch")
+    elif changes and names:
+        warnings.warn(
+            f"unpadding was not compared with the untouched model, though {changes[0]}: slots of padding hold zeros in "
+            "its last hidden state, and your own code may read them; give compare_on=a batch",
+            UserWarning,
+            stacklevel=2,
+        )
+    return names
+
+
+def undo_unpadding(model: nn.Module) -> list[str]:
+    """Give a model its own encoders and its attention back; returns the names of the encoders changed."""
+    return restore_encoders(model)
 
 
 def _check(pad_to_multiple_of: int) -> None:
@@ -53,16 +86,18 @@ def _check(pad_to_multiple_of: int) -> None:
         raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
 
 
-class Unpadding(Technique):
+class Unpadding(ComparedTechnique):
     """The encoder runs on real tokens only, with variable-length attention.
 
     Args:
         pad_to_multiple_of: The number of packed tokens is a multiple of it. Default 64.
+        check: See :class:`ComparedTechnique`.
         on_unavailable: See :class:`Technique`.
 
     Raises:
         ValueError: A multiple below 1 or above 65536.
-        TechniqueError: At INIT, for a model or head that it cannot serve.
+        TechniqueError: At INIT, for a model or head that it cannot serve; in the first batch, for a model of one's own
+            that reads what is computed for padding.
     """
 
     name = "unpadding"
@@ -75,8 +110,10 @@ class Unpadding(Technique):
         "torch_compile": "dynamic: false and modes that capture graphs begin anew with every number of tokens"
     }
 
-    def __init__(self, pad_to_multiple_of: int = 64, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
+    def __init__(
+        self, pad_to_multiple_of: int = 64, check: Check = "auto", *, on_unavailable: OnUnavailable = "stop"
+    ) -> None:
+        super().__init__(check=check, on_unavailable=on_unavailable)
         _check(pad_to_multiple_of)
         self.pad_to_multiple_of = pad_to_multiple_of
         self._encoders: list[UnpaddedEncoder] = []
@@ -90,12 +127,23 @@ class Unpadding(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         try:
-            apply_unpadding(state.model, self.pad_to_multiple_of)
+            self.reapply(state)
         except ValueError as error:
             reason = str(error).removeprefix("unpadding ")  # the error says the name itself
             raise TechniqueError(self.name, reason, "take it out for this model") from error
-        self._encoders = unpadded_encoders(state.model)
         return {"encoders": len(self._encoders)}
+
+    def reapply(self, state: State) -> None:
+        swap_encoders(state.model, self.pad_to_multiple_of, self.owner)
+        self._encoders = unpadded_encoders(state.model)
+
+    def withdraw(self, state: State) -> None:
+        restore_encoders(state.model, self.owner)
+
+    def own_batch(self, batch: Any) -> Any:
+        if not isinstance(batch, dict):
+            return batch
+        return {name: value for name, value in batch.items() if not str(name).startswith(_COUNTS)}
 
     def match(self, event: Event, state: State) -> bool:
         return super().match(event, state) or (bool(self.engaged) and event in _COUNT_AT + _PLAN_AT + _FORGET_AT)
@@ -111,30 +159,39 @@ class Unpadding(Technique):
 
     def _count(self, event: Event, state: State) -> None:
         """Count while the batch is on the host; the last change to it is behind us."""
-        mask = _mask_of(state.batch)
-        if mask is None or mask.device.type != "cpu":
-            return
         known = [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
-        counts = known[0].count(mask) if known else row_counts(mask)
-        state.batch = {**state.batch, _COUNTS: counts}
-        if event == Event.BATCH_START:
-            self._tokens += sum(map(abs, counts))
-            self._slots += mask.numel()
+        for name, mask in _masks_of(state.batch).items():
+            if mask.device.type != "cpu":
+                continue
+            counts = known[0].count(mask) if known else row_counts(mask)
+            state.batch = {**state.batch, f"{_COUNTS}{name}": counts}
+            if event == Event.BATCH_START:
+                self._tokens += sum(map(abs, counts))
+                self._slots += mask.numel()
 
     def _plan(self, event: Event, state: State) -> None:
-        """Lay out the micro-batch on its device, from the counts that came with it."""
-        counts = state.batch.pop(_COUNTS, None) if isinstance(state.batch, dict) else None
-        mask = _mask_of(state.batch)
-        if mask is None or counts is None or len(counts) != len(mask) or len(self._encoders) != 1:
-            return  # the encoders count for themselves
-        encoder = self._encoders[0]
-        if isinstance(encoder, UnpaddedEncoder):  # and nobody turned it back
-            encoder.plan = encoder.layout(mask, counts)
-            self._padded += encoder.plan == "padded" and event == Event.BEFORE_FORWARD
+        """Lay out the micro-batch on its device, from the counts that came with it.
+
+        A mask that is not among the batch's own is counted by the encoder that meets it.
+        """
+        if not isinstance(state.batch, dict):
+            return
+        plans: dict[UnpaddedEncoder, list[tuple[torch.Tensor, Layout]]] = {}
+        for name, mask in _masks_of(state.batch).items():
+            counts = state.batch.pop(f"{_COUNTS}{name}", None)
+            if counts is None or len(counts) != len(mask):
+                continue
+            for encoder in self._encoders:
+                if isinstance(encoder, UnpaddedEncoder):  # and nobody turned it back
+                    layout = encoder.layout(mask, counts)
+                    plans.setdefault(encoder, []).append((mask, layout))
+                    self._padded += layout == "padded" and event == Event.BEFORE_FORWARD
+        for encoder, found in plans.items():
+            encoder.plans = tuple(found)
 
     def _forget(self) -> None:
         for encoder in self._encoders:
-            encoder.plan = None
+            encoder.plans = ()
 
     def observe(self, event: Event, state: State) -> None:
         if event == Event.BEFORE_FORWARD and not self._verified:
@@ -145,6 +202,7 @@ class Unpadding(Technique):
     def close(self) -> None:
         self._first.stop()
         self._forget()
+        super().close()
 
     def verify(self, state: State) -> dict[str, Any]:
         failure = self._first.failure()
@@ -158,7 +216,13 @@ class Unpadding(Technique):
         return evidence
 
 
-def _mask_of(batch: Any) -> torch.Tensor | None:
-    """The attention mask (B, S) of a batch, where it has one."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask if isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.numel() else None
+def _masks_of(batch: Any) -> dict[str, torch.Tensor]:
+    """The attention masks (B, S) of a batch by their names: ``attention_mask``, and a bi-encoder's further ones."""
+    if not isinstance(batch, Mapping):
+        return {}
+    return {
+        name: value
+        for name, value in batch.items()
+        if isinstance(name, str) and "attention_mask" in name and isinstance(value, torch.Tensor)
+        if value.ndim == 2 and value.numel()
+    }

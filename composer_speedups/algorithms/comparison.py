@@ -1,0 +1,195 @@
+"""What a changed model computes beside what the untouched one does: loss, outputs and gradients of one batch.
+
+Dropout is off and the arithmetic float32, so that rounding is small and a head that reads padding is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["Difference", "Outcome", "Tolerance", "compare", "measure", "outcome_of", "tolerance_of"]
+
+
+class Tolerance(NamedTuple):
+    """How far rounding may take two computations of the same thing apart.
+
+    Attributes:
+        value: Relative difference of the loss and of the outputs.
+        gradient: Relative difference of a parameter's gradient, by their norms.
+        floor: Gradients below this share of the largest one's norm are compared with that share instead.
+    """
+
+    value: float
+    gradient: float
+    floor: float
+
+
+_FLOAT32 = Tolerance(1e-4, 2e-3, 1e-3)
+_LESS = Tolerance(3e-2, 0.15, 3e-2)  # weights of 16 bits, or products of 8
+
+
+@dataclass
+class Outcome:
+    """What one batch gave.
+
+    Attributes:
+        loss: None where only the outputs were computed.
+        outputs: Logits, or whatever tensor the model returned, on slots and rows with a real token.
+        gradients: Of each parameter that trains, None where it got none.
+    """
+
+    loss: float | None
+    outputs: Tensor | None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
+class Difference(NamedTuple):
+    """How far two outcomes are apart.
+
+    Attributes:
+        loss: Absolute; None without losses.
+        gradient: The largest relative difference of a parameter's gradient; None without gradients.
+        beyond: What is further apart than the tolerance, as a sentence; None when nothing is.
+    """
+
+    loss: float | None
+    gradient: float | None
+    beyond: str | None
+
+    def evidence(self) -> dict[str, float]:
+        """As report.json has it."""
+        found = {"loss": self.loss, "largest_gradient_difference": self.gradient}
+        return {name: value for name, value in found.items() if value is not None}
+
+
+def tolerance_of(model: nn.Module) -> Tolerance:
+    """That of float32, unless the model computes in less whatever autocast says."""
+    coarse = any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters())
+    coarse = coarse or any("float8" in type(module).__name__.lower() for module in model.modules())
+    return _LESS if coarse else _FLOAT32
+
+
+def measure(
+    model: nn.Module,
+    call: Callable[[], tuple[Any, Tensor | None]],
+    mask_BS: Tensor | None,
+    *,
+    gradients: bool = True,
+) -> Outcome:
+    """Run a model on one batch in eval mode, leaving its mode, its gradients and the random state as they were.
+
+    Args:
+        model: Whose parameters' gradients are wanted.
+        call: Runs it; gives its outputs and its loss.
+        mask_BS: The batch's attention mask: what is computed for padding is compared with nothing.
+        gradients: Whether to compute them.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    with _quietly(model), torch.set_grad_enabled(gradients):
+        outputs, loss = call()
+        found: dict[str, Tensor | None] = {}
+        if gradients and loss is not None and loss.requires_grad:
+            computed = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            found = dict(zip(trained, computed, strict=True))
+    return Outcome(None if loss is None else float(loss.detach()), _real(outputs, mask_BS), found)
+
+
+def outcome_of(model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
+    """:func:`measure` of a model that takes keyword arguments and returns its loss, alone or among its outputs."""
+
+    def call() -> tuple[Any, Tensor | None]:
+        outputs = model(**batch)
+        if isinstance(outputs, Tensor):
+            return outputs, outputs if outputs.ndim == 0 else None
+        return outputs, outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+
+    mask = batch.get("attention_mask")
+    return measure(model, call, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+
+
+def compare(untouched: Outcome, changed: Outcome, tolerance: Tolerance) -> Difference:
+    """How far a changed model's outcome is from the untouched one's."""
+    beyond, loss, largest = [], None, None
+    if untouched.loss is not None and changed.loss is not None:
+        loss = abs(changed.loss - untouched.loss)
+        if not loss <= tolerance.value * max(1.0, abs(untouched.loss)):  # NaN too
+            beyond.append(f"the loss is {changed.loss:.4g} and not {untouched.loss:.4g}")
+    if untouched.outputs is not None and changed.outputs is not None:
+        apart = _relative(changed.outputs, untouched.outputs)
+        if not apart <= tolerance.value * 10:
+            beyond.append(f"its outputs differ by {apart:.1%}")
+    if untouched.gradients:
+        norms = {name: 0.0 if g is None else float(g.float().norm()) for name, g in untouched.gradients.items()}
+        floor = tolerance.floor * max(norms.values())
+        largest, worst = 0.0, ""
+        for name, expected in untouched.gradients.items():
+            apart = _apart(changed.gradients.get(name), expected) / max(norms[name], floor, 1e-30)
+            if not apart <= largest:
+                largest, worst = apart, name
+        missing = [name for name, norm in norms.items() if norm > floor and _is_zero(changed.gradients.get(name))]
+        if missing:
+            beyond.append(f"{len(missing)} of {len(norms)} parameters get no gradient, {missing[0]} among them")
+        elif not largest <= tolerance.gradient:
+            beyond.append(f"the gradient of {worst} differs by {largest:.1%}")
+    return Difference(loss, largest, "; ".join(beyond) or None)
+
+
+def _is_zero(gradient: Tensor | None) -> bool:
+    return gradient is None or not bool(gradient.any())
+
+
+def _apart(one: Tensor | None, other: Tensor | None) -> float:
+    if one is None or other is None:
+        held = one if other is None else other
+        return 0.0 if held is None else float(held.float().norm())
+    return float((one.float() - other.float()).norm())
+
+
+def _relative(one: Tensor, other: Tensor) -> float:
+    if one.shape != other.shape:
+        return float("inf")
+    scale = float(other.norm()) if other.numel() else 0.0
+    return float((one - other).norm()) / max(scale, 1e-6) if other.numel() else 0.0
+
+
+def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
+    """The logits, or the tensor, that a model returned, without what it computed for padding."""
+    found = outputs
+    if isinstance(outputs, Mapping):
+        found = outputs.get("logits")
+    elif not isinstance(outputs, Tensor):
+        found = getattr(outputs, "logits", None)
+    if not isinstance(found, Tensor) or not found.is_floating_point():
+        return None
+    found = found.detach().float()
+    if mask_BS is not None and found.ndim > 0 and found.shape[0] == mask_BS.shape[0]:
+        mask_BS = mask_BS.bool()
+        found = found[mask_BS] if found.shape[:2] == mask_BS.shape else found[mask_BS.any(-1)]
+    return found
+
+
+@contextlib.contextmanager
+def _quietly(model: nn.Module) -> Iterator[None]:
+    """Eval mode, float32 without TF32, nothing compiled, and a random state that is given back."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    precision = torch.get_float32_matmul_precision()
+    with torch.random.fork_rng(sorted(devices, key=str)), torch.compiler.set_stance("force_eager"):
+        torch.manual_seed(0)
+        try:
+            model.eval()
+            torch.set_float32_matmul_precision("highest")
+            with contextlib.ExitStack() as stack:
+                for kind in {"cpu", *(device.type for device in devices)}:
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+                yield
+        finally:
+            torch.set_float32_matmul_precision(precision)
+            for module, training in modes.items():
+                module.training = training

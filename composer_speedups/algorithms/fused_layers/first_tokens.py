@@ -1,0 +1,69 @@
+"""When the last layer need not compute more than each row's first token.
+
+That is so where transformers' own head is all that reads it, and the call comes through that head: the outermost
+model marks its encoder's call, and a call of the encoder by anybody else computes everything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.stock import Untouched, model_differences, outermost_models
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
+
+__all__ = ["mark_calls", "marks_calls", "unmark_calls"]
+
+_FIRST_TOKEN_HEADS = {f"{family}ForSequenceClassification" for family in ("Bert", "Roberta", "Electra", "DistilBert")}
+
+
+class _Mark:
+    """A forward pre-hook of the outermost model, and a forward hook that takes the mark away again."""
+
+    def __init__(self, model: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
+        self._encoder = encoder
+        inside = set(encoder.layer.modules())
+        # A hook on any of these could read the last layer's output; of the layers, only the last one has it.
+        readers = [module for module in model.modules() if module is not model and module not in inside]
+        self._readers = Untouched([*readers, encoder.layer, encoder.layer[-1]], model)
+
+    def set(self, model: nn.Module, args: Any) -> None:
+        self._encoder.first_tokens_only = self._readers.still()
+
+    def clear(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._encoder.first_tokens_only = False
+
+
+def mark_calls(model: nn.Module) -> None:
+    """Have the models in a module mark their calls, where their head reads nothing but each row's first token."""
+    for name, outer in outermost_models(model).items():
+        encoders = [module for module in outer.modules() if isinstance(module, UnpaddedEncoder)]
+        if type(outer).__name__ not in _FIRST_TOKEN_HEADS or len(encoders) != 1 or marks_calls(outer):
+            continue
+        if not isinstance(encoders[0].layer[-1], FusedLayer):
+            continue
+        if not model_differences(outer, name, skip=[encoders[0].layer]):
+            mark = _Mark(outer, encoders[0])
+            outer.register_forward_pre_hook(mark.set)
+            outer.register_forward_hook(mark.clear, always_call=True)
+
+
+def marks_calls(model: nn.Module) -> bool:
+    """Whether :func:`mark_calls` changed a model, or one inside it."""
+    return any(_is_mark(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def unmark_calls(model: nn.Module) -> None:
+    """Undo :func:`mark_calls`."""
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for handle in [handle for handle, hook in hooks.items() if _is_mark(hook)]:
+                del hooks[handle]
+                module._forward_hooks_always_called.pop(handle, None)
+
+
+def _is_mark(hook: Any) -> bool:
+    return isinstance(getattr(hook, "__self__", None), _Mark)

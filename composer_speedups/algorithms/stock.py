@@ -1,0 +1,228 @@
+"""Whether a module is exactly what its library builds: its class, children, parameters and settings, without hooks.
+
+A technique that computes a module's result itself reads the module's weights and calls none of its code. It may do so
+only where that code is known: a PEFT adapter, a hook or another activation would be left out without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
+
+__all__ = ["Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
+
+_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+# transformers installs these once hidden states or attentions were asked for; they only look, and only when asked.
+_RECORDERS = "transformers.utils.output_capturing"
+# Read by the techniques themselves (rates and epsilons), or of no effect on what a module computes.
+_FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued", "is_gradient_checkpointing"}
+_PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, MethodType)
+
+
+def differences(
+    module: nn.Module,
+    reference: nn.Module,
+    name: str,
+    *,
+    ours: bool = False,
+    around: bool = False,
+    skip: Collection[nn.Module] = (),
+) -> Iterator[str]:
+    """What sets a module, and those inside it, apart from a reference.
+
+    Args:
+        module: What a user brought.
+        reference: What the library builds from the same configuration; may be on the meta device.
+        name: The module's, for the sentences.
+        ours: Whether what this package changed counts as untouched.
+        around: Whether hooks on the module itself, and this package's own ``forward`` around the class's, are no
+            difference: they run whatever the class's ``forward`` computes.
+        skip: Modules that are not looked into.
+
+    Yields:
+        Sentences such as "bert.encoder.layer.0.attention.self.query is a peft Linear". Dropout probabilities,
+        epsilons, values of weights, dtypes, devices and ``requires_grad`` are no difference.
+    """
+    if type(module) is not type(reference):
+        if not (ours and _is_ours(type(module))):
+            yield f"{name} is {_described(type(module))} and not {_described(type(reference))}"
+            return
+        if not isinstance(module, type(reference)):
+            return
+    if not _is_ours(type(module)) and _is_patched(type(module)):
+        yield f"{_described(type(module), article=False)}.forward was replaced in its class"
+    for attribute, value in vars(module).items():
+        if isinstance(getattr(type(module), attribute, None), FunctionType) and not (
+            (ours or around) and _is_ours(value)
+        ):
+            yield f"{name} has a {attribute} of its own"
+    for attribute, hook in _HOOKS.items():
+        if not around and any(
+            not (_is_recorder(h) or (ours and _is_ours(h))) for h in getattr(module, attribute).values()
+        ):
+            yield f"{name} has {hook}"
+    yield from _other_tensors(module, reference, name)
+    for attribute, value in vars(reference).items():
+        if attribute.startswith("_") or attribute in _FREE or not isinstance(value, _PLAIN):
+            continue
+        if not _same(vars(module).get(attribute, _MISSING), value):
+            yield f"{name}.{attribute} is {vars(module).get(attribute, 'missing')!r} and not {value!r}"
+    if module._modules.keys() != reference._modules.keys():
+        odd = sorted(module._modules.keys() ^ reference._modules.keys())
+        yield f"{name} has other modules than its class builds ({', '.join(odd)})"
+        return
+    for child, built in reference._modules.items():
+        held = module._modules[child]
+        below = f"{name}.{child}" if name else child
+        if held is None or built is None:
+            if held is not built:
+                yield f"{below} is {'missing' if held is None else 'there, where its class builds none'}"
+        elif held not in skip:
+            yield from differences(held, built, below, ours=ours, skip=skip)
+
+
+def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
+    """How a model of transformers differs from what its class builds from its configuration; see :func:`differences`.
+
+    What this package changed is no difference. A class that is not transformers' own is one.
+    """
+    kind = next(c for c in type(model).__mro__ if not _is_ours(c))
+    label = name or kind.__name__
+    if not kind.__module__.startswith("transformers.models."):
+        return [f"{label} is {_described(kind)}, which is not one of transformers' classes"]
+    try:
+        reference = built_on_meta(kind, model.config)
+    except Exception as error:  # a configuration that its class no longer takes
+        return [f"{label} cannot be built anew from its configuration ({type(error).__name__})"]
+    return list(differences(model, reference, name, ours=True, skip=skip))
+
+
+def changes_to(model: nn.Module) -> list[str]:
+    """How a model, with whatever is around and inside it, differs from one that is transformers' own throughout.
+
+    Composer's HuggingFaceModel around it is no difference. A bare encoder is one: what reads its result is not known.
+    """
+    outermost = outermost_models(model)
+    found = []
+    kind = next(c for c in type(model).__mro__ if not _is_ours(c))
+    if "" not in outermost and not kind.__module__.startswith("composer.models."):
+        found.append(f"the model is {_described(kind)}, which is not one of transformers' classes")
+    for name, inner in outermost.items():
+        if "For" not in type(inner).__name__:
+            found.append(f"{name or 'the model'} is {_described(type(inner))} without a head")
+        found += model_differences(inner, name)
+    return found
+
+
+def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any) -> Any:
+    """A module without memory for its weights, and without initialising them."""
+    with torch.device("meta"), no_init_weights():
+        return kind(*arguments)
+
+
+def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The models of transformers in a module that are not inside another one, by name (``""`` is the module)."""
+    found: dict[str, PreTrainedModel] = {}
+    for name, module in model.named_modules():
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module
+    return found
+
+
+class Untouched:
+    """Modules as they were when they were found to be untouched; asking is cheap enough for a forward pass.
+
+    Args:
+        modules: Those that must stay as they are.
+        around: The module whose own children must stay, and that may have hooks: they run around its forward pass.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], around: nn.Module) -> None:
+        self._around, self._own = around, dict(around._modules)
+        self._modules = [(module, type(module), dict(module._modules)) for module in modules]
+        self._hooks = [getattr(module, kind) for module, *_ in self._modules for kind in _HOOKS]
+
+    @classmethod
+    def inside(cls, module: nn.Module) -> Untouched:
+        """All modules inside one."""
+        return cls([each for each in module.modules() if each is not module], module)
+
+    def still(self) -> bool:
+        """Whether none of them was exchanged, hooked or patched since."""
+        for module, kind, children in self._modules:
+            attributes = module.__dict__
+            if type(module) is not kind or attributes["_modules"] != children or "forward" in attributes:
+                return False
+        if any(self._hooks) and not all(_is_harmless(hook) for hooks in self._hooks for hook in hooks.values()):
+            return False
+        return self._around._modules == self._own
+
+
+_MISSING = object()
+
+
+def _other_tensors(module: nn.Module, reference: nn.Module, name: str) -> Iterator[str]:
+    for kind, held, built in (
+        ("parameters", module._parameters, reference._parameters),
+        ("buffers", module._buffers, reference._buffers),
+    ):
+        if {k for k, v in held.items() if v is not None} != {k for k, v in built.items() if v is not None}:
+            odd = ", ".join(sorted(held.keys() ^ built.keys())) or "one is missing"
+            yield f"{name} has other {kind} than its class builds ({odd})"
+            return
+    for key, built_parameter in reference._parameters.items():
+        parameter = module._parameters[key]
+        if parameter is None or built_parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
+            yield f"{name}.{key} is no plain tensor of floating-point numbers but {_described(type(parameter))}"
+        elif parameter.shape != built_parameter.shape:
+            yield f"{name}.{key} has shape {tuple(parameter.shape)} and not {tuple(built_parameter.shape)}"
+
+
+def _same(held: Any, built: Any) -> bool:
+    if isinstance(built, MethodType):
+        return getattr(held, "__func__", None) is built.__func__
+    return bool(held is built or (type(held) is type(built) and held == built))
+
+
+def _is_patched(kind: type[nn.Module]) -> bool:
+    """Whether somebody put another function in the place of a class's ``forward``."""
+    owner = next(c for c in kind.__mro__ if "forward" in vars(c))
+    if owner is nn.Module:  # a container, which is never called
+        return False
+    function = vars(owner)["forward"]
+    return (function.__module__, function.__qualname__) != (owner.__module__, f"{owner.__qualname__}.forward")
+
+
+def _is_ours(thing: Any) -> bool:
+    """A class, function or object of this package."""
+    thing = getattr(thing, "__func__", thing)
+    module = getattr(thing, "__module__", None) or type(thing).__module__
+    return str(module).startswith("composer_speedups.")
+
+
+def _is_recorder(hook: Any) -> bool:
+    return getattr(hook, "__module__", None) == _RECORDERS
+
+
+def _is_harmless(hook: Any) -> bool:
+    return _is_recorder(hook) or _is_ours(hook)
+
+
+def _described(kind: type, *, article: bool = True) -> str:
+    package = kind.__module__.partition(".")[0]
+    named = kind.__name__ if package in ("__main__", "builtins") else f"{package} {kind.__name__}"
+    return f"a {named}" if article else named
