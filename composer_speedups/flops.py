@@ -14,7 +14,7 @@ __all__ = ["batch_lengths", "block_weights", "frozen_flops", "training_flops"]
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
-    """Real tokens of each row, shape (rows,), int64; None for a batch without token ids.
+    """Real tokens of each row, int64, of the shape of the token ids without their last size; None without token ids.
 
     Without an attention mask every position counts as real.
     """
@@ -22,8 +22,8 @@ def batch_lengths(batch: Any) -> torch.Tensor | None:
         return None
     mask = batch.get("attention_mask")
     if mask is None:
-        rows, width = batch["input_ids"].shape
-        return torch.full((rows,), width)
+        *rows, width = batch["input_ids"].shape
+        return torch.full(rows, width)
     if mask.device.type == "cpu":  # NumPy: torch would wake all its threads for so small a sum
         return torch.from_numpy(mask.numpy().sum(-1, dtype="int64"))
     return mask.sum(-1)

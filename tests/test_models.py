@@ -136,6 +136,8 @@ def test_flops_leave_padding_out() -> None:
     head = 2 * 14 * hidden * (hidden + vocab)
     assert training_flops(config, lengths[0], "mlm") == 3 * (layers * (linear + attention) + head)  # type: ignore
     assert batch_lengths({"input_ids": torch.ones(2, 3)}).tolist() == [3, 3]  # type: ignore[union-attr]
+    choices = {"input_ids": torch.ones(2, 3, 4)}
+    assert batch_lengths(choices).tolist() == [[4, 4, 4], [4, 4, 4]], "multiple choice"  # type: ignore[union-attr]
     assert batch_lengths((torch.ones(2), torch.ones(2))) is None
 
 

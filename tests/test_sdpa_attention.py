@@ -9,11 +9,13 @@ import torch
 from composer.algorithms.warnings import NoEffectWarning
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import BertForMultipleChoice, DebertaV2Config, MPNetConfig, PreTrainedModel
+from transformers.models.auto import AutoModelForSequenceClassification
 from transformers.models.bert import modeling_bert
 
 from composer_speedups import SDPAAttention, apply_sdpa_attention
 from composer_speedups.errors import NotEngagedError, TechniqueError
-from tests.common import awkward_batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.common import VOCABULARY, Batch, awkward_batches, batch, make_trainer, plain_batches, tiny_bert, tiny_config
 from tests.reference.loop import eval_logits, gradients
 from tests.reference.tolerance import assert_near
 
@@ -80,6 +82,76 @@ def test_bad_backends_and_models_are_refused() -> None:
         apply_sdpa_attention(tiny_bert(), wrong)
     with pytest.raises(TechniqueError, match="the flash kernel needs a CUDA GPU"):
         make_trainer([SDPAAttention("flash")])
+
+
+def without_sdpa(config: type[DebertaV2Config] | type[MPNetConfig]) -> PreTrainedModel:
+    """A tiny classifier of a family that transformers has no scaled_dot_product_attention for."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    settings = config(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)  # type: ignore[arg-type]
+    return AutoModelForSequenceClassification.from_config(settings)
+
+
+@pytest.mark.parametrize("config", [DebertaV2Config, MPNetConfig])
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_a_model_without_sdpa_is_refused_at_init_by_its_class(config: Any, backend: Any) -> None:
+    model = without_sdpa(config)
+    name = type(model).__name__
+    with pytest.raises(ValueError, match=f"^{name} does not support"):
+        apply_sdpa_attention(model, backend)
+    with pytest.raises(TechniqueError, match=f"^sdpa_attention: {name} does not support"):
+        make_trainer([SDPAAttention(backend)], model=model)
+    assert model.config._attn_implementation == "eager"
+    technique = SDPAAttention(backend, on_unavailable="warn")
+    with pytest.warns(UserWarning, match=f"going on without sdpa_attention: {name} does not support"):
+        make_trainer([technique], model=model).close()
+    assert technique.engaged is False
+
+
+def test_when_one_of_several_models_refuses_all_keep_the_attention_that_they_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bert = tiny_bert()
+    both = nn.ModuleDict({"bert": bert, "mpnet": without_sdpa(MPNetConfig)})
+    with pytest.raises(ValueError, match=r"^MPNetForSequenceClassification does not support"):
+        apply_sdpa_attention(both)
+    assert bert.config._attn_implementation == "eager"
+    assert not hasattr(bert.config, "_attn_was_changed")
+
+    # transformers only logs a warning where it cannot read a class's source, as in a notebook
+    fixed = tiny_bert(seed=1)
+    monkeypatch.setattr(fixed, "_can_set_attn_implementation", lambda: False)
+    with pytest.raises(ValueError, match=r"^BertForSequenceClassification keeps eager attention"):
+        apply_sdpa_attention(nn.ModuleDict({"bert": bert, "fixed": fixed}), "math")
+    assert [m.config._attn_implementation for m in (bert, fixed)] == ["eager", "eager"]
+
+
+def choices(rows: int, count: int, mask: bool) -> Batch:
+    """``count`` candidate answers for each of ``rows`` questions: token ids (rows, choices, tokens)."""
+    flat = batch([9, 4, 7, 12, 5, 8][: rows * count], 12)
+    found = {name: value.view(rows, count, -1) for name, value in flat.items() if value.ndim == 2}
+    if not mask:
+        del found["attention_mask"]
+    return {**found, "labels": torch.arange(rows) % count}
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_multiple_choice_batches_of_three_dimensions_are_trained_and_probed(mask: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = BertForMultipleChoice._from_config(tiny_config(), attn_implementation="eager")
+    technique, batches = SDPAAttention(), [choices(2, 3, mask)]
+    trainer = make_trainer([technique], model=model, batches=batches)
+    probed = []
+    observe = technique.observe
+
+    def watch(event: Any, state: Any) -> None:
+        observe(event, state)
+        probed.append(technique._kernel)
+
+    technique.observe = watch  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    assert probed[0] == technique.evidence["kernel"], "the probe reads the shapes that the forward pass has"
+    assert technique.evidence["kernel_seen_in"] == "forward pass"
 
 
 def test_attention_changed_back_after_init_is_noticed() -> None:

@@ -76,11 +76,16 @@ def test_compiled_code_is_probed(family: Family) -> None:
     assert technique.evidence["kernel_seen_in"] == "probe"
 
 
-def test_a_batch_that_cannot_be_probed_is_recorded_all_the_same() -> None:
+@pytest.mark.parametrize("given", ["inputs_embeds", "mask of queries and keys"])
+def test_a_batch_that_cannot_be_probed_is_recorded_all_the_same(given: str) -> None:
     model, technique = tiny_model("bert"), SDPAAttention()
     batches = plain_batches(2)
     for each in batches:
-        each["inputs_embeds"] = model.get_input_embeddings()(each.pop("input_ids")).detach()
+        if given == "inputs_embeds":
+            each["inputs_embeds"] = model.get_input_embeddings()(each.pop("input_ids")).detach()
+        else:
+            width = each["input_ids"].shape[1]
+            each["attention_mask"] = each["attention_mask"].bool()[:, None, None, :].expand(-1, 1, width, -1)
     trainer = make_trainer([technique], model=model, batches=batches)
     trainer.fit()
     trainer.close()

@@ -48,20 +48,40 @@ def apply_sdpa_attention(
         a NoEffectWarning, when there is none.
 
     Raises:
-        ValueError: An unknown backend, or a model without SDPA support.
+        ValueError: An unknown backend, or a model without SDPA support; then no model is changed.
 
     Source: torch.nn.functional.scaled_dot_product_attention; transformers' attention interface.
     """
     if backend not in ("auto", *_BACKENDS):
         raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
     implementation = "sdpa" if backend == "auto" else _register(backend)
-    before = {}
-    for name, module in _outermost(model).items():
-        before[name] = module.config._attn_implementation or "eager"
-        module.set_attn_implementation(implementation)
+    outermost = _outermost(model)
+    before = {name: module.config._attn_implementation or "eager" for name, module in outermost.items()}
     if not before:
         warnings.warn(NoEffectWarning("no Hugging Face model was found in the model"), stacklevel=2)
+    nested = [m for module in outermost.values() for m in module.modules() if isinstance(m, PreTrainedModel)]
+    for module in nested:  # all of them, before any is changed
+        if not module._supports_sdpa:
+            raise ValueError(f"{type(module).__name__} does not support scaled_dot_product_attention in transformers")
+    settings = [(module.config, module.config._attn_implementation) for module in nested]
+    try:
+        for module in outermost.values():
+            module.set_attn_implementation(implementation)
+        _check_set(nested, implementation)
+    except ValueError:
+        for config, earlier in settings:
+            config._attn_implementation = earlier
+        raise
     return before
+
+
+def _check_set(models: Iterable[PreTrainedModel], implementation: str) -> None:
+    """transformers only logs a warning for a model whose attention it cannot change."""
+    for module in models:
+        if (kept := module.config._attn_implementation) != implementation:
+            raise ValueError(
+                f"{type(module).__name__} keeps {kept} attention: transformers cannot change it once the model is built"
+            )
 
 
 def _outermost(model: nn.Module) -> dict[str, PreTrainedModel]:
@@ -101,9 +121,9 @@ class SDPAAttention(Technique):
 
     Raises:
         ValueError: An unknown backend.
-        TechniqueError: At INIT, when no Hugging Face model is found or the backend needs a GPU; in the first
-            batch, when the kernel cannot run on its shapes and mask (with ``"warn"``, the model goes on with the
-            attention that it had).
+        TechniqueError: At INIT, when no Hugging Face model is found, when one does not support SDPA, or when the
+            backend needs a GPU; in the first batch, when the kernel cannot run on its shapes and mask (with
+            ``"warn"``, the model goes on with the attention that it had).
     """
 
     name = "sdpa_attention"
@@ -133,7 +153,7 @@ class SDPAAttention(Technique):
             warnings.simplefilter("ignore", NoEffectWarning)  # said as an error below
             try:
                 before = apply_sdpa_attention(state.model, self.backend)
-            except ValueError as error:  # transformers', for a model without SDPA
+            except ValueError as error:
                 raise TechniqueError(self.name, str(error), "take it out") from error
         if not before:
             raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
@@ -181,13 +201,16 @@ class SDPAAttention(Technique):
         heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config maps its own names to BERT's
         if heads is None or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), torch.Tensor):
             return None
-        batch_size, length = batch["input_ids"].shape
-        shape = (batch_size, heads, length, config.hidden_size // heads)
-        mask = batch.get("attention_mask")
+        ids, mask = batch["input_ids"], batch.get("attention_mask")
+        if mask is not None and mask.shape != ids.shape:
+            return None
+        length = ids.shape[-1]
+        rows = ids.numel() // length  # a multiple-choice model's are (questions, choices), which it flattens
+        shape = (rows, heads, length, config.hidden_size // heads)
         if mask is not None and not is_compiled(state.model) and bool(mask.all()):
             mask = None  # as transformers does, except while tracing
         if mask is not None:
-            mask = mask.bool()[:, None, None, :].expand(batch_size, 1, length, length).to(device)
+            mask = mask.reshape(rows, 1, 1, length).bool().expand(rows, 1, length, length).to(device)
         function = AttentionInterface().get(config._attn_implementation)
         if function is None:  # eager attention is no entry there
             return str(config._attn_implementation)
