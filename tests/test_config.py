@@ -122,6 +122,15 @@ def test_a_mistake_in_a_file_is_one_line_with_the_key_and_the_file(text: str) ->
     assert "\n" not in message
 
 
+@pytest.mark.parametrize("text", ["", "\n\n", "# run_name: mine\n", "null", "~", "---\n"])
+def test_a_file_without_keys_does_not_start_the_default_run(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(text, "my.yaml"), ["seed=1"])
+    assert str(error.value).startswith("my.yaml: the file is empty")
+    assert "start from yamls/quickstart.yaml" in str(error.value)
+    assert load_config(write("{}", "my.yaml")) == Config(), "asked for in so many words"
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -133,11 +133,15 @@ def section_of(hint: Any) -> type | None:
 
 def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
     try:
-        loaded = OmegaConf.load(io.StringIO(read_yaml_text(file)))
+        text = read_yaml_text(file)
+        loaded = OmegaConf.load(io.StringIO(text))
+        empty = not loaded and not isinstance(yaml.compose(text, yaml.SafeLoader), yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         if isinstance(error, UserError):
             raise
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
+    if empty:  # OmegaConf's {} would train the default model on the default dataset
+        raise ConfigError(f"{file}: the file is empty, or has comments only; start from yamls/quickstart.yaml")
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{file}: must hold keys and values at its top, not a {type(loaded).__name__}")
     return loaded
