@@ -11,16 +11,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from composer_speedups.errors import ConfigError, causes_of
+from composer_speedups.errors import ConfigError, causes_of, first_line
 
 __all__ = [
     "NO_SPACE",
+    "cannot_be_loaded",
     "check_folder",
     "make_folder",
     "out_of_space",
     "publish",
     "remove_unfinished",
     "replace_folder",
+    "with_working_directory",
     "write_atomically",
 ]
 
@@ -86,16 +88,39 @@ def make_folder(path: Path, key: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{key}: {path} cannot be made ({error.strerror}); choose another folder") from error
+        shown = with_working_directory(path)
+        raise ConfigError(f"{key}: {shown} cannot be made ({error.strerror}); choose another folder") from error
     if not os.access(path, os.W_OK):
-        raise ConfigError(f"{key}: {path} cannot be written to; choose another folder")
+        raise ConfigError(f"{key}: {with_working_directory(path)} cannot be written to; choose another folder")
     return path
 
 
-def check_folder(name: str, key: str) -> None:
-    """Refuse a path that is no folder; a name without a leading ``/``, ``.`` or ``~`` may be the hub's."""
-    if name.startswith(("/", ".", "~")) and not Path(name).is_dir():
-        raise ConfigError(f"{key}: {name} is no folder; give an existing one, or a name of the hub")
+def check_folder(name: str, key: str) -> str:
+    """A folder's path with its ``~`` expanded, or a name as it is, which may be the hub's.
+
+    Raises:
+        ConfigError: It begins with ``/``, ``.`` or ``~``, and is no folder.
+    """
+    if not name.startswith(("/", ".", "~")):
+        return name
+    expanded = os.path.expanduser(name)
+    if not os.path.isdir(expanded):
+        shown = with_working_directory(name)
+        raise ConfigError(f"{key}: {shown} is no folder; give an existing one, or a name of the hub")
+    return expanded
+
+
+def cannot_be_loaded(key: str, name: str, error: BaseException, fix: str) -> ConfigError:
+    """The error for what is neither a usable folder nor to be had from the hub under that name."""
+    here = "" if os.path.isdir(name) else f", and there is no folder {with_working_directory(name)}"
+    return ConfigError(f"{key}: {name!r} cannot be loaded ({first_line(error)}){here}; {fix}")
+
+
+def with_working_directory(path: str | os.PathLike[str]) -> str:
+    """A path for an error message; after a relative one, the folder that it is relative to."""
+    name = os.fspath(path)
+    absolute = os.path.isabs(name) or name.startswith("~") or "://" in name
+    return name if absolute else f"{name} (relative to {os.getcwd()})"
 
 
 def out_of_space(error: BaseException) -> str | None:

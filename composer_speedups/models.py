@@ -12,7 +12,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups.config.schema import ModelConfig
-from composer_speedups.errors import ConfigError, first_line
+from composer_speedups.errors import ConfigError
+from composer_speedups.files import cannot_be_loaded
 from composer_speedups.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.metrics import gather_alike
 from composer_speedups.model_names import SIZES, resolve_name
@@ -119,10 +120,8 @@ def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> 
         settings = {**settings, **_SAFE, "weights_only": True}
         model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
     except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes
-        raise ConfigError(
-            f"model.name: {name!r} cannot be loaded ({first_line(error)}); "
-            "give a local folder, or model.init=random with model.size"
-        ) from error
+        fix = "give a local folder, or model.init=random with model.size"
+        raise cannot_be_loaded("model.name", name, error, fix) from error
     missing = [key for key in sorted(info["missing_keys"]) if not any(head in key for head in _HEADS)]
     if missing:
         raise ConfigError(

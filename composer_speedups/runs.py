@@ -15,7 +15,7 @@ from composer_speedups.checkpoints.same_run import check_same_run, stored_load
 from composer_speedups.config import Config, save_config
 from composer_speedups.config.checks import checkpoint_fault
 from composer_speedups.errors import ConfigError
-from composer_speedups.files import remove_unfinished
+from composer_speedups.files import remove_unfinished, with_working_directory
 
 __all__ = ["RunFolder"]
 
@@ -55,7 +55,8 @@ class RunFolder:
                 self._claim(config)
             except OSError as error:
                 raise ConfigError(
-                    f"runs_folder: {self.path} cannot be written ({error.strerror}); choose another folder"
+                    f"runs_folder: {with_working_directory(self.path)} cannot be written ({error.strerror}); choose "
+                    "another folder"
                 ) from error
         agreed = [(self.load, self.resumed, self.starts)]
         dist.broadcast_object_list(agreed)

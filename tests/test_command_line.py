@@ -40,7 +40,7 @@ def fork(*overrides: str) -> Fork:
     ("arguments", "message"),
     [
         ([*QUICKSTART, "data.bach_size=3"], "unknown key 'data.bach_size'; did you mean 'data.batch_size'?"),
-        (["-f", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["-f", "nowhere.yaml"], ": no such file"),
         ([], "no config file"),
         ([*QUICKSTART, "algorithms.fused_optimizr={}"], "did you mean 'fused_optimizer'?"),
     ],

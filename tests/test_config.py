@@ -95,7 +95,7 @@ MISTAKES = {
     "data: {persistent_workers: true}": "data.persistent_workers needs data.workers",
     "data: {prefetch_factor: 2}": "data.prefetch_factor needs data.workers",
     "data: {train_file: '${oc.env:NO_SUCH_VARIABLE}/x'}": "data.train_file",
-    "checkpoint: {load: nope.pt}": "checkpoint.load is no file: nope.pt",
+    "checkpoint: {load: nope.pt}": "checkpoint.load is no file: nope.pt (relative to /",
     "checkpoint: {load: my.yaml}": "checkpoint.load is no complete checkpoint: my.yaml",
     "checkpoint: {weights_only: true}": "checkpoint.weights_only needs checkpoint.load",
     "trainer: {precision: amp_bf16}\nalgorithms: [mixed_precision]": "both set the precision",
@@ -165,7 +165,7 @@ def test_a_mistyped_command_line_is_refused(argv: list[str], message: str) -> No
 
 
 def test_missing_unreadable_and_deep_files_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no\.yaml: no such file"):
+    with pytest.raises(ConfigError, match=r"no\.yaml \(relative to /.*\): no such file"):
         load_config("no.yaml")
     Path("folder.yaml").mkdir()
     with pytest.raises(ConfigError, match=r"folder\.yaml: cannot be read"):

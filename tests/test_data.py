@@ -131,10 +131,42 @@ def test_bad_files_are_named() -> None:
         "corrupt.jsonl": "cannot be read",
         "cut.parquet": "cannot be read",
         "a.txt": "must end in .parquet, .csv, .jsonl",
-        "missing.csv": "is not a file",
+        "missing.csv": rf"\(relative to {Path.cwd()}\) is not a file",
     }.items():
         with pytest.raises(DataError, match=rf"data\.train_file: {name} {message}"):
             load_reviews(files(name))
+
+
+NOT_UTF8 = {
+    "latin.csv": (
+        "text,label\nfine,1\nun café noir,0\n",
+        "latin-1",
+        r"byte 0xe9 in line 3 \(byte 25 of the file\)",
+        "latin1",
+    ),
+    "latin.jsonl": ('{"text": "fine", "label": 1}\n{"text": "café", "label": 0}\n', "latin-1", "line 2 ", "latin1"),
+    "header.csv": ("text,label,détails\nfine,1,x\n", "latin-1", "line 1 ", "latin1"),
+    "wide.csv": ("text,label\nfine,1\n", "utf-16", "line 1 ", "utf-16"),
+    "wide.jsonl": ('{"text": "fine", "label": 1}\n', "utf-16", "line 1 ", "utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UTF8)
+def test_a_file_that_is_not_utf8_is_named_with_the_place_and_the_fix(name: str) -> None:
+    text, encoding, place, conversion = NOT_UTF8[name]
+    Path(name).write_bytes(text.encode(encoding))
+    fix = rf"save it as UTF-8, as with: iconv -f {conversion} -t utf-8"
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{place}.*{fix}"):
+        load_reviews(files(name))
+    with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{place}.*{fix}"):
+        load_reviews(files(save(ROWS, "good.csv"), name))
+
+
+def test_text_beyond_ascii_is_read_with_and_without_a_byte_order_mark() -> None:
+    text = "text,label\nun café noir,1\n"
+    for encoding in ("utf-8", "utf-8-sig"):
+        Path("a.csv").write_bytes(text.encode(encoding))
+        assert load_reviews(files("a.csv"))[0][:] == {"text": ["un café noir"], "label": [1]}
 
 
 @pytest.mark.pins
@@ -162,6 +194,10 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
         ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; give a local folder"
     ):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
+    with pytest.raises(
+        ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); give a local folder"
+    ):
+        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
     with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is no folder"):
         load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", Dataset.from_dict(ROWS))
 
@@ -169,7 +205,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
 def test_a_cache_that_cannot_be_written_is_one_line() -> None:
     Path("file").write_text("")
     config = files("a.csv", cache_dir="file/cache", tokenizer="wordpiece")
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers cannot be made"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers \(relative to /.*\) cannot be made"):
         load_tokenizer(config, "x", Dataset.from_dict(ROWS))
 
 

@@ -83,13 +83,25 @@ def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
     tokenizer.add_tokens([f"new{i}" for i in range(300)])
     with pytest.raises(ConfigError, match=r"use the model's own tokenizer"):
         build_model(ModelConfig(name=name), tokenizer, 16)
-    with pytest.raises(ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*; give a local folder"):
+    with pytest.raises(
+        ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*no folder nowhere \(relative to /.*\)"
+    ):
         build_model(ModelConfig(name="nowhere"), tokenizer, 16)
-    with pytest.raises(ConfigError, match=r"model\.name: \./nowhere is no folder"):
+    with pytest.raises(ConfigError, match=r"model\.name: \./nowhere \(relative to /.*\) is no folder"):
         build_model(ModelConfig(name="./nowhere"), tokenizer, 16)
     Path("model/model.safetensors").write_bytes(b"garbage")
-    with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded"):
+    with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded") as error:
         build_model(ModelConfig(name="model"), tokenizer, 16)
+    assert "no folder" not in str(error.value)
+
+
+def test_a_path_in_the_home_folder_is_expanded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tokenizer)
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert resolve_name("~/model") == f"{Path.cwd()}/model"
+    assert load_tokenizer(DataConfig(tokenizer="~/model"), "x", None).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ConfigError, match=r"^model\.name: ~/other is no folder"):
+        resolve_name("~/other")
 
 
 @pytest.mark.pins

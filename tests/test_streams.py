@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from composer_speedups.data import streams
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.streams import EndlessReviews, Tokenized, stream_of_reviews
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.data.watched import WatchedDataLoader
 from composer_speedups.errors import ConfigError, DataError
 from tests.jobs import run
 
@@ -109,6 +112,38 @@ def test_a_bad_row_is_one_line(row: dict[str, Any], message: str) -> None:
     assert collate([{"input_ids": [2, 9, 3], "label": 1}]) == [{"input_ids": [2, 9, 3], "label": 1}]
 
 
+def refusal_of(rows: Any) -> str:
+    with pytest.raises(DataError) as error:
+        list(itertools.islice(rows, 9))
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffix: str, workers: int) -> None:
+    row = "un café noir,{}" if suffix == "csv" else '{{"text": "un café noir", "label": {}}}'
+    text = "\n".join(["text,label"] * (suffix == "csv") + [row.format(i % 2) for i in range(4)])
+    Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))
+    Path(f"b.{suffix}").write_bytes(text.encode("latin-1"))
+    config = DataConfig(source="files", train_file=f"*.{suffix}", streaming=True)
+    loader = WatchedDataLoader(stream_of_reviews(config, 1), worker_timeout=60, num_workers=workers, batch_size=None)
+    said = refusal_of(loader)
+    line = 2 if suffix == "csv" else 1
+    assert said.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")
+    assert said.endswith(f"iconv -f latin1 -t utf-8 b.{suffix} > new.{suffix}"), "nothing of a worker's traceback"
+    del loader
+    gc.collect()  # datasets leaves its files open
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_stream_that_cannot_be_parsed_is_one_line() -> None:
+    Path("a.csv").write_text('text,label\nfine,1\n"never closed,0\nfine,1,2,3\n')
+    config = DataConfig(source="files", train_file="a.csv", streaming=True)
+    assert refusal_of(stream_of_reviews(config, 1)).startswith("data.train_file: a.csv cannot be read (")
+    gc.collect()
+
+
 def stream_run(*overrides: str) -> dict[str, Any]:
     return run(
         "data.source=files",
@@ -144,7 +179,10 @@ def test_a_run_trains_on_a_stream_and_a_resumed_one_goes_on_in_it() -> None:
         (["trainer.max_duration=8ba", "data.tokenizer=wordpiece"], r"data\.tokenizer wordpiece is trained on all"),
         (["trainer.max_duration=8ba", "data.source=builtin"], r"data\.streaming is for data\.source: hub or files"),
         (["trainer.max_duration=8ba", "data.train_file=rows.txt"], r"rows\.txt must end in \.parquet"),
-        (["trainer.max_duration=8ba", "data.train_file=no.parquet"], r"data\.streaming: cannot be opened"),
+        (
+            ["trainer.max_duration=8ba", "data.train_file=no.parquet"],
+            r"data\.train_file: no\.parquet \(relative to /.*\) cannot be opened",
+        ),
     ],
 )
 def test_what_a_stream_cannot_do_is_one_line(overrides: list[str], message: str) -> None:

@@ -13,6 +13,7 @@ from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.config.keys import check_value
 from composer_speedups.config.schema import Config
 from composer_speedups.errors import ConfigError, did_you_mean
+from composer_speedups.files import with_working_directory
 
 __all__ = ["MOST_BUILTIN", "Origins", "check_bounds", "check_together", "checkpoint_fault"]
 
@@ -124,7 +125,8 @@ def checkpoint_fault(name: str | None) -> str | None:
     if name is None or "://" in name or "{" in name or os.path.isdir(name):  # pathlib's raise where a name is too long
         return None
     if not os.path.isfile(name):
-        return f"is no file: {name}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
+        shown = with_working_directory(name)
+        return f"is no file: {shown}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
     if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, with its directory last
         return f"is no complete checkpoint: {name}; it is damaged or of another kind"
     return None

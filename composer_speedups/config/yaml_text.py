@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from composer_speedups.errors import ConfigError
+from composer_speedups.files import with_working_directory
 
 __all__ = ["MOST_NESTED", "check_nesting", "fault_in", "read_yaml_text"]
 
@@ -28,7 +29,8 @@ def read_yaml_text(file: str | os.PathLike[str]) -> str:
         with open(file, "rb") as stream:
             data = stream.read(MOST_BYTES + 1)  # of a device there is no end
     except FileNotFoundError:
-        raise ConfigError(f"{file}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
+        shown = with_working_directory(file)
+        raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file") from error
     if len(data) > MOST_BYTES:

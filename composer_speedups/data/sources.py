@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,16 @@ from datasets import Dataset, load_dataset
 from composer_speedups.config.schema import DataConfig
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.errors import DataError, first_line
+from composer_speedups.files import with_working_directory
 
-__all__ = ["load_reviews", "load_validation"]
+__all__ = ["load_reviews", "load_validation", "unreadable"]
 
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
     ".csv": lambda path: pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)),
     ".jsonl": pyarrow.json.read_json,
 }
+_TEXT = (".csv", ".jsonl")
 
 
 def load_reviews(config: DataConfig) -> tuple[Dataset, Dataset | None]:
@@ -73,7 +77,7 @@ def _from_file(config: DataConfig, key: str, name: str) -> Dataset:
     if reader is None:
         raise DataError(f"data.{key}: {name} must end in {', '.join(_READERS)}")
     if not os.path.isfile(path):  # pathlib's raises where a name is too long
-        raise DataError(f"data.{key}: {name} is not a file; give the path of one")
+        raise DataError(f"data.{key}: {with_working_directory(name)} is not a file; give the path of one")
     if path.stat().st_size == 0:
         raise DataError(f"data.{key}: {name} is empty; give a file with reviews in it")
     before = _version(path)
@@ -81,10 +85,43 @@ def _from_file(config: DataConfig, key: str, name: str) -> Dataset:
         table = reader(path)
         after = _version(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise DataError(f"data.{key}: {name} cannot be read ({first_line(error)})") from error
+        raise unreadable(f"data.{key}: {name}", [path], error) from error
     if before != after:
         raise DataError(f"data.{key}: {name} changed while it was read; start again when it is written")
-    return _checked(table, config, f"data.{key}: {name}")
+    try:
+        return _checked(table, config, f"data.{key}: {name}")
+    except ValueError as error:  # bytes that are no UTF-8 are read, and are no text
+        if fault := not_utf8(path):
+            raise DataError(f"data.{key}: {fault}") from error
+        raise
+
+
+def unreadable(where: str, paths: Sequence[Path], error: Exception) -> DataError:
+    """The error for files that cannot be read, of which one is perhaps not UTF-8; ``where`` names the key and them."""
+    fault = next((fault for path in paths if (fault := not_utf8(path))), None)
+    if fault is not None:
+        return DataError(f"{where.partition(': ')[0]}: {fault}")
+    return DataError(f"{where} cannot be read ({first_line(error)})")
+
+
+def not_utf8(path: Path) -> str | None:
+    """Which byte of a text file makes it no UTF-8, and the way out; None for UTF-8, and for a binary format."""
+    if path.suffix.lower() not in _TEXT:
+        return None
+    before = 0
+    with contextlib.suppress(OSError), open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                is_utf16 = number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+                return (
+                    f"{path} is not UTF-8: byte {line[error.start]:#04x} in line {number} (byte "
+                    f"{before + error.start + 1} of the file); save it as UTF-8, as with: "
+                    f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > new{path.suffix}"
+                )
+            before += len(line)
+    return None
 
 
 def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import torch
 from composer.utils import dist
 from datasets import load_dataset
 from datasets.distributed import split_dataset_by_node
 
 from composer_speedups.config.schema import DataConfig
+from composer_speedups.data.sources import unreadable
 from composer_speedups.errors import ConfigError, DataError, first_line
+from composer_speedups.files import with_working_directory
 
 __all__ = ["EndlessReviews", "Tokenized", "stream_of_reviews"]
 
@@ -28,19 +33,29 @@ class EndlessReviews(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     Args:
         rows: A ``datasets.IterableDataset``; it shares itself out over the workers of a DataLoader.
+        file: ``data.train_file``, where the rows are read from files; named in errors.
+
+    Raises:
+        DataError: While iterating, for a file that cannot be read.
     """
 
-    def __init__(self, rows: Any) -> None:
-        self.rows = rows
+    def __init__(self, rows: Any, file: str | None = None) -> None:
+        self.rows, self.file = rows, file
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch, found = 0, True
         while found:  # a worker beyond the number of shards has no rows at all
             found = False
             self.rows.set_epoch(epoch)
-            for row in self.rows:
-                found = True
-                yield row
+            try:
+                for row in self.rows:
+                    found = True
+                    yield row
+            except (ValueError, pyarrow.ArrowException) as error:
+                if self.file is None:
+                    raise
+                paths = [Path(path) for path in sorted(glob.glob(self.file, recursive=True))]
+                raise unreadable(f"data.train_file: {self.file}", paths, error) from error
             epoch += 1
 
 
@@ -93,26 +108,28 @@ def stream_of_reviews(config: DataConfig, seed: int) -> Any:
     """
     if config.source == "mds":
         return _mds(config, seed)
+    file = None if config.source == "hub" else os.path.expanduser(str(config.train_file))
     try:
-        if config.source == "hub":
+        if file is None:
             rows = load_dataset(config.hub_name, split=config.train_split, streaming=True)
         else:
-            rows = load_dataset(*_files(config), split="train", streaming=True)
+            rows = load_dataset(_format_of(file), data_files=file, split="train", streaming=True)
+    except DataError:
+        raise
     except Exception as error:  # network, authentication, a missing split: each its own class
-        raise DataError(
-            f"data.streaming: cannot be opened ({type(error).__name__}: {first_line(error)}); "
-            "check data.hub_name or data.train_file"
-        ) from error
+        where = f"data.hub_name {config.hub_name!r}, split {config.train_split!r}"
+        if file is not None:
+            where = f"data.train_file: {with_working_directory(file)}"
+        raise DataError(f"{where} cannot be opened ({type(error).__name__}: {first_line(error)})") from error
     rows = rows.shuffle(seed=seed, buffer_size=config.shuffle_buffer)
-    return EndlessReviews(split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size()))
+    return EndlessReviews(split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size()), file)
 
 
-def _files(config: DataConfig) -> Any:
-    name = str(config.train_file)
+def _format_of(name: str) -> str:
     kind = _FORMATS.get(Path(name).suffix)
     if kind is None:
         raise DataError(f"data.train_file: {name} must end in {', '.join(_FORMATS)}")
-    return kind, None, None, name
+    return kind
 
 
 def _mds(config: DataConfig, seed: int) -> Any:
@@ -124,7 +141,8 @@ def _mds(config: DataConfig, seed: int) -> Any:
     remote = name if "://" in name else None
     local = str(Path(config.cache_dir) / "mds") if remote else str(Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
-        raise DataError(f"data.train_file: {name} has no index.json; give a folder of MDS shards, or its address")
+        shown = with_working_directory(name)
+        raise DataError(f"data.train_file: {shown} has no index.json; give a folder of MDS shards, or its address")
     return StreamingDataset(
         remote=remote,
         local=local,

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from composer_speedups.config.schema import DataConfig
-from composer_speedups.errors import ConfigError, DataError, first_line
-from composer_speedups.files import check_folder, make_folder
+from composer_speedups.errors import ConfigError, DataError
+from composer_speedups.files import cannot_be_loaded, check_folder, make_folder
 
 __all__ = ["load_tokenizer", "tokenize"]
 
@@ -38,15 +38,12 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -
     if config.tokenizer == "wordpiece":
         assert train is not None  # the schema's checks saw to it
         return _trained(config, train["text"])
-    name = config.tokenizer or model_name
-    check_folder(name, "data.tokenizer")
+    name = check_folder(config.tokenizer or model_name, "data.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
-        raise ConfigError(
-            f"data.tokenizer: {name!r} cannot be loaded ({first_line(error)}); "
-            "give a local folder, or wordpiece to train one"
-        ) from error
+        fix = "give a local folder, or wordpiece to train one"
+        raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
     if tokenizer.pad_token_id is None:
         raise ConfigError(f"data.tokenizer: {name!r} has no padding token; use a BERT-family tokenizer")
     return tokenizer

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from composer_speedups.errors import RunFailedError
+from composer_speedups.errors import DataError, RunFailedError
 
 __all__ = ["WatchedDataLoader"]
 
@@ -27,6 +27,7 @@ class WatchedDataLoader(DataLoader[Any]):
     Raises:
         RunFailedError: From the iterator, when no batch came in time.
         RuntimeError: Likewise, when a worker died; torch's.
+        DataError: Likewise, with the worker's own message.
     """
 
     def __init__(self, dataset: Any, *, worker_timeout: float, num_workers: int = 0, **settings: Any) -> None:
@@ -48,6 +49,8 @@ class _Watched(Iterator[Any]):
         while True:
             try:
                 return next(self._batches)
+            except DataError as error:  # torch puts the worker's traceback around the message
+                raise DataError(str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]) from error
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader timed out"):
                     raise

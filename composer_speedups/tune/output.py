@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from composer_speedups.errors import ConfigError
+from composer_speedups.files import with_working_directory
 
 __all__ = ["MARK", "check_output", "default_output"]
 
@@ -26,7 +27,8 @@ def check_output(path: Path, file: str) -> None:
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"tune.output: {path} does not end in .yaml; give it that ending")
     if not path.parent.is_dir():
-        raise ConfigError(f"tune.output: there is no folder {path.parent}; make it, or choose another")
+        shown = with_working_directory(path.parent)
+        raise ConfigError(f"tune.output: there is no folder {shown}; make it, or choose another")
     if path.is_dir() or (path.exists() and path.samefile(file)):
         raise ConfigError(f"tune.output: {path} is {'a folder' if path.is_dir() else 'the given YAML'}; choose another")
     if path.exists() and not path.read_text(errors="replace").startswith(MARK):
