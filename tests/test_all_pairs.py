@@ -10,7 +10,7 @@ import torch
 from composer.algorithms import GradientClipping
 from composer.core import Event
 
-from composer_speedups import FastLayerNorm, ForEachOptimizer, FusedOptimizer, MixedPrecision, SDPAAttention
+from composer_speedups import FastLayerNorm, ForEachOptimizer, FusedOptimizer, MixedPrecision, SDPAAttention, TF32Matmul
 from composer_speedups.algorithms.ordering import (
     Stage,
     refuse_clashes,
@@ -204,6 +204,18 @@ def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[s
 def test_a_clash_stops_an_ordinary_trainer_too() -> None:
     with pytest.raises(TechniqueError, match="clashes with fused_optimizer"):
         make_trainer([FusedOptimizer(), ForEachOptimizer()])
+
+
+@pytest.mark.parametrize("technique", [FastLayerNorm, TF32Matmul])
+def test_going_on_without_is_advised_only_where_it_is_not_set(technique: Any) -> None:
+    with pytest.raises(
+        TechniqueError, match=r"take the technique out, or set on_unavailable=warn to go on without it$"
+    ):
+        screen([technique()], CPU)
+    warning = technique(on_unavailable="warn")
+    with pytest.warns(UserWarning, match=r"going on without .*take the technique out$"):
+        screen([warning], CPU)
+    assert warning.evidence["fix"].endswith("take the technique out")
 
 
 def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:

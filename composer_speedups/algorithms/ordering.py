@@ -92,7 +92,9 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
                 )
             for met, reason, fix in technique.requirements(context):
                 if not met:
-                    raise TechniqueError(technique.name, reason, fix)
+                    stops = technique.on_unavailable == "stop"
+                    other = ", or set on_unavailable=warn to go on without it" if stops else ""
+                    raise TechniqueError(technique.name, reason, fix + other)
         except TechniqueError as error:
             technique.unavailable(error)
         else:

@@ -62,7 +62,7 @@ class Context:
 
 def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
     """A CUDA GPU of at least a compute capability, such as (8, 0) for Ampere."""
-    fix = "take the technique out, or set on_unavailable=warn to go on without it"
+    fix = "take the technique out"
     wanted = "a CUDA GPU"
     if capability > (0, 0):
         wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
