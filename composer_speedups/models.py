@@ -10,6 +10,10 @@ from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from composer_speedups.config.schema import ModelConfig
 from composer_speedups.errors import ConfigError
@@ -23,6 +27,10 @@ __all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
 # Weights that a pretrained encoder need not have: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
+_WITHOUT_HEAD = (
+    "to train a new head on its encoder, save that alone with transformers' AutoModel.from_pretrained(…)"
+    ".save_pretrained(FOLDER), and the tokenizer beside it"
+)
 # A model's own files may name code of theirs, for which transformers would otherwise ask on the console.
 _SAFE: dict[str, Any] = {"trust_remote_code": False}
 
@@ -60,7 +68,8 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
         max_length: Tokens a row, which a random model must have positions for.
 
     Raises:
-        ConfigError: It cannot be loaded, or lacks encoder weights, vocabulary or positions.
+        ConfigError: It cannot be loaded, is no encoder, has a head for another number of labels, or lacks encoder
+            weights, vocabulary or positions.
     """
     auto = AutoModelForMaskedLM if config.task == "mlm" else AutoModelForSequenceClassification
     settings: dict[str, Any] = {} if config.dropout is None else _dropout(config.dropout)
@@ -73,7 +82,7 @@ def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> Finetun
         bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
         model = auto.from_config(bert, attn_implementation="eager")
     else:
-        model = _loaded(auto, name, settings, random=config.init == "random")
+        model = _loaded(auto, name, config, settings)
     _check_fit(model.config, name, tokenizer, max_length)
     # Its check of the labels, which the data's own has seen to, would wait for the device at each batch.
     accuracy = MulticlassAccuracy(num_classes=2, average="micro", validate_args=False)
@@ -111,17 +120,28 @@ def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str,
     )
 
 
-def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> Any:
+def _loaded(auto: Any, name: str, asked: ModelConfig, settings: dict[str, Any]) -> Any:
     try:
-        if random:
+        stored = AutoConfig.from_pretrained(name, **_SAFE)
+        _check_encoder(stored, name)
+        if asked.init == "random":
             config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
             config.name_or_path = ""  # the weights are not those of that name
             return auto.from_config(config, attn_implementation="eager")
-        settings = {**settings, **_SAFE, "weights_only": True}
+        if asked.task == "classification":
+            _check_labels(stored, name)
+        settings = {**settings, **_SAFE, "weights_only": True, "ignore_mismatched_sizes": True}
         model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
+    except ConfigError:
+        raise
     except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes
         fix = "give a local folder, or model.init=random with model.size"
         raise cannot_be_loaded("model.name", name, error, fix) from error
+    for key, has, needs in sorted(info["mismatched_keys"]):
+        raise ConfigError(
+            f"model.name: {name!r} has {key} of shape {list(has)} and not {list(needs)}, as model.task: {asked.task} "
+            f"and its config need; {_WITHOUT_HEAD}"
+        )
     missing = [key for key in sorted(info["missing_keys"]) if not any(head in key for head in _HEADS)]
     if missing:
         raise ConfigError(
@@ -129,6 +149,34 @@ def _loaded(auto: Any, name: str, settings: dict[str, Any], *, random: bool) -> 
             "which would train from random values; give a complete model"
         )
     return model
+
+
+def _check_encoder(config: Any, name: str) -> None:
+    """Refuse a decoder, which attends to the tokens before only, reads padding from another side, and counts other
+    FLOPs than those of :mod:`.flops`."""
+    kind = None
+    if getattr(config, "is_encoder_decoder", False):
+        kind = "an encoder-decoder"
+    elif getattr(config, "is_decoder", False) or (
+        config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # BERT and its kin are in both
+    ):
+        kind = "a decoder"
+    if kind is not None:
+        raise ConfigError(
+            f"model.name: {name!r} ({type(config).__name__}) is {kind}, which this program does not train; give an "
+            "encoder of the BERT family, such as BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
+        )
+
+
+def _check_labels(config: Any, name: str) -> None:
+    """Refuse a classifier that was trained for another number of labels; of an encoder alone the number is nothing."""
+    is_classifier = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
+    if is_classifier and config.num_labels != 2:
+        labels = f"{config.num_labels} label{'s' if config.num_labels != 1 else ''}"
+        raise ConfigError(
+            f"model.name: {name!r} is a classifier of {labels}, and model.task: classification needs 2; {_WITHOUT_HEAD}"
+        )
 
 
 def _check_fit(config: Any, name: str, tokenizer: Any, max_length: int) -> None:

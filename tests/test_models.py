@@ -11,7 +11,15 @@ from composer.models import huggingface
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPT2Config,
+    PreTrainedConfig,
+    T5Config,
+)
 
 from composer_speedups.config.schema import DataConfig, ModelConfig
 from composer_speedups.data.tokens import load_tokenizer
@@ -19,7 +27,7 @@ from composer_speedups.errors import ConfigError
 from composer_speedups.flops import batch_lengths, training_flops
 from composer_speedups.model_names import SIZES
 from composer_speedups.models import build_model, resolve_name
-from tests.common import batch, tiny_bert
+from tests.common import batch, tiny_bert, tiny_config
 
 
 @pytest.fixture
@@ -93,6 +101,62 @@ def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded") as error:
         build_model(ModelConfig(name="model"), tokenizer, 16)
     assert "no folder" not in str(error.value)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_head_for_other_labels_is_refused_and_an_encoder_whose_config_has_them_gets_a_new_one(
+    labels: int, tokenizer: Any
+) -> None:
+    config = tiny_config(num_labels=labels)
+    config.vocab_size = len(tokenizer)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained("head")
+    AutoModelForTokenClassification.from_config(config).save_pretrained("tokens")
+    encoder = AutoModel.from_config(config)
+    encoder.save_pretrained("encoder")
+    told = (
+        f"'head' is a classifier of {labels} label{'s' if labels > 1 else ''}, and model.task: classification needs 2"
+    )
+    with pytest.raises(ConfigError, match=rf"^model\.name: {told}; .*AutoModel"):
+        build_model(ModelConfig(name="head"), tokenizer, 16)
+    with pytest.raises(
+        ConfigError, match=rf"^model\.name: 'tokens' has classifier\.\w+ of shape \[{labels}\b.* not \[2\b"
+    ):
+        build_model(ModelConfig(name="tokens"), tokenizer, 16)
+    built: Any = build_model(ModelConfig(name="encoder"), tokenizer, 16).model
+    assert built.classifier.weight.shape[0] == built.config.num_labels == 2
+    expected = encoder.embeddings.word_embeddings.weight
+    torch.testing.assert_close(built.bert.embeddings.word_embeddings.weight, expected, rtol=0, atol=0)
+    drawn: Any = build_model(ModelConfig(name="head", init="random"), tokenizer, 16).model
+    assert drawn.classifier.weight.shape[0] == 2, "random weights have no head of their own"
+    build_model(ModelConfig(name="head", task="mlm"), tokenizer, 16)
+
+
+NO_ENCODERS: dict[str, PreTrainedConfig] = {
+    "decoder": GPT2Config(vocab_size=200, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0),
+    "BERT with is_decoder": tiny_config(is_decoder=True),
+    "encoder-decoder": T5Config(vocab_size=200, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2),
+}
+
+
+@pytest.mark.parametrize("kind", NO_ENCODERS)
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_model_that_is_no_encoder_is_refused(kind: str, task: Any, init: Any, tokenizer: Any) -> None:
+    AutoModelForSequenceClassification.from_config(NO_ENCODERS[kind]).save_pretrained("model")
+    name = type(NO_ENCODERS[kind]).__name__
+    with pytest.raises(
+        ConfigError, match=rf"^model\.name: 'model' \({name}\) is .*decoder, .*encoder of the BERT family"
+    ):
+        build_model(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
+
+
+def test_a_model_whose_tokenizer_cannot_pad_is_refused_by_the_key_that_names_it(tokenizer: Any) -> None:
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained("model")
+    with pytest.raises(ConfigError, match=r"^model\.name: the tokenizer of 'model' has no padding token"):
+        load_tokenizer(DataConfig(), "model", None)
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: the tokenizer of 'model' has no padding token"):
+        load_tokenizer(DataConfig(tokenizer="model"), "other", None)
 
 
 def test_a_path_in_the_home_folder_is_expanded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,14 +38,17 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -
     if config.tokenizer == "wordpiece":
         assert train is not None  # the schema's checks saw to it
         return _trained(config, train["text"])
-    name = check_folder(config.tokenizer or model_name, "data.tokenizer")
+    key = "model.name" if config.tokenizer is None else "data.tokenizer"
+    name = check_folder(config.tokenizer or model_name, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
         fix = "give a local folder, or wordpiece to train one"
         raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
     if tokenizer.pad_token_id is None:
-        raise ConfigError(f"data.tokenizer: {name!r} has no padding token; use a BERT-family tokenizer")
+        raise ConfigError(
+            f"{key}: the tokenizer of {name!r} has no padding token; use an encoder of the BERT family, and its own"
+        )
     return tokenizer
 
 
