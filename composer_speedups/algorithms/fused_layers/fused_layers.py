@@ -104,7 +104,7 @@ def _unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if isinstance(module, FusedLayer | FusedEmbeddings) and owner in (None, module.owner):
-            module.__class__ = _STOCK[type(module)]
+            module.__class__ = _STOCK[type(module)]  # type: ignore[assignment]
             for attribute in ("untouched", "last_layer", "is_last", "owner", "ran"):
                 vars(module).pop(attribute, None)
             names.append(name)

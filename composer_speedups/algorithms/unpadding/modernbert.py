@@ -123,6 +123,8 @@ def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
 
 
 # transformers looks up by class what a model can record: hidden states and attention weights, in the padded way.
-modeling_utils._CAN_RECORD_REGISTRY[str(UnpaddedModernBertModel)] = ModernBertModel._can_record_outputs
+# Assigning an item asks for a class's name in transformers 5.17 and for a model of it in 5.23; update takes the name in
+# both.
+modeling_utils._CAN_RECORD_REGISTRY.update({str(UnpaddedModernBertModel): ModernBertModel._can_record_outputs})
 # save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
 UnpaddedModernBertModel.__name__ = ModernBertModel.__name__
