@@ -19,10 +19,12 @@ from pathlib import Path
 import psutil
 
 from composer_speedups.config import Config
+from composer_speedups.private_folders import cache_home, make_private_folder
 
 __all__ = ["StartupClock", "kept_bytecode", "look_at_cpu", "open_early", "without_gc"]
 
 _BYTECODE_VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
+_OWN_HOME = "set XDG_CACHE_HOME to a folder that only you can write to (chmod 700), or bytecode=false"
 
 
 class StartupClock:
@@ -73,20 +75,29 @@ def without_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_bytecode(config: Config) -> Iterator[bool]:
-    """Keep the packages' bytecode under ``data.cache_dir`` where the environment keeps none.
+    """Keep the packages' bytecode in a folder of the user's own where the environment keeps none.
 
     In many images PYTHONDONTWRITEBYTECODE is set, or the packages cannot be written to, and each process compiles
     the source of all it imports anew. Inside, and in processes started there, Python reads and writes bytecode in
-    ``<data.cache_dir>/bytecode`` instead: the second run finds what the first one left. Nothing changes with
-    ``bytecode: false``, with a prefix of the user's own, with bytecode in its usual place, or once torch is loaded.
+    ``~/.cache/composer_speedups/bytecode`` instead (see :func:`.cache_home`): the second run finds what the first one
+    left. Nobody else may be able to write there, for Python runs what it finds. Nothing changes with ``bytecode:
+    false``, with a prefix of the user's own, with bytecode in its usual place, once torch is loaded, or where the
+    folder cannot be made.
 
     Yields:
         Whether it is in force.
+
+    Raises:
+        ConfigError: Others could put code into the folder.
     """
     if not config.bytecode or sys.pycache_prefix is not None or "torch" in sys.modules or not _lacks_bytecode():
         yield False
         return
-    folder = str((Path(config.data.cache_dir) / "bytecode").absolute())
+    try:
+        folder = str(make_private_folder(cache_home() / "bytecode", "bytecode", _OWN_HOME))
+    except (OSError, RuntimeError):  # no home folder, or one that cannot be written to
+        yield False
+        return
     flags = sys.dont_write_bytecode, sys.pycache_prefix
     variables = {name: os.environ.get(name) for name in _BYTECODE_VARIABLES}
     sys.dont_write_bytecode, sys.pycache_prefix = False, folder

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from composer_speedups import TorchCompile
-from composer_speedups.algorithms.torch_compile.cache import FILE, CompileCache
+from composer_speedups.algorithms.torch_compile.cache import FILE, KEY, CompileCache
 from composer_speedups.errors import ConfigError, TechniqueError
 from tests.common import Recorder, make_trainer, plain_batches, tiny_bert
 from tests.forks import Fork
@@ -195,7 +196,7 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="cache='' must be"):
         TorchCompile(cache="")
     Path("file").touch()
-    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is no folder; choose another"):
+    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is no folder; choose a folder"):
         make_trainer([TorchCompile(cache="file/cache")])
     with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be made"):
         CompileCache("file/cache", torch.device("cpu")).open()
@@ -204,6 +205,48 @@ def test_bad_settings_are_refused() -> None:
         pytest.raises(TechniqueError, match="inductor's caches are switched off; unset TORCHINDUCTOR_FORCE"),
     ):
         make_trainer([TorchCompile(cache="x")])
+
+
+def test_a_folder_that_others_can_write_to_is_refused() -> None:
+    Path("shared/cache/inductor").mkdir(parents=True)
+    Path("link").symlink_to("shared/cache")
+    Path("shared").chmod(0o777)  # whoever can write to a parent can exchange the folder
+    for cache in ("shared/cache", "link", "shared/new"):
+        with pytest.raises(ConfigError, match=f"{KEY}: others could put code into .*/shared is writable by others"):
+            CompileCache(cache, torch.device("cpu")).open()
+        with pytest.raises(TechniqueError, match=r"cache: others could put code.*only you can write to \(chmod 700\)"):
+            make_trainer([TorchCompile(cache=cache)])
+    assert "new" not in os.listdir("shared")
+    Path("shared").chmod(0o755)
+    cache = CompileCache("link", torch.device("cpu"))
+    cache.open()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path("shared/cache/inductor").absolute()), "no link to turn"
+    assert stat.S_IMODE(Path("shared/cache/inductor").stat().st_mode) == 0o700
+    cache.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_file_of_another_user_is_not_read(cold: Any) -> None:
+    folder = carried(cold)
+    os.chown(folder / FILE, 12345, 12345)
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match=r"others could have written it: .*portable.bin belongs to user 12345"):
+        cache.open()
+    cache.close()
+    assert cache.file_state == "refused"
+
+
+def test_inductors_own_folder_is_refused_where_another_user_could_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name under /tmp can be foreseen."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(Path.cwd()))
+    make_trainer([TorchCompile(scope="blocks")]).close()
+    [made] = Path().glob("torchinductor_*")
+    made.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"{KEY}: others could put code into .*{made}.* writable by others"):
+        make_trainer([TorchCompile(scope="blocks")])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")  # the user's own choice
+    make_trainer([TorchCompile(scope="blocks")]).close()
 
 
 def test_a_fresh_process_finds_what_another_compiled(cold: Any) -> None:

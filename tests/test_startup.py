@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
+from importlib._bootstrap_external import _code_to_timestamp_pyc  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from composer.utils.collect_env import get_cpu_model
 from composer_speedups.callbacks.startup import StartupTimes
 from composer_speedups.cli import exit_codes
 from composer_speedups.config import Config
+from composer_speedups.errors import ConfigError
 from composer_speedups.report import summary_table
 from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
 from tests.common import make_trainer
@@ -92,6 +96,7 @@ def test_what_imports_made_is_not_collected_in_a_training_step(monkeypatch: pyte
         gc.unfreeze()
 
 
+HOME = Path("home")  # of the user's caches
 _IMPORTING = """
 import json, os, sys
 sys.path.insert(0, {root!r})
@@ -115,9 +120,12 @@ def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str 
     if not (source := package / "__init__.py").exists():  # a new time of change would ask for new bytecode
         source.write_text("x = 1\n")
     cleared = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
-    environment = {**cleared, "PYTHONPATH": str(package.parent.absolute()), **variables}
+    environment = {**cleared, "PYTHONPATH": str(package.parent.absolute()), "XDG_CACHE_HOME": str(HOME.absolute())}
+    environment |= variables
     code = _IMPORTING.format(root=str(ROOT), wanted=wanted)
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode and "ConfigError" in done.stderr:
+        raise ConfigError(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
     kept, inside = json.loads(done.stdout)
     return kept, inside
@@ -125,9 +133,10 @@ def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str 
 
 def test_bytecode_is_kept_where_the_environment_keeps_none() -> None:
     kept, inside = importing(PYTHONDONTWRITEBYTECODE="1")
-    folder = Path("cache/bytecode").absolute()
+    folder = (HOME / "composer_speedups/bytecode").absolute()
     assert kept
     assert inside == [None, str(folder)]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     made = [*folder.rglob("*.pyc")]
     assert [p.name.split(".")[0] for p in made if "packages" in p.parts] == ["__init__"]
     before = [p.stat().st_mtime_ns for p in made]
@@ -142,7 +151,7 @@ def test_bytecode_is_left_to_python_where_it_keeps_it_or_the_user_says_where() -
     assert importing() == (False, [None, None])
     assert [*Path("packages").rglob("*.pyc")], "Python wrote it in its usual place"
     assert importing(PYTHONDONTWRITEBYTECODE="1")[0] is False, "there is bytecode already"
-    assert not Path("cache").exists()
+    assert not HOME.exists()
     with kept_bytecode(Config()) as kept:  # torch is loaded here
         assert not kept
 
@@ -217,3 +226,45 @@ def test_a_gpu_is_opened_early() -> None:
         "assert torch.cuda.is_initialized() and torch.cuda.memory_allocated() == 0"
     )
     subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True)
+
+
+def plant(prefix: Path) -> None:
+    """Bytecode that Python takes for that of the package named torch, and that leaves a file named ``ran``."""
+    source = Path("packages/torch/__init__.py").absolute()
+    found, payload = source.stat(), compile("open('ran', 'w').close()", str(source), "exec")
+    target = prefix / source.parent.relative_to("/") / f"__init__.{sys.implementation.cache_tag}.pyc"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(_code_to_timestamp_pyc(payload, int(found.st_mtime), found.st_size))
+
+
+def test_bytecode_that_others_put_into_a_shared_cache_dir_does_not_run() -> None:
+    importing()
+    shutil.rmtree("packages/torch/__pycache__")
+    for folder in ("cache", "cache/bytecode"):
+        plant(Path(folder).absolute())
+        Path(folder).chmod(0o777)
+    importing(PYTHONPYCACHEPREFIX=str(Path("cache/bytecode").absolute()))
+    Path("ran").unlink()  # where the user trusts the folder, it runs
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
+    assert not Path("ran").exists()
+
+
+def test_a_folder_of_bytecode_that_others_can_write_to_is_refused() -> None:
+    importing()
+    shutil.rmtree("packages/torch/__pycache__")
+    folder = HOME / "composer_speedups/bytecode"
+    plant(folder.absolute())
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"bytecode: others could put code into .*mode 777.*or bytecode=false"):
+        importing(PYTHONDONTWRITEBYTECODE="1")
+    assert not Path("ran").exists()
+    folder.chmod(0o755)
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
+    assert Path("ran").exists(), "it is the user's own"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_no_bytecode_is_kept_where_no_folder_can_be_made() -> None:
+    Path("file").touch()
+    home = str(Path("file").absolute())
+    assert importing(PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=home) == (False, ["1", None])

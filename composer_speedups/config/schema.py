@@ -199,7 +199,7 @@ class Config:
     on_unavailable: Literal["stop", "warn"] = "stop"
     """A technique that cannot engage here stops the run, or only warns."""
     bytecode: bool = True
-    """Keep the packages' bytecode in data.cache_dir where the environment keeps none: the next run imports faster."""
+    """Keep the packages' bytecode under ~/.cache where the environment keeps none: the next run imports faster."""
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' own format."""
     plot: bool = True

@@ -14,12 +14,16 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from composer_speedups.files import make_folder, write_atomically
+from composer_speedups.errors import ConfigError
+from composer_speedups.files import write_atomically
+from composer_speedups.private_folders import make_own_folder, make_private_folder, others_can_write
 
-__all__ = ["CompileCache", "folder_fault"]
+__all__ = ["CompileCache", "check_default_folder", "folder_fault"]
 
 KEY = "algorithms.torch_compile.cache"
+OWN_FOLDER = "choose a folder that only you can write to (chmod 700)"
 FILE = "portable.bin"
 _MAGIC = b"composer_speedups compile cache 1\n"
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second itself, under the first
@@ -38,14 +42,15 @@ class CompileCache:
     something; it is read where ``folder/inductor`` is missing, so that a folder with this file alone is a warm cache.
     A file that is damaged, or was made with another torch or on another device, costs one warning and is replaced.
 
-    Artifacts hold pickles and machine code: read only files that you trust.
+    Artifacts hold pickles and machine code, so that both are the user's own: a folder that others can write to is
+    refused, and so is a file of theirs. Carry a file only from people whose code you would run.
 
     Args:
         folder: Made when the cache is opened.
         device: The kind of device that is compiled for.
 
     Raises:
-        ConfigError: (when opened) the folder cannot be made or written to.
+        ConfigError: (when opened) the folder cannot be made or written to, or others can write to it.
     """
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
@@ -58,10 +63,14 @@ class CompileCache:
         """Point inductor here; where it is open already, nothing."""
         if self._flags is not None:
             return
-        inductor = self.folder / "inductor"
-        make_folder(self.folder, KEY)
-        begins = not inductor.exists()
-        make_folder(inductor, KEY)
+        try:
+            self.folder = make_own_folder(self.folder, KEY, OWN_FOLDER)
+            begins = not (self.folder / "inductor").exists()
+            inductor = make_private_folder(self.folder / "inductor", KEY, OWN_FOLDER)
+        except OSError as error:
+            raise ConfigError(
+                f"{KEY}: {self.folder} cannot be made ({error.strerror}); choose another folder"
+            ) from error
         self._flags = contextlib.ExitStack()
         self._flags.callback(_write_variables, {name: os.environ.get(name) for name in _VARIABLES})
         _write_variables({"TORCHINDUCTOR_CACHE_DIR": str(inductor), "TRITON_CACHE_DIR": None})
@@ -118,6 +127,8 @@ class CompileCache:
 
 
 def _read(path: Path, device: torch.device) -> bytes:
+    if fault := others_can_write(path):
+        raise ValueError(f"others could have written it: {fault}")
     magic, _, rest = path.read_bytes().partition(b"\n")
     if magic + b"\n" != _MAGIC:
         raise ValueError("it is no compile cache")
@@ -154,7 +165,7 @@ def _write_variables(values: dict[str, str | None]) -> None:
 
 
 def folder_fault(folder: str) -> str | None:
-    """Why a folder cannot be made or written to; None when it can."""
+    """Why a folder cannot be made, or code in it trusted; None when all is well."""
     path = Path(os.path.expanduser(folder)).absolute()
     try:
         existing = next(p for p in (path, *path.parents) if p.exists())
@@ -162,4 +173,19 @@ def folder_fault(folder: str) -> str | None:
         return f"{folder[:80]} cannot be looked at ({error.strerror})"
     if not existing.is_dir():
         return f"{existing} is no folder"
-    return None if os.access(existing, os.W_OK) else f"{existing} cannot be written to"
+    if not os.access(existing, os.W_OK):
+        return f"{existing} cannot be written to"
+    fault = others_can_write(Path(os.path.realpath(path)))
+    return fault and f"others could put code into {path}: {fault}"
+
+
+def check_default_folder() -> None:
+    """Make inductor's own folder, which has a predictable name under /tmp, before another user of the machine does.
+
+    Raises:
+        ConfigError: It is another user's, or others can write to it.
+    """
+    with contextlib.suppress(OSError, KeyError):  # there is no such folder, which inductor will say
+        default = default_cache_dir()
+        if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
+            make_own_folder(Path(default), KEY, OWN_FOLDER)

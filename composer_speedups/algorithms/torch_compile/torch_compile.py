@@ -24,7 +24,12 @@ from composer_speedups.algorithms.blocks import repeated_blocks
 from composer_speedups.algorithms.probe import CompileCounts, compile_counts
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.algorithms.torch_compile.cache import CompileCache, folder_fault
+from composer_speedups.algorithms.torch_compile.cache import (
+    OWN_FOLDER,
+    CompileCache,
+    check_default_folder,
+    folder_fault,
+)
 from composer_speedups.errors import TechniqueError
 from composer_speedups.state import device_of, model_of
 
@@ -111,13 +116,14 @@ class TorchCompile(Technique):
         mode: inductor's mode; None (default) is its own default.
         dynamic: Dynamic shapes: True, False, or None (default) to decide after a first recompile.
         cache: Folder that keeps what inductor compiled for the next run, see :class:`.CompileCache`; None (default)
-            leaves inductor's own cache as it is. Where the folder is has no part in resuming.
+            leaves inductor's own cache where it is. Others must not be able to write to either, for the run executes
+            what it finds there. Where the folder is has no part in resuming.
         on_unavailable: See :class:`Technique`.
 
     Raises:
         ValueError: An unknown scope.
-        TechniqueError: At INIT, for an unknown backend, with TORCHDYNAMO_DISABLE or its like set, or inductor without
-            Triton (GPU) or a C++ compiler.
+        TechniqueError: At INIT, for an unknown backend, with TORCHDYNAMO_DISABLE or its like set, inductor without
+            Triton (GPU) or a C++ compiler, or a cache that others can write to.
     """
 
     name = "torch_compile"
@@ -172,7 +178,7 @@ class TorchCompile(Technique):
             )
         if self.cache is not None:
             fault = folder_fault(self.cache)
-            yield Requirement(fault is None, f"cache: {fault}", "choose another folder")
+            yield Requirement(fault is None, f"cache: {fault}", OWN_FOLDER)
             yield Requirement(
                 not torch._inductor.config.force_disable_caches,
                 "cache: inductor's caches are switched off",
@@ -193,6 +199,8 @@ class TorchCompile(Technique):
         if self.cache is not None:
             self._cache = CompileCache(self.cache, device_of(state))
             self._cache.open()
+        elif self.backend == "inductor":
+            check_default_folder()
         return {"scope": self.scope, "backend": self.backend}
 
     def verify(self, state: State) -> dict[str, Any]:
