@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,18 @@ def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(beside, "_start", noted)
     run("trainer.max_duration=1ba", "data.eval_samples=8")
     assert started[0].returncode == 0
+
+
+def test_it_imports_what_the_run_would_and_nothing_from_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that is not installed and PYTHONPATH serve it too; a folder that a run is started in does not."""
+    for name in ("yaml", "torch"):
+        Path(f"{name}.py").write_text(f"open('{name}-ran', 'w').close()")
+    Path("own").mkdir()
+    Path("own/omegaconf.py").write_text("open('own-ran', 'w').close()")
+    monkeypatch.setenv("PYTHONPATH", str(Path("own").absolute()))
+    monkeypatch.setattr("sys.path", ["", str(Path("own").absolute()), *sys.path])
+    beside._start(Config()).wait(60)
+    assert sorted(path.name for path in Path().glob("*-ran")) == ["own-ran"]
 
 
 @pytest.mark.parametrize(("modes", "shared"), [("Default\nDefault", True), ("Default\nExclusive_Process", False)])

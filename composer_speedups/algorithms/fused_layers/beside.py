@@ -93,11 +93,14 @@ def _start(config: Config) -> subprocess.Popen[bytes]:
     mixed = (config.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
     model = {name: getattr(config.model, name) for name in ("name", "size", "dropout")}
     arguments = json.dumps({"model": model, "fp16": "amp_fp16" in (f"amp_{mixed}", config.trainer.precision)})
+    # It imports what this process would. "-m" alone would add the working directory, and whatever modules lie there.
+    path = os.pathsep.join(place for place in sys.path if place)
     return subprocess.Popen(
-        [sys.executable, "-m", __name__, arguments],
+        [sys.executable, "-P", "-m", __name__, arguments],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
     )
 
 
