@@ -13,7 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Difference", "Outcome", "Tolerance", "compare", "measure", "outcome_of", "tolerance_of"]
+__all__ = [
+    "FLOAT32",
+    "SIXTEEN_BITS",
+    "Difference",
+    "Outcome",
+    "Tolerance",
+    "compare",
+    "measure",
+    "outcome_of",
+    "tolerance_of",
+]
 
 
 class Tolerance(NamedTuple):
@@ -30,8 +40,8 @@ class Tolerance(NamedTuple):
     floor: float
 
 
-_FLOAT32 = Tolerance(1e-4, 2e-3, 1e-3)
-_LESS = Tolerance(3e-2, 0.15, 3e-2)  # weights of 16 bits, or products of 8
+FLOAT32 = Tolerance(1e-4, 2e-3, 1e-3)
+SIXTEEN_BITS = Tolerance(3e-2, 0.15, 3e-2)
 
 
 @dataclass
@@ -72,7 +82,7 @@ def tolerance_of(model: nn.Module) -> Tolerance:
     """That of float32, unless the model computes in less whatever autocast says."""
     coarse = any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters())
     coarse = coarse or any("float8" in type(module).__name__.lower() for module in model.modules())
-    return _LESS if coarse else _FLOAT32
+    return SIXTEEN_BITS if coarse else FLOAT32
 
 
 def measure(

@@ -16,14 +16,18 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
+from composer_speedups.algorithms.compared_technique import Check, ComparedTechnique
 from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
 from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
+from composer_speedups.algorithms.stock import outermost_models
+from composer_speedups.algorithms.technique import OnUnavailable, Stage
+from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION as UNPADDED
 from composer_speedups.errors import CannotRunError, TechniqueError
 from composer_speedups.state import compute_dtype, device_of, is_compiled
 
 __all__ = ["SDPAAttention", "apply_sdpa_attention"]
 
+_CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: whose technique changed it, and what it had before
 Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
 _BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -48,19 +52,22 @@ def apply_sdpa_attention(
         a NoEffectWarning, when there is none.
 
     Raises:
-        ValueError: An unknown backend, or a model without SDPA support; then no model is changed.
+        ValueError: An unknown backend, a model without SDPA support, or one that :func:`apply_unpadding` changed; then
+            no model is changed.
 
     Source: torch.nn.functional.scaled_dot_product_attention; transformers' attention interface.
     """
     if backend not in ("auto", *_BACKENDS):
         raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
     implementation = "sdpa" if backend == "auto" else _register(backend)
-    outermost = _outermost(model)
+    outermost = outermost_models(model)
     before = {name: module.config._attn_implementation or "eager" for name, module in outermost.items()}
     if not before:
         warnings.warn(NoEffectWarning("no Hugging Face model was found in the model"), stacklevel=2)
     nested = [m for module in outermost.values() for m in module.modules() if isinstance(m, PreTrainedModel)]
     for module in nested:  # all of them, before any is changed
+        if module.config._attn_implementation == UNPADDED:
+            raise ValueError("the model runs unpadded, and unpadding brings its own attention; undo_unpadding it first")
         if not module._supports_sdpa:
             raise ValueError(f"{type(module).__name__} does not support scaled_dot_product_attention in transformers")
     settings = [(module.config, module.config._attn_implementation) for module in nested]
@@ -84,16 +91,6 @@ def _check_set(models: Iterable[PreTrainedModel], implementation: str) -> None:
             )
 
 
-def _outermost(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The PreTrainedModels that are not inside another one."""
-    found: dict[str, PreTrainedModel] = {}
-    for name, module in model.named_modules():
-        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    return found
-
-
 def _name(backend: str) -> str:
     """Its name in transformers, which takes any name with "flash" in it for the flash-attn package."""
     return "sdpa" if backend == "auto" else f"sdpa_only_{backend.replace('flash', 'fa')}"
@@ -112,11 +109,12 @@ def _register(backend: str) -> str:
     return name
 
 
-class SDPAAttention(Technique):
+class SDPAAttention(ComparedTechnique):
     """scaled_dot_product_attention in place of eager attention, by default with the kernel torch chooses.
 
     Args:
         backend: ``"auto"`` (default), or one kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
+        check: See :class:`ComparedTechnique`.
         on_unavailable: See :class:`Technique`.
 
     Raises:
@@ -132,10 +130,11 @@ class SDPAAttention(Technique):
     def __init__(
         self,
         backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto",
+        check: Check = "auto",
         *,
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
+        super().__init__(check=check, on_unavailable=on_unavailable)
         if backend not in ("auto", *_BACKENDS):
             raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
         self.backend: Backend = backend
@@ -149,17 +148,35 @@ class SDPAAttention(Technique):
             yield needs_cuda(context, f"the {self.backend} kernel", (8, 0))
 
     def engage(self, state: State) -> dict[str, Any]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NoEffectWarning)  # said as an error below
-            try:
-                before = apply_sdpa_attention(state.model, self.backend)
-            except ValueError as error:
-                raise TechniqueError(self.name, str(error), "take it out") from error
-        if not before:
+        models = outermost_models(state.model).values()
+        if not models:
             raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
-        for module, implementation in zip(_outermost(state.model).values(), before.values(), strict=True):
-            self._before.setdefault(module, implementation)  # engaging twice finds its own
-        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(before.values())))}
+        found = {module: module.config._attn_implementation or "eager" for module in models}
+        try:
+            self.reapply(state)
+        except ValueError as error:
+            raise TechniqueError(self.name, str(error), "take it out") from error
+        for module, implementation in found.items():
+            # What an earlier Trainer's technique changed, which has not ended yet, is taken over.
+            earlier = vars(module).get(_CHANGED_BY)
+            self._before.setdefault(module, implementation if earlier is None else earlier[1])
+            vars(module)[_CHANGED_BY] = (self.owner, self._before[module])
+        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(found.values())))}
+
+    def reapply(self, state: State) -> None:
+        apply_sdpa_attention(state.model, self.backend)
+
+    def withdraw(self, state: State) -> None:
+        for module, before in self._before.items():
+            if module.config._attn_implementation == _name(self.backend) and self._owns(module):
+                module.set_attn_implementation(before)
+
+    def _owns(self, module: PreTrainedModel) -> bool:
+        return vars(module).get(_CHANGED_BY, (None,))[0] == self.owner
+
+    @property
+    def compares_in_the_runs_precision(self) -> bool:
+        return self.backend != "auto"  # some kernels take 16 bits alone
 
     def observe(self, event: Event, state: State) -> None:
         """See which kernel the first forward pass runs.
@@ -180,7 +197,7 @@ class SDPAAttention(Technique):
                 self._recorder.__enter__()
         elif event == Event.AFTER_FORWARD and self._recorder is not None:
             self._kernel, self._seen_in = _kernel_among(self._recorder), "forward pass"
-            self.close()
+            self._stop_recording()
 
     def _go_back(self, error: CannotRunError) -> None:
         """Stop, or train with the attention that the model had; with eager where that was this kernel too."""
@@ -189,14 +206,21 @@ class SDPAAttention(Technique):
             module.set_attn_implementation("eager" if before == _name(self.backend) else before)
         self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
-    def close(self) -> None:
+    def _stop_recording(self) -> None:
         if self._recorder is not None:  # also after a forward pass that raised
             self._recorder.__exit__(None, None, None)
             self._recorder = None
 
+    def close(self) -> None:
+        self._stop_recording()
+        super().close()
+        for module in self._before:
+            if self._owns(module):
+                del vars(module)[_CHANGED_BY]
+
     def _kernel_for(self, state: State) -> str | None:
         """The kernel that this batch's shapes and mask get; None for batches and models it cannot read."""
-        model = next(iter(_outermost(state.model).values()))
+        model = next(iter(outermost_models(state.model).values()))
         device, config, batch = device_of(state), model.config, state.batch
         heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config maps its own names to BERT's
         if heads is None or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), torch.Tensor):
@@ -224,7 +248,7 @@ class SDPAAttention(Technique):
         return _kernel_among(recorder)
 
     def verify(self, state: State) -> dict[str, Any]:
-        implementations = {m.config._attn_implementation for m in _outermost(state.model).values()}
+        implementations = {m.config._attn_implementation for m in outermost_models(state.model).values()}
         if implementations != {_name(self.backend)}:
             raise self.not_engaged(
                 f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
