@@ -13,11 +13,25 @@ from composer_speedups.algorithms.fused_layers.embedding_families import FusedEm
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.fused_layers.shape import Shape
 from composer_speedups.algorithms.unpadding import plan_unpadding
-from composer_speedups.errors import TechniqueError
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.errors import CannotRunError, TechniqueError
 from tests.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.masks import masked_batch, random_masks
 from tests.models import FAMILIES, HEADS, tiny_model
 from tests.reference.nearness import distance, values
+from tests.test_models_of_ones_own import (
+    INPUTS,
+    BiEncoder,
+    Mine,
+    Pooling,
+    both,
+    inside,
+    last_slot,
+    masked_mean,
+    pairs,
+    plain_max,
+    plain_mean,
+)
 from tests.waiting import no_waiting
 
 # torch says once a process that its debug mode may miss synchronizations.
@@ -107,3 +121,69 @@ def test_it_trains_under_composer(with_graphs: bool) -> None:
     assert all(w.isfinite().all() for w in weights)
     if with_graphs:
         assert graphs.evidence["graphs"] >= 1
+
+
+@inside
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_changed_layer_computes_what_it_does_untouched(change: Any, said: str, when: str) -> None:
+    """In bf16, with the kernels in the layers that are as they were: about as near to float32 as the padded model."""
+    stock, ours = tiny_bert(), tiny_bert()
+    for model in (stock, ours):
+        torch.manual_seed(4)
+        if when == "after" and model is ours:
+            both(model)
+        change(model.bert.encoder.layer[0])
+        if when == "before" and model is ours:
+            both(model)
+        model.cuda()
+    inputs = {name: value.cuda() for name, value in INPUTS.items()}
+    exact, theirs = (values(stock, inputs, dtype) for dtype in (None, torch.bfloat16))
+    mine = values(ours, inputs, torch.bfloat16)
+    ran = [module.ran for module in ours.modules() if isinstance(module, FusedLayer)]
+    assert ran == (["unfused", "first tokens"] if when == "after" else ["first tokens"])
+    for i, what in enumerate(["logits", "gradients"]):
+        assert 0 < distance(mine[i], exact[i]) <= 3 * distance(theirs[i], exact[i]) + 1e-3, what
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_a_model_of_ones_own_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
+    fused, graphs = FusedLayers(), CUDAGraphs()
+    algorithms = [fused, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
+    trainer = make_trainer(algorithms, model=Mine(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
+    trainer.fit()
+    trainer.close()
+    assert fused.evidence["compared_with_untouched"]["largest_gradient_difference"] < 2e-3
+    assert fused.evidence["layers_ran"] == "2 triton"
+    if with_graphs:
+        assert graphs.evidence["replays"] >= 4
+
+
+@pytest.mark.parametrize("pool", [plain_mean, plain_max, last_slot])
+def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
+    algorithms = [FusedLayers(), Unpadding(), MixedPrecision("bf16"), CUDAGraphs()]
+    trainer = make_trainer(algorithms, model=Mine(Pooling(pool)), gpu=True)
+    with pytest.raises(CannotRunError, match="unpadding: the model does not compute what it does untouched"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("encoders", [1, 2])
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_bi_encoders_train_with_a_plan_for_each_mask(encoders: int, with_graphs: bool) -> None:
+    unpadding, graphs = Unpadding(8), CUDAGraphs(8)
+    algorithms = [FusedLayers(), unpadding, MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
+    trainer = make_trainer(algorithms, model=BiEncoder(encoders), batches=pairs(4), gpu=True)
+    trainer.fit()
+    counted = [encoder.counted for encoder in unpadded_encoders(trainer.state.model)]
+    trainer.close()
+    assert counted == [2 // encoders] * encoders  # in the comparison alone
+    if with_graphs:
+        assert graphs.evidence["replays"] == 3
+
+
+def test_the_functions_serve_two_masks_on_a_gpu() -> None:
+    stock, ours = BiEncoder().cuda(), both(BiEncoder().cuda())
+    for each in pairs(3):
+        inputs = {name: value.cuda() for name, value in each.items()}
+        with torch.no_grad():
+            torch.testing.assert_close(ours(inputs), stock(inputs), rtol=1e-4, atol=1e-4)

@@ -564,7 +564,7 @@ class BiEncoder(ComposerModel):
         return sides[0] @ sides[1].T
 
     def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        return nn.functional.cross_entropy(outputs, torch.arange(len(outputs)))
+        return nn.functional.cross_entropy(outputs, torch.arange(len(outputs), device=outputs.device))
 
 
 def pairs(count: int = 3) -> list[Batch]:
