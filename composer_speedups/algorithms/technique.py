@@ -135,9 +135,7 @@ class Technique(Algorithm):
             if self.engaged:
                 self.reassert(state)
         elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
-            if not self._verified:
-                for technique in techniques_of(state.algorithms):
-                    technique.before_first_forward(event, state)
+            self.prepare_first_forward(event, state)
             if event == Event.BEFORE_FORWARD:
                 self.observe(event, state)
         elif event == Event.AFTER_FORWARD:
@@ -152,6 +150,12 @@ class Technique(Algorithm):
                 self.evidence.update(self.verify(state))
             except NotEngagedError as error:
                 self.unavailable(error)
+
+    def prepare_first_forward(self, event: Event, state: State) -> None:
+        """Give every technique its turn before any of them prepares or observes a forward pass."""
+        if not self._verified:
+            for technique in techniques_of(state.algorithms):
+                technique.before_first_forward(event, state)
 
     def postpone(self) -> None:
         """The first batch came to no step of the optimizer, and shows too little: verify after the next one."""

@@ -152,6 +152,7 @@ class Unpadding(ComparedTechnique):
         if event in _COUNT_AT:
             self._count(event, state)
         elif event in _PLAN_AT:
+            self.prepare_first_forward(event, state)
             self._plan(event, state)
         elif event in _FORGET_AT:
             self._forget()
