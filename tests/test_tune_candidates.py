@@ -29,10 +29,10 @@ def exactness(entry: Entry) -> Kind:
     return entry.exactness if entry.dtype == torch.float32 else "lower_precision"
 
 
-def exactness_by_tests(name: str, settings: Mapping[str, Any]) -> Kind:
-    """The least exact of the entries that test such settings."""
+def exactness_by_tests(name: str, settings: Mapping[str, Any], device: str) -> Kind:
+    """The least exact of the entries that test such settings on such a device."""
     first = ENTRIES[name]
-    entries = [first, *first.also, *([first.gpu] if first.gpu else [])]
+    entries = [(first.gpu or first) if device == "cuda" else first, *first.also]
     fitting = [
         entry
         for entry in entries
@@ -50,12 +50,26 @@ def test_every_technique_has_an_entry() -> None:
         assert bool(choice.variants) != bool(choice.never), f"{name}: variants, or why there are none"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", sorted(ENTRIES))
-def test_the_exactness_is_the_one_that_is_tested(name: str) -> None:
+def test_the_exactness_is_the_one_that_is_tested(name: str, device: str) -> None:
     choice = CHOICES[name]
     for settings in [v.settings for v in choice.variants] or [{}]:
-        assert kind_of(name, settings) == exactness_by_tests(name, settings), settings
+        assert kind_of(name, settings, device) == exactness_by_tests(name, settings, device), settings
         technique_class(name)(**settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_candidates_come_in_the_order_of_the_gain_that_they_promise(device: str) -> None:
+    candidates = candidates_for({"lora": {}, "torch_compile": {}}, device)
+    assert candidates[0].label == "the recommended set"
+    added = [c for c in candidates[1:] if not c.removes]
+    assert candidates[1:] == [*added, *(c for c in candidates if c.removes)]
+    assert [c.gain for c in added] == sorted((c.gain for c in added), reverse=True)
+    order = [c.label for c in added]
+    assert order.index("sdpa_attention") < order.index("fused_optimizer") < order.index("foreach_optimizer")
+    for candidate in added:  # a fallback waits for the refusal of another
+        assert candidate.fallback_of is None or order.index(candidate.fallback_of) < order.index(candidate.label)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -65,7 +79,8 @@ def test_labels_are_unique_and_sets_as_inexact_as_their_worst(device: str) -> No
     assert len(set(labels)) == len(labels)
     by_label = {c.label: c for c in candidates}
     assert by_label["the recommended set"].kind == "lower_precision"
-    assert by_label["fused_layers with unpadding"].kind == "lower_precision"
+    kernels = by_label["fused_layers with unpadding"].kind  # its kernels on a GPU compute in 16 bits
+    assert kernels == ("rounding" if device == "cpu" else "lower_precision")
     assert by_label["without torch_compile"].removes == ("torch_compile",)
     assert "without lora" not in by_label, "the recipe is the user's"
 

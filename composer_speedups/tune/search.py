@@ -17,7 +17,9 @@ from composer_speedups.tune.settings import TuneConfig
 
 __all__ = ["BaselineError", "Search"]
 
+_BASELINES = 1 / 3  # of the budget at most, for runs of the given set before the first trial
 _KEPT = 0.4  # of the budget for stacking, confirming and batch sizes
+_USEFUL = 4.5  # runs that a budget must hold: the given one, a trial, and a pair that confirms it, each a bit longer
 _NO_TIME = "no time was left; a larger tune.budget_seconds tries it"
 
 
@@ -59,7 +61,7 @@ class Search:
 
         Raises:
             BaselineError: The given run fails.
-            ConfigError: The budget does not even hold two runs of the given set.
+            ConfigError: The budget does not even hold a run of the given set, a trial, and a pair that confirms it.
         """
         result = self.result
         self._baseline()
@@ -79,12 +81,12 @@ class Search:
         if probe.unengaged:
             result.unengaged = dict(probe.unengaged)
             result.given = {n: s for n, s in result.given.items() if n not in probe.unengaged}
-        result.trial_steps = settings.steps or self.session.trial_steps(probe)
+        result.trial_steps = settings.steps or self.session.trial_steps(probe, _BASELINES * settings.budget_seconds)
         result.planned_steps = self.steps(probe)
         if result.trial_steps == PROBE_STEPS or settings.steps:
             result.baseline.append(probe)
         while len(result.baseline) < settings.repeats:
-            if len(result.baseline) >= 2 and self.session.left < 3 * self.session.wall:
+            if result.baseline and self.session.spent + self.session.wall > _BASELINES * settings.budget_seconds:
                 break
             result.baseline.append(self._given_once(result.trial_steps, "given"))
         times = [self.session.plan(outcome) for outcome in result.baseline]
@@ -97,12 +99,9 @@ class Search:
         verdicts = {v.candidate.label: v for v in self.result.verdicts}
         for verdict in self.result.verdicts:
             candidate = verdict.candidate
-            reason = forbidden(candidate.kind, self.allow)
             before = verdicts.get(candidate.fallback_of or "")
-            if reason is None and before is not None and before.state != "refused":
-                reason = f"{before.candidate.label} is to be had here"
-            if reason is not None:
-                verdict.state, verdict.reason = "untried", reason
+            if before is not None and before.state != "refused":
+                verdict.state, verdict.reason = "untried", f"{before.candidate.label} is to be had here"
                 continue
             try:
                 changed = apply_candidate(candidate, self.result.given)
@@ -111,12 +110,18 @@ class Search:
             except Refused as refused_because:
                 verdict.state, verdict.reason = "refused", str(refused_because)
                 continue
+            if reason := forbidden(candidate.kind, self.allow):  # of what could be had
+                verdict.state, verdict.reason = "untried", reason
+                continue
             keep = max(_KEPT * self.settings.budget_seconds, self.session.reserve)
             outcome = self.session.measure(changed, candidate.label, keep)
             if outcome is None:
                 verdict.state, verdict.reason = "untried", _NO_TIME
                 continue
             self._note(verdict, outcome)
+        states = [v.state for v in self.result.verdicts]
+        if "measured" not in states and "failed" not in states and _NO_TIME in [v.reason for v in self.result.verdicts]:
+            raise self._budget_error(self.session.wall)
 
     def _stack(self) -> None:
         result = self.result
@@ -127,7 +132,7 @@ class Search:
             self._current = apply_candidate(first.candidate, result.given)
             self._current_seconds = first.alone_seconds or 0.0
             first.stacked = (result.base_seconds, self._current_seconds)
-        refused = [v for v in result.verdicts if v.state == "refused"]
+        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self.allow)]
         little = [v for v in measured if v not in gained and v.stacked is None]
         # A technique that was refused alone may have what it needs by now; one that gave little may give more.
         for verdict in [*gained, *refused, *little]:
@@ -221,18 +226,22 @@ class Search:
             )
 
     def _given_once(self, steps: int, label: str) -> Outcome:
-        budget = self.settings.budget_seconds
         outcome = self.session.once(self.result.given, label, steps, self.session.left)
         if outcome.status == "time":
-            needed = math.ceil(10 * max(self.session.wall, outcome.wall_seconds))
-            raise ConfigError(
-                f"tune.budget_seconds: {budget:g} s do not hold {self.settings.repeats} runs of the given YAML; "
-                f"give it at least {needed}, or a smaller tune.steps"
-            )
+            raise self._budget_error(max(self.session.wall, outcome.wall_seconds))
         if not outcome.ok:
             raise BaselineError(f"the given run fails: {outcome.reason}")
         self.session.wall = outcome.wall_seconds
         return outcome
+
+    def _budget_error(self, wall: float) -> ConfigError:
+        """``wall``: seconds that a run of the given set takes, or has taken when it was ended."""
+        fewer = "" if self.settings.steps is None else ", or a smaller tune.steps"
+        return ConfigError(
+            f"tune.budget_seconds: {self.settings.budget_seconds:g} s do not hold a run of the given YAML, a trial and "
+            f"both once more to confirm it, of {wall:.0f} s or more each; give it at least "
+            f"{math.ceil(_USEFUL * wall)}{fewer}"
+        )
 
     def _note(self, verdict: Verdict, outcome: Outcome) -> None:
         verdict.state = "measured" if outcome.ok else "failed"

@@ -77,11 +77,17 @@ class Session:
         """Seconds of the planned run."""
         return planned_seconds(outcome, self.result.planned_steps)
 
-    def trial_steps(self, probe: Outcome) -> int:
-        """Steps for which about twenty trials fit; a trial trains for a quarter of its time at least."""
+    def trial_steps(self, probe: Outcome, baselines: float) -> int:
+        """Steps for which about twenty trials fit; a trial trains for a quarter of its time at least.
+
+        The probe's own where another run of the given set would end later than ``baselines`` seconds from the start:
+        then the probe is the one to compare with.
+        """
         around = max(0.0, probe.wall_seconds - PROBE_STEPS * probe.step_seconds)
         training = max(self.settings.budget_seconds / _TRIALS - around, around / 3)
-        return max(PROBE_STEPS, min(_MOST_STEPS, int(training / probe.step_seconds)))
+        steps = max(PROBE_STEPS, min(_MOST_STEPS, int(training / probe.step_seconds)))
+        longer = probe.wall_seconds + (steps - PROBE_STEPS) * probe.step_seconds
+        return steps if self.spent + longer <= baselines else PROBE_STEPS
 
     def _line(self, label: str, outcome: Outcome, planned: float) -> str:
         ahead = 1 + sum(v.state == "open" for v in self.result.verdicts) + 2 * self.settings.repeats

@@ -50,7 +50,7 @@ class TuneConfig:
     steps: int | None = key(None, ge=5, le=100_000)
     """Training steps a trial; null takes as many as leave time for about twenty trials, 8 to 200."""
     repeats: int = key(2, ge=2, le=20)
-    """Runs of FILE at the start, whose spread is the noise, and pairs of runs at the end, which decide."""
+    """Runs of FILE at the start, if a third of the time holds them, whose spread is the noise; pairs at the end."""
     min_gain: float = key(0.02, ge=0, lt=1)
     """Fraction of the planned run's time that a technique must save at least, however small the noise."""
     batch_sizes: bool | None = None
