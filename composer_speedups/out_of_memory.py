@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
 
 import torch
 from composer import Trainer
@@ -96,12 +96,19 @@ class MicrobatchTrainer(Trainer):
             metric.reset()
 
 
+_Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": Annotated[int, range(1, 2**31)]})
+
+
 class MicrobatchHistory(Callback):
     """Keeps each change of the micro-batch size, Composer's automatic ones too.
 
     Attributes:
         changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` counts the batches trained before.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "changes": list[_Change],
+    }
 
     def __init__(self) -> None:
         self.changes: list[dict[str, Any]] = []

@@ -96,10 +96,11 @@ class RunFolder:
             if found := newest_whole(self._checkpoints, trust=settings.trust_checkpoint):
                 self.load, self.resumed = str(found), True
                 return True
-        if fault := checkpoint_fault(given):
+        path = None if given is None else _formatted(given, config.run_name)
+        if fault := checkpoint_fault(path):
             raise ConfigError(f"{_LOAD} {fault}")
-        if given is not None and not settings.trust_checkpoint:
-            check_checkpoint(partial_format(given, run_name=config.run_name, rank=0, local_rank=0, node_rank=0), _LOAD)
+        if path is not None and not settings.trust_checkpoint:
+            check_checkpoint(path, _LOAD, weights_only=settings.weights_only)
         return inside
 
     def _go_on(self, date: str) -> None:
@@ -133,6 +134,15 @@ class RunFolder:
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
+
+
+def _formatted(pattern: str, run_name: str) -> str:
+    try:
+        return partial_format(pattern, run_name=run_name, rank=0, local_rank=0, node_rank=0)
+    except (AttributeError, LookupError, ValueError) as error:
+        raise ConfigError(
+            f"{_LOAD} is no file: {pattern}; what braces hold is run_name, rank, local_rank or node_rank"
+        ) from error
 
 
 def _date_of(path: Path) -> str:

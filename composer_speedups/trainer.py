@@ -18,7 +18,7 @@ from composer.utils import dist
 from composer_speedups.algorithms.ordering import refuse_clashes, sort_techniques
 from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
-from composer_speedups.checkpoints.reading import check_recorded, restricted_loading
+from composer_speedups.checkpoints.reading import restricted_loading
 from composer_speedups.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.config import Config
 from composer_speedups.config.schema import TrainerConfig
@@ -100,7 +100,8 @@ def build_trainer(
     ``callbacks`` come after those of the config. Training ends with a checkpoint when ``stop`` asks for it.
 
     Raises:
-        ConfigError: The checkpoint to load holds what would execute something, or was written by other techniques.
+        ConfigError: The checkpoint to load is malformed, does not fit the run, was written by other techniques, or
+            holds what would execute something.
     """
     settings, checkpoint = config.trainer, config.checkpoint
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
@@ -145,7 +146,6 @@ def build_trainer(
             # Not Composer's autoresume: it takes the latest file unseen, whole or not, and unpickles whatever it holds.
             load_path=folder.load,
             load_weights_only=checkpoint.weights_only and not folder.resumed,
-            load_ignore_keys=None if checkpoint.trust_checkpoint else check_recorded,
         )
     trainer.on_out_of_memory, trainer.by_tokens = settings.on_out_of_memory, by_tokens
     trainer.go_on()

@@ -146,7 +146,7 @@ def test_techniques_close_in_the_reverse_order_and_one_that_raises_stops_no_othe
         return technique
 
     trainer = make_trainer([note(build(n)) for n in ("fused_optimizer", "sdpa_attention", "mixed_precision")])
-    (closer,) = (c for c in trainer.state.callbacks if type(c).__name__ == "_Closer")
+    (closer,) = (c for c in trainer.state.callbacks if type(c).__name__ == "_TechniqueKeeper")
     with pytest.raises(RuntimeError, match="no way back"):
         closer.close(trainer.state, trainer.logger)
     assert closed == ["fused_optimizer", "sdpa_attention", "mixed_precision"]

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
 import shutil
+import signal
 import tarfile
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from composer.trainer import trainer as composer_trainer
+from composer.utils import ObjectStore, reproducibility
 from composer.utils import checkpoint as composer_checkpoint
 
-from composer_speedups import runs
-from composer_speedups.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_recorded
+from composer_speedups import FusedOptimizer, SDPAAttention, runs
+from composer_speedups.checkpoints.contents import admit, check_contents, plain_generators
+from composer_speedups.checkpoints.reading import DamagedCheckpointError, check_checkpoint, restricted_loading
+from composer_speedups.checkpoints.unpickling import restricted_unpickling
 from composer_speedups.errors import ConfigError
+from tests.common import make_trainer
+from tests.forks import Fork
 from tests.jobs import run
 from tests.payload import MARKER, Payload
 
@@ -40,7 +51,22 @@ def by_argument(checkpoint: dict[str, Any]) -> None:
     checkpoint["state"]["algorithms"].append(("Alibi", {"repr": expression}))
 
 
+def by_underscore(checkpoint: dict[str, Any]) -> None:
+    """Composer strips a leading underscore from any key, then takes it for the key without one."""
+    by_expression(checkpoint)
+    checkpoint["state"]["_algorithms"] = checkpoint["state"]["algorithms"]
+    checkpoint["state"]["algorithms"] = checkpoint["state"]["_algorithms"][:-1]
+
+
+def by_underscore_alone(checkpoint: dict[str, Any]) -> None:
+    by_underscore(checkpoint)
+    del checkpoint["state"]["algorithms"]
+
+
 attacks = pytest.mark.parametrize("attack", [by_pickle, by_expression, by_argument])
+every_attack = pytest.mark.parametrize(
+    "attack", [by_pickle, by_expression, by_argument, by_underscore, by_underscore_alone]
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +106,50 @@ def test_an_attack_is_refused_before_anything_is_touched(attack: Attack, weights
 def test_a_file_that_changes_after_it_was_looked_at_gains_nothing(
     attack: Attack, honest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "check_checkpoint", lambda *_: None)
-    with pytest.raises(ConfigError, match=r"checkpoint\.load: refused, "):
+    monkeypatch.setattr(runs, "check_checkpoint", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: poisoned\.pt: refused, "):
         run(f"checkpoint.load={poisoned(honest, attack)}")
     assert not MARKER.exists()
 
 
-@attacks
+@pytest.mark.pins
+def test_a_key_that_composer_would_take_for_another_is_left_out(honest: Path) -> None:
+    brief = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
+    for attack, more in ((by_underscore, []), (by_underscore_alone, ["checkpoint.weights_only=true"])):
+        load = f"checkpoint.load={poisoned(honest, attack)}"
+        with pytest.warns(UserWarning, match=r"left out of the checkpoint, .*: state/_algorithms"):
+            assert run(load, *more, *brief)["training"]["batches"] == 3
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.load: poisoned\.pt is malformed: state/algorithms is missing; "
+    ):
+        run(f"checkpoint.load={poisoned(honest, by_underscore_alone)}", *brief)
+    assert not MARKER.exists()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_composer_gets_keys_that_are_known_and_algorithms_of_the_run(weights_only: bool, honest: Path) -> None:
+    """Whatever the file's other keys are: nothing is looked for in them."""
+    trainer = make_trainer([SDPAAttention(), FusedOptimizer()])
+    held = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state(), "_state": {}}
+    plain_generators(held)
+    held["state"] |= {"_model": Payload(), "is_model_ddp": True, "precision": "fp32", "_seed": Payload()}
+    held["state"]["callbacks"]["InMemoryLogger"] = Payload()
+    with pytest.warns(UserWarning, match="state/_model, state/is_model_ddp, state/precision, state/_seed, _state"):
+        admit(held, trainer.state, weights_only=weights_only)
+    trainer.close()
+    if weights_only:
+        assert [*held] == ["state"]
+        assert [*held["state"]] == ["model"]
+        return
+    assert [*held] == ["state", "rng"]
+    assert {*held["state"]} <= {*trainer.state.serialized_attributes}
+    algorithms = held["state"]["algorithms"]
+    assert type(algorithms) is dict, "Composer evaluates what it finds in a list"
+    assert {*algorithms} == {"SDPAAttention", "FusedOptimizer"}
+    assert held["state"]["callbacks"]["InMemoryLogger"] == {}
+
+
+@every_attack
 def test_the_attacks_are_real_where_the_user_trusts_the_file(attack: Attack, honest: Path) -> None:
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever comes of it
         warnings.simplefilter("ignore")
@@ -121,33 +184,133 @@ def test_folders_and_archives_are_refused(honest: Path) -> None:
         check_checkpoint("s3://bucket/file.tar.gz", "checkpoint.load")
 
 
-@pytest.mark.parametrize(
-    ("name", "spelled", "fine"),
-    [
-        ("FusedOptimizer", "FusedOptimizer()", True),
-        ("LoRA", "LoRA(rank=8, targets=['query'], alpha=1.5, x=None)", True),
-        ("GradientClipping", "<composer.algorithms.gradient_clipping.GradientClipping object at 0x7f6ea48f5110>", True),
-        ("Alibi", "Alibi(max_sequence_length=64)", True),
-        ("Alibi", "BlurPool()", False),
-        ("Alibi", "Alibi", False),
-        ("Alibi", "Alibi(**{'a': open})", False),
-        ("Alibi", "Alibi(open('x', 'w'))", False),
-        ("Alibi", "Alibi().__class__", False),
-        ("Alibi", "(" * 5000, False),
-        ("Alibi", 3, False),
-        ("os", "os()", False),
-        ("__builtins__", "__builtins__()", False),
-        ("import_module('os')", "x()", False),
-        (b"Alibi", "Alibi()", False),
-    ],
-)
-def test_recorded_algorithms_are_known_names_with_plain_values(name: Any, spelled: Any, fine: bool) -> None:
-    checkpoint = {"state": {"algorithms": [(name, {"repr": spelled})]}}
-    if fine:
-        return check_recorded(checkpoint)
-    with pytest.raises(ConfigError, match="refused, it records"):
-        check_recorded(checkpoint)
-    return None
+class Crafted:
+    """Pickled as a NumPy dtype or array that NumPy itself would not make."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], state: tuple[Any, ...] | None = None) -> None:
+        self.pickled = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.pickled
+
+
+def crafted_array() -> Crafted:
+    """Numbers of 64 bits with a field of Python objects, a gigabyte behind them."""
+    objects = Crafted(np.dtype, ("O8", False, True))
+    fields = (3, "<", None, ("a",), {"a": (objects, 2**30)}, 8, 8, 0)
+    kind = Crafted(np.dtype, ("f8", False, True), fields)
+    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    return Crafted(reconstruct, (np.ndarray, (0,), b"b"), (1, (624,), kind, False, b"\1" * 8 * 624))
+
+
+def test_no_numpy_object_is_rebuilt_that_could_crash_the_process(honest: Path) -> None:
+    def by_array(checkpoint: dict[str, Any]) -> None:
+        checkpoint["rng"][0]["numpy"] = ("MT19937", crafted_array(), 624, 0, 0.0)
+
+    torch.save(crafted_array(), "array.pt")
+
+    def read_with_numpy_allowed() -> None:
+        reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+        with torch.serialization.safe_globals([np.ndarray, np.dtype, type(np.dtype("f8")), reconstruct]):
+            array = torch.load("array.pt", weights_only=True)
+        repr(array["a"])
+
+    assert Fork(read_with_numpy_allowed).wait().status == -signal.SIGSEGV
+    with pytest.raises(ConfigError, match=r"refused, it holds more than .*NumPy dtype 'f8' other than that of NumPy's"):
+        check_checkpoint(str(poisoned(honest, by_array)), "checkpoint.load")
+
+
+def test_a_place_behind_the_random_words_is_refused_where_numpy_reads_it(honest: Path) -> None:
+    def by_place(checkpoint: dict[str, Any]) -> None:
+        name, words, _, *others = checkpoint["rng"][0]["numpy"]
+        checkpoint["rng"][0]["numpy"] = (name, words, 10**9, *others)
+
+    poisoned(honest, by_place)
+
+    def trusting() -> None:
+        run("checkpoint.load=poisoned.pt", "checkpoint.trust_checkpoint=true", "trainer.max_duration=4ba")
+        np.random.random()
+
+    assert Fork(trusting).wait().status == -signal.SIGSEGV
+    with pytest.raises(ConfigError, match=r"is malformed: rng/0/numpy/2 is 1000000000, and not within 0 to 624"):
+        run("checkpoint.load=poisoned.pt")
+
+
+def test_our_checkpoints_hold_no_numpy_and_composer_takes_their_random_state(honest: Path) -> None:
+    with torch.serialization.safe_globals([timedelta, torch.torch_version.TorchVersion]):
+        held = torch.load(honest, weights_only=True)
+    words = held["rng"][0]["numpy"]
+    expected = np.random.RandomState()
+    expected.set_state(words)
+    reproducibility.load_rng_state(held["rng"])
+    assert np.random.random() == expected.random_sample()
+    assert type(words[1]) is tuple
+
+
+@pytest.mark.pins
+def test_a_checkpoint_that_composer_wrote_is_read_with_its_numpy_array(tmp_path: Path) -> None:
+    trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
+    trainer.fit()
+    trainer.close()
+    path = str(tmp_path / "ba2.pt")
+    held = torch.load(path, weights_only=False)
+    assert isinstance(held["rng"][0]["numpy"][1], np.ndarray)
+    check_checkpoint(path, "checkpoint.load")
+    kept = load_unpickled(path)
+    assert kept["rng"][0]["numpy"][1] == tuple(held["rng"][0]["numpy"][1].tolist())
+
+
+def load_unpickled(path: str) -> dict[str, Any]:
+    with restricted_unpickling():
+        return check_contents(torch.load(path), weights_only=False)
+
+
+class FakeStore(ObjectStore):
+    """A folder in the place of a bucket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get_object_size(self, object_name: str) -> int:
+        return (self.folder / object_name).stat().st_size
+
+    def download_object(self, object_name: str, filename: Any, *_: Any, **__: Any) -> None:
+        shutil.copy(self.folder / object_name, filename)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_index_of_a_sharded_checkpoint_in_an_object_store_is_not_unpickled(trust: bool, tmp_path: Path) -> None:
+    (tmp_path / "bucket" / "ep1").mkdir(parents=True)
+    (tmp_path / "bucket" / "ep1" / ".metadata").write_bytes(pickle.dumps(Payload()))
+    sharded: Any = SimpleNamespace(
+        fsdp_sharded_state_dict_enabled=True, fsdp_config=object(), device_mesh=None, run_name="run"
+    )
+    with restricted_loading("checkpoint.load", trust=trust), pytest.raises(ConfigError) as error:
+        composer_checkpoint.load_checkpoint("ep1", sharded, None, FakeStore(tmp_path / "bucket"))  # type: ignore[arg-type]
+    assert MARKER.exists() is trust
+    if not trust:
+        assert "checkpoint.load: ep1: refused, sharded checkpoints are unpickled without any check" in str(error.value)
+
+
+def test_an_address_of_a_folder_is_refused_before_anything_is_touched() -> None:
+    for address in ("s3://bucket/run/ep1-ba4", "gs://bucket/run/checkpoints/", "s3://bucket/latest-rank0.pt.symlink"):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.load: {address} names no file that ends in \.pt; sharded"):
+            run(f"checkpoint.load={address}")
+    assert not list(Path("runs").glob("q*"))
+
+
+def test_a_checkpoint_in_an_object_store_goes_through_the_same_reader(
+    honest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", lambda _: FakeStore(Path("bucket")))
+    load = ["checkpoint.load=s3://bucket/run/one.pt", "trainer.max_duration=3ba", "trainer.eval_batches=1"]
+    Path("bucket/run").mkdir(parents=True)
+    shutil.copy(honest, "bucket/run/one.pt")
+    assert run(*load)["training"]["batches"] == 3
+    shutil.copy(poisoned(honest, by_pickle), "bucket/run/one.pt")
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: run/one\.pt: refused, .*posix\.mkdir"):
+        run(*load)
+    assert not MARKER.exists()
 
 
 def test_a_checkpoint_with_any_byte_changed_is_damaged_or_the_same(honest: Path) -> None:

@@ -12,19 +12,19 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from enum import IntEnum
 from itertools import combinations
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from composer.utils.reproducibility import seed_context
 
 from composer_speedups.algorithms.requirements import Context
-from composer_speedups.errors import TechniqueError
+from composer_speedups.errors import ConfigError, TechniqueError
 
 if TYPE_CHECKING:
     from composer_speedups.algorithms.technique import Technique
 
-__all__ = ["Stage", "engage_all", "refuse_clashes", "screen", "sort_techniques", "techniques_of"]
+__all__ = ["Stage", "engage_all", "refuse_clashes", "resume_error", "screen", "sort_techniques", "techniques_of"]
 
 
 class Stage(IntEnum):
@@ -111,7 +111,7 @@ def engage_all(state: State) -> None:
     screen(techniques, Context.of(state))
     for technique in techniques:
         technique.before_engaging(state)
-    state.callbacks.append(_Closer(techniques))
+    state.callbacks.append(_TechniqueKeeper(techniques))
     # Composer seeds each rank differently: DDP then copies rank 0's new weights to all, FSDP takes a shard of each.
     same_draws = nullcontext() if state.fsdp_config is None else seed_context(state.rank_zero_seed)
     with same_draws:
@@ -125,14 +125,32 @@ def engage_all(state: State) -> None:
                     technique.unavailable(error)
 
 
-class _Closer(Callback):
-    """Closes techniques with the Trainer, in the reverse of the order they engaged in.
+def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
+    """The error of resuming under other techniques than the checkpoint's."""
+    return ConfigError(
+        f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
+        f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
+    )
 
-    Algorithms have no close event, callbacks do.
+
+class _TechniqueKeeper(Callback):
+    """Closes techniques with the Trainer, in the reverse of the order they engaged in, and has checkpoints list them.
+
+    Algorithms have no close event, callbacks do. Nor is an algorithm told of a checkpoint that was written without it:
+    this is, where any technique was in force then.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str]}
 
     def __init__(self, techniques: Sequence[Technique]) -> None:
         self._techniques = techniques
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"techniques": sorted(map(repr, self._techniques))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if (recorded := state["techniques"]) != (current := self.state_dict()["techniques"]):
+            raise resume_error(recorded, current)
 
     def close(self, state: State, logger: Logger) -> None:
         with ExitStack() as stack:  # the last engaged is undone first, and one that raises keeps no other from it

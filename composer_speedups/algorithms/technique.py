@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Literal
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.ordering import Stage, engage_all, techniques_of
+from composer_speedups.algorithms.ordering import Stage, engage_all, resume_error, techniques_of
 from composer_speedups.algorithms.requirements import Context, Requirement
-from composer_speedups.errors import ConfigError, NotEngagedError, TechniqueError
+from composer_speedups.errors import NotEngagedError, TechniqueError
 
 __all__ = ["OnUnavailable", "Stage", "Technique"]
 
@@ -37,6 +37,8 @@ class Technique(Algorithm):
         engaged: None before INIT, then whether the technique is in force.
         applied: Whether it changed the run at INIT; stays True when it later turns out to have had no effect.
         evidence: What was replaced, seen or counted; goes to report.json.
+        checkpoint_fields: What :meth:`state_dict` holds, by name, each with its type. From a file that anybody may have
+            written, train.py takes nothing else.
     """
 
     name: ClassVar[str]
@@ -49,6 +51,12 @@ class Technique(Algorithm):
     computes_on_host: ClassVar[bool] = False  # a part of the training step
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)  # settings that change nothing of what is trained
     fixed_shapes: bool = False  # holds what was made for one shape of batch: the micro-batch must stay as it is
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "repr": str,
+        "techniques": list[str],
+        "evidence": dict[str, Any] | None,
+    }
 
     def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
         if on_unavailable not in ("stop", "warn"):
@@ -203,11 +211,3 @@ class Technique(Algorithm):
     def __repr__(self) -> str:
         names = [p for p in inspect.signature(type(self)).parameters if p not in self.not_recorded]
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in names)})"
-
-
-def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
-    """The error of resuming under other techniques than the checkpoint's."""
-    return ConfigError(
-        f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
-        f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
@@ -40,6 +40,15 @@ class DivergenceGuard(Callback):
         ValueError: A setting out of its range.
         DivergedError: From ``fit``.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "reference": float | None,
+        "withheld": int,
+        "_sum": float,
+        "_weight": float,
+        "_seen": int,
+        "_above": int,
+    }
 
     def __init__(self, factor: float = 1.5, margin: float = 0.1, batches: int = 50, smoothing: float = 0.9) -> None:
         if not (factor >= 1 and margin >= 0 and batches >= 1 and 0 <= smoothing < 1):
@@ -105,8 +114,7 @@ class DivergenceGuard(Callback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        kept = ("reference", "withheld", "_sum", "_weight", "_seen", "_above")
-        return {name: getattr(self, name) for name in kept}
+        return {name: getattr(self, name) for name in self.checkpoint_fields}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

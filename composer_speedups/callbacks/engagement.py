@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.algorithms.technique import resume_error
+from composer_speedups.algorithms.ordering import resume_error, techniques_of
 from composer_speedups.callbacks.peaks import precision_in_force
 
 __all__ = ["EngagementReport"]
@@ -29,6 +28,8 @@ class EngagementReport(Callback):
     Attributes:
         numerics: In the first batch: Composer's precision, what matmuls computed in, torch's float32 flag.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str], "numerics": dict[str, str]}
 
     def __init__(self) -> None:
         self.numerics: dict[str, str] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from composer.core import Callback, Event, State
@@ -48,6 +48,8 @@ class FiniteLoss(Callback):
         ValueError: Another word, or ``max_skips`` below 1.
         NonFiniteError: From ``fit``; one line with the step, its batch, the rate and the techniques in force.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {"losses": int, "skipped": int, "in_row": int}
 
     def __init__(self, on_nonfinite: Literal["stop", "skip"] = "stop", max_skips: int = 10) -> None:
         if on_nonfinite not in ("stop", "skip"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from composer.core import Callback, Event, Precision, State
 from composer.loggers import Logger
@@ -29,6 +29,8 @@ class LossScaleMonitor(Callback):
     Raises:
         NonFiniteError: From ``fit``, when the scale falls below 1e-4.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {"skips": int}
 
     def __init__(self) -> None:
         self.scale: float | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Callback, Event, State
@@ -33,6 +33,8 @@ class MemoryAnatomy(Callback):
     Args:
         interval: Batches between two measurements. Default 10.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {"parts": dict[str, float]}
 
     def __init__(self, interval: int = 10) -> None:
         if interval < 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 from composer.core import Callback, Event, State
@@ -27,6 +27,12 @@ class RunHistory(Callback):
             checkpoint before it was killed left no trace, and counts for nothing.
         metrics: Loss and accuracy when the checkpoint was written; what this process measures goes over them.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "wall_seconds": float,
+        "resumed": list[dict[str, Any]],
+        "metrics": dict[str, float],
+    }
 
     def __init__(self) -> None:
         self.wall_seconds = 0.0

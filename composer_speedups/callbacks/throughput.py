@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Callback, Event, State
@@ -50,6 +50,14 @@ class ThroughputMonitor(Callback):
         window: Batches a logged rate is averaged over. Default 20.
         warmup_batches: First batches left out of the steady state, 0 to 8. Default 3.
     """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "batches": list[list[tuple[int, int, int, int, int, float, float, bool]]],  # Batch, by rank
+        "eval_marks": list[int],
+        "totals": dict[str, float],
+        "unsteady": float,
+        "peak": tuple[float, str, str] | None,
+    }
 
     def __init__(self, window: int = 20, warmup_batches: int = 3) -> None:
         if window < 1:

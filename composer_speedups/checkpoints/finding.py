@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from pathlib import Path
 
-from composer_speedups.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
+from composer_speedups.checkpoints.reading import FILE_NAME, DamagedCheckpointError, check_checkpoint, check_whole
 
 __all__ = ["checkpoints_after", "checkpoints_in", "newest_whole", "remove_partials"]
-
-_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # as Composer names them
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Checkpoints by their names, the one after the most batches first. Partial files are none."""
-    found = {path: match for path in folder.glob("*.pt") if (match := _NAME.fullmatch(path.name))}
+    found = {path: match for path in folder.glob("*.pt") if (match := FILE_NAME.fullmatch(path.name))}
     return sorted(found, key=lambda path: (int(found[path][2]), int(found[path][1])), reverse=True)
 
 

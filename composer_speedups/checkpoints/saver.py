@@ -11,6 +11,7 @@ from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
 from composer_speedups.callbacks.saves import last_checkpoint, may_save
+from composer_speedups.checkpoints.contents import plain_generators
 from composer_speedups.checkpoints.finding import checkpoints_in, remove_partials
 from composer_speedups.errors import Interrupted, WriteError, causes_of
 from composer_speedups.files import NO_SPACE, publish
@@ -89,7 +90,7 @@ class WholeCheckpointSaver(CheckpointSaver):
         path = Path(self.filename.format(state))
         partial = path.with_name(f".{path.stem}.partial")
         try:
-            checkpoint.save_checkpoint(state, str(partial))
+            checkpoint.save_checkpoint(state, str(partial), ignore_keys=plain_generators)
             if dist.get_global_rank() == 0:
                 publish(partial, path)
                 self._point_at(path, state)

@@ -8,6 +8,7 @@ import typing
 import zipfile
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 from composer_speedups.algorithms.catalogue import technique_names
 from composer_speedups.config.keys import check_value
@@ -17,6 +18,7 @@ from composer_speedups.files import with_working_directory
 
 __all__ = ["MOST_BUILTIN", "Origins", "check_bounds", "check_together", "checkpoint_fault"]
 
+_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # of Composer's, by an address alone
 MOST_BUILTIN = 1_000_000  # reviews; generating them takes minutes
 
 
@@ -86,7 +88,8 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
     # A run that goes on by itself may have pruned the one that it was begun with: RunFolder looks then.
     goes_on = config.checkpoint.autoresume and config.checkpoint.interval is not None
-    if not goes_on and (fault := checkpoint_fault(config.checkpoint.load)):
+    pattern = "{" in str(config.checkpoint.load)  # of the run's name and rank
+    if not goes_on and not pattern and (fault := checkpoint_fault(config.checkpoint.load)):
         refuse("checkpoint.load", fault)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
@@ -121,9 +124,19 @@ def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoRetur
 
 
 def checkpoint_fault(name: str | None) -> str | None:
-    """What is wrong with a local checkpoint file; addresses and per-rank patterns are Composer's to resolve."""
-    if name is None or "://" in name or "{" in name or os.path.isdir(name):  # pathlib's raise where a name is too long
+    """What is wrong with the address or the local file of a checkpoint, as far as can be told without loading it."""
+    if name is None or os.path.isdir(name):  # pathlib's raise where a name is too long
         return None
+    kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer reads it
+    if "://" in name:
+        if kind.scheme not in _STORES:
+            return (
+                f"is an address of a kind that Composer loads no checkpoint from ({kind.scheme}): {name}; download it "
+                f"and give the file, or an address of {', '.join(_STORES)}"
+            )
+        return None if kind.netloc else f"names no bucket: {name}; give {kind.scheme}://BUCKET/PATH.pt"
+    if kind.scheme and os.path.exists(name):
+        return f"has a colon, by which Composer takes it for an address: {name}; give ./{name}"
     if not os.path.isfile(name):
         shown = with_working_directory(name)
         return f"is no file: {shown}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
