@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer_speedups import EngagementReport, ForEachOptimizer, FusedOptimizer, SDPAAttention
+from composer_speedups import (
+    EngagementReport,
+    ForEachOptimizer,
+    FusedLayers,
+    FusedOptimizer,
+    SDPAAttention,
+    Unpadding,
+)
 from composer_speedups.errors import ConfigError
 from tests.common import final_weights, make_trainer
 
@@ -38,6 +45,18 @@ def test_other_techniques_are_refused_with_both_lists(checkpoint: str) -> None:
     message = str(error.value)
     assert "[FusedOptimizer(), SDPAAttention(backend='auto')]" in message
     assert "[ForEachOptimizer(), SDPAAttention(backend='auto')]" in message
+
+
+def test_techniques_of_which_none_is_left_are_named_too(tmp_path: Path) -> None:
+    """An algorithm that the checkpoint does not know is not told of those that it does."""
+    written = [Unpadding(), FusedLayers(), FusedOptimizer()]
+    trainer = make_trainer(written, save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(ConfigError) as error:
+        make_trainer([SDPAAttention()], load_path=str(tmp_path / "ba2.pt"))
+    before = ", ".join(sorted(map(repr, written)))
+    assert f"written with techniques [{before}] and this run has [SDPAAttention(backend='auto')]" in str(error.value)
 
 
 def test_fewer_techniques_are_refused(checkpoint: str) -> None:
