@@ -211,11 +211,11 @@ def test_a_folder_that_others_can_write_to_is_refused() -> None:
     Path("shared/cache/inductor").mkdir(parents=True)
     Path("link").symlink_to("shared/cache")
     Path("shared").chmod(0o777)  # whoever can write to a parent can exchange the folder
-    for cache in ("shared/cache", "link", "shared/new"):
+    for folder in ("shared/cache", "link", "shared/new"):
         with pytest.raises(ConfigError, match=f"{KEY}: others could put code into .*/shared is writable by others"):
-            CompileCache(cache, torch.device("cpu")).open()
+            CompileCache(folder, torch.device("cpu")).open()
         with pytest.raises(TechniqueError, match=r"cache: others could put code.*only you can write to \(chmod 700\)"):
-            make_trainer([TorchCompile(cache=cache)])
+            make_trainer([TorchCompile(cache=folder)])
     assert "new" not in os.listdir("shared")
     Path("shared").chmod(0o755)
     cache = CompileCache("link", torch.device("cpu"))

@@ -128,6 +128,7 @@ def test_it_trains_under_composer(with_graphs: bool) -> None:
 def test_a_changed_layer_computes_what_it_does_untouched(change: Any, said: str, when: str) -> None:
     """In bf16, with the kernels in the layers that are as they were: about as near to float32 as the padded model."""
     stock, ours = tiny_bert(), tiny_bert()
+    model: Any
     for model in (stock, ours):
         torch.manual_seed(4)
         if when == "after" and model is ours:

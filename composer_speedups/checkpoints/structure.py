@@ -117,10 +117,10 @@ def like(value: Any, own: Any, where: str) -> Any:
     raise MalformedError(where, f"is {_kind(value)}, and not {_kind(own)}")
 
 
-def _like_tensor(value: Any, own: Tensor, where: str) -> Tensor:
+def _like_tensor(value: Any, own: Any, where: str) -> Tensor:
     wraps = is_traceable_wrapper_subclass(own) and not isinstance(own, DTensor)
     if wraps and type(value) is type(own):
-        inner, settings = own.__tensor_flatten__()  # type: ignore[attr-defined]
+        inner, settings = own.__tensor_flatten__()
         held, its_settings = value.__tensor_flatten__()
         if held != inner or its_settings != settings or value.shape != own.shape:
             raise MalformedError(where, f"is {_kind(value)} of another shape or with other settings")
