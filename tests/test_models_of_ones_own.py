@@ -513,6 +513,29 @@ def test_comparing_changes_neither_gradients_nor_random_numbers_nor_modes() -> N
     assert losses("always") == losses("never")
 
 
+def test_a_batch_that_does_not_fit_untouched_is_compared_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows are two too many, without the techniques."""
+    rows: list[int] = []
+
+    class Large(Pooling):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
+            rows.append(len(input_ids))
+            if not unpadded_encoders(self) and len(input_ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(input_ids, attention_mask, labels)
+
+    unpadding = Unpadding(8)
+    trainer = make_trainer([unpadding], model=Mine(Large(masked_mean)), batches=[INPUTS])
+    trainer.fit()
+    trainer.close()
+    assert rows == [4, 4, 2, 2, 4]
+    assert "largest_gradient_difference" in unpadding.evidence["compared_with_untouched"]
+    trainer = make_trainer([Unpadding(8)], model=Mine(Large(plain_mean)), batches=[INPUTS])
+    with pytest.raises(CannotRunError, match="does not compute what it does untouched"):
+        trainer.fit()
+    trainer.close()
+
+
 def test_an_evaluation_alone_compares_outputs() -> None:
     def evaluated(pool: Any) -> None:
         spec = DataSpec(DataLoader(Batches([INPUTS]), batch_size=None), get_num_samples_in_batch=lambda b: 4)
@@ -718,26 +741,35 @@ def test_gradient_hooks_of_parameters_run() -> None:
     assert_same(*models)
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_checkpointing_by_transformers_recomputes_the_same(own: bool) -> None:
-    models = both(tiny_bert(dropout=0.3)).train(), tiny_bert(dropout=0.3).train()
-    for model in models[:1] if own else models:
-        model.gradient_checkpointing_enable({"use_reentrant": not own})
-    if not own:
-        for model in models:
-            model.eval()
-        for module in models[0].modules():
-            assert not module.training
-        assert_same(*models)
-        return
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_by_transformers_recomputes_the_same(reentrant: bool) -> None:
+    """With dropout on, which the recomputation must draw again."""
+    model = both(tiny_bert(dropout=0.3)).train()
     results = []
     for enabled in (True, False):
-        (models[0].gradient_checkpointing_enable if enabled else models[0].gradient_checkpointing_disable)()
-        models[0].zero_grad()
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        else:
+            model.gradient_checkpointing_disable()
+        model.zero_grad()
         torch.manual_seed(9)
-        models[0](**INPUTS).loss.backward()
-        results.append(gradients(models[0]))
+        model(**INPUTS).loss.backward()
+        results.append(gradients(model))
+        assert [layer.ran for layer in layers_of(model)] == ["torch", "first tokens"]
     assert_near(results[0], results[1])
+
+
+class Quantized(Tensor):
+    """Stands for torchao's and others' tensors, which subclass torch's."""
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(32, 32, dtype=torch.int8), torch.zeros(32, 32).as_subclass(Quantized)])
+def test_a_quantized_weight_is_not_fused(weight: Tensor) -> None:
+    model = tiny_bert()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.value.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.value\.weight is no plain tensor"):
+        both(model)
 
 
 # Copies, files, devices, dtypes.

@@ -104,14 +104,11 @@ def compare_with_untouched(event: Event, state: State) -> None:
         technique._evaluated = True
     trial = _Trial(state, engaged, gradients=training)
     try:
-        changed = trial.outcome()
+        changed, untouched = trial.changed_and_untouched(due)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:  # the forward pass that comes next raises it too, and each technique knows its own causes
         return
-    for technique in reversed(due):
-        technique.withdraw(state)
-    untouched = trial.outcome()
     apart = compare(untouched, changed, trial.tolerance)
     if not trial.any_rank(apart.beyond is not None):
         for technique in due:
@@ -148,7 +145,7 @@ def _find_the_cause(trial: _Trial, due: Sequence[ComparedTechnique], untouched: 
 
 
 class _Trial:
-    """One micro-batch, run as often as is needed."""
+    """One micro-batch, run as often as is needed; of one that does not fit untouched, a part."""
 
     def __init__(self, state: State, techniques: Sequence[ComparedTechnique], *, gradients: bool) -> None:
         self.state = state
@@ -163,6 +160,30 @@ class _Trial:
         self.tolerance = SIXTEEN_BITS if coarse else tolerance_of(self._model)
         mask = self._batch.get("attention_mask") if isinstance(self._batch, dict) else None
         self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    def changed_and_untouched(self, techniques: Sequence[ComparedTechnique]) -> tuple[Outcome, Outcome]:
+        """What the model computes now, and without the techniques, which are withdrawn afterwards."""
+        while True:
+            try:
+                changed = self.outcome()
+                for technique in reversed(techniques):
+                    technique.withdraw(self.state)
+                return changed, self.outcome()
+            except RuntimeError as error:
+                for technique in techniques:
+                    technique.reapply(self.state)
+                if not isinstance(error, torch.OutOfMemoryError) or self._sharded or not self._halve():
+                    raise
+
+    def _halve(self) -> bool:
+        """Keep the first half of the rows; whether that is possible."""
+        rows = 0 if self._mask is None else len(self._mask)
+        if rows < 2 or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in self._batch.values()):
+            return False
+        self._batch = {name: value[: rows // 2] for name, value in self._batch.items()}
+        self._mask = self._batch["attention_mask"]
+        torch.cuda.empty_cache()
+        return True
 
     def outcome(self) -> Outcome:
         return measure(self._model, self._call, self._mask, gradients=self._gradients)

@@ -25,8 +25,9 @@ class _Mark:
 
     def __init__(self, model: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
         self._encoder = encoder
-        inside = set(encoder.layer.modules())
-        # A hook on any of these could read the last layer's output; of the layers, only the last one has it.
+        inside = {*encoder.layer.modules(), *model.get_input_embeddings().modules()}
+        # A hook on any of these could read the last layer's output; of the layers, only the last one has it, and
+        # transformers hooks the input embeddings for gradient checkpointing.
         readers = [module for module in model.modules() if module is not model and module not in inside]
         self._readers = Untouched([*readers, encoder.layer, encoder.layer[-1]], model)
 
