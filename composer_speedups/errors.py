@@ -6,6 +6,8 @@ import difflib
 import signal
 from collections.abc import Iterable, Iterator
 
+from composer_speedups.credentials import mask_urls
+
 __all__ = [
     "CannotRunError",
     "ConfigError",
@@ -28,7 +30,7 @@ class UserError(ValueError):
     """Bad input. ``train.py`` prints the message on one line and exits with 2; of a very long one, both ends."""
 
     def __init__(self, message: str) -> None:
-        line = " ".join(message.split())
+        line = mask_urls(" ".join(message.split()))  # job logs keep it
         super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
@@ -21,7 +20,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.startup import StartupTimes
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.config import Config
+from composer_speedups.config import Config, written
 from composer_speedups.ddp import sums_of
 from composer_speedups.environment import environment
 from composer_speedups.files import write_atomically
@@ -38,7 +37,7 @@ def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[st
 
     Args:
         trainer: After ``fit``.
-        config: The resolved config.
+        config: Of the run.
         folder: The run's folder.
 
     Returns:
@@ -85,7 +84,7 @@ def build_report(state: State, config: Config, wall_seconds: float) -> dict[str,
             "ranks": dist.get_world_size(),
         },
         "environment": environment(),
-        "config": dataclasses.asdict(config),
+        "config": written(config),
         "resumed": history.resumed,
         "wall_seconds": history.wall_seconds + wall_seconds,
     }

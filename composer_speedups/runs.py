@@ -11,7 +11,7 @@ from composer.utils import dist, partial_format
 
 from composer_speedups.checkpoints.finding import checkpoints_after, checkpoints_in, newest_whole, remove_partials
 from composer_speedups.checkpoints.reading import check_checkpoint
-from composer_speedups.checkpoints.same_run import check_same_run, stored_load
+from composer_speedups.checkpoints.same_run import began_with_same_load, check_same_run
 from composer_speedups.config import Config, save_config
 from composer_speedups.config.checks import checkpoint_fault
 from composer_speedups.errors import ConfigError
@@ -91,7 +91,11 @@ class RunFolder:
         inside = given is not None and self.path.resolve() in Path(given).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
         resumable = self._named and settings.autoresume and settings.interval is not None and interrupted
-        if resumable and checkpoints_in(self._checkpoints) and (not inside or stored_load(self._config) == given):
+        if (
+            resumable
+            and checkpoints_in(self._checkpoints)
+            and (not inside or began_with_same_load(config, self._config))
+        ):
             check_same_run(config, self._config)
             if found := newest_whole(self._checkpoints, trust=settings.trust_checkpoint):
                 self.load, self.resumed = str(found), True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
 import math
 import os
 from collections.abc import Sequence
@@ -20,8 +20,9 @@ from composer_speedups.algorithms.requirements import Context
 from composer_speedups.algorithms.technique import Technique
 from composer_speedups.checkpoints.reading import restricted_loading
 from composer_speedups.checkpoints.saver import WholeCheckpointSaver
-from composer_speedups.config import Config
+from composer_speedups.config import Config, written
 from composer_speedups.config.schema import TrainerConfig
+from composer_speedups.credentials import masked_command_line
 from composer_speedups.data import Data
 from composer_speedups.errors import ConfigError, UserError, first_line
 from composer_speedups.interrupt import StopSignals
@@ -151,13 +152,14 @@ def build_trainer(
     trainer.go_on()
     if folder.load is not None and (folder.resumed or not checkpoint.weights_only):
         _check_rates(trainer, config.optimizer.lr)
-    trainer.logger.log_hyperparameters(dataclasses.asdict(config))
+    trainer.logger.log_hyperparameters(written(config))
     return trainer
 
 
 def _trainer(with_wandb: bool, **settings: Any) -> MicrobatchTrainer:
     try:
-        return MicrobatchTrainer(**settings)
+        with masked_command_line() if with_wandb else contextlib.nullcontext():  # wandb keeps it with the run
+            return MicrobatchTrainer(**settings)
     except Exception as error:  # by its module: importing wandb takes a second
         if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
             raise

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
 
-from composer_speedups.config import Config
+from composer_speedups.config import Config, written
+from composer_speedups.credentials import mask
 from composer_speedups.errors import ConfigError
 
-__all__ = ["check_same_run", "stored_load"]
+__all__ = ["began_with_same_load", "check_same_run"]
 
 # Keys that change neither the weights nor what the report compares; a section stands for all that it holds.
 _FREE = (
@@ -28,6 +29,9 @@ _MISSING = object()
 def check_same_run(config: Config, stored: Path) -> None:
     """Refuse to go on with a run under another config.
 
+    Both are compared as runs write them down (see :func:`.written`): ``${oc.env:NAME}`` is the same whatever the
+    environment holds, and so is an address with another password.
+
     Args:
         config: Of now.
         stored: The config.yaml of the interrupted run.
@@ -38,17 +42,18 @@ def check_same_run(config: Config, stored: Path) -> None:
     """
     way_out = "to go on, give what it had; or another run_name, or checkpoint.autoresume=false to start anew"
     try:
-        before = dict(_flat(yaml.safe_load(stored.read_text())))
+        before = _read(stored)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
         raise ConfigError(
             f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; give another "
             "run_name, or checkpoint.autoresume=false to start anew"
         ) from error
-    now = dict(_flat(OmegaConf.to_container(OmegaConf.structured(config))))
-    defaults = dict(_flat(OmegaConf.to_container(OmegaConf.structured(Config()))))
+    # Earlier versions stored what interpolations stood for.
+    now, resolved = dict(_flat(written(config))), dict(_flat(mask(asdict(config))))
+    defaults = dict(_flat(asdict(Config())))
     for name in sorted(before.keys() | now.keys()):
         old, new = (values.get(name, defaults.get(name, _MISSING)) for values in (before, now))
-        if old == new or any(name == free or name.startswith(f"{free}.") for free in _FREE):
+        if old in (new, resolved.get(name, new)) or any(name == free or name.startswith(f"{free}.") for free in _FREE):
             continue
         if name == "trainer.max_duration" and _longer(old, new):
             continue
@@ -58,12 +63,17 @@ def check_same_run(config: Config, stored: Path) -> None:
         )
 
 
-def stored_load(stored: Path) -> str | None:
-    """``checkpoint.load`` of the interrupted run; None where the file cannot be read too."""
+def began_with_same_load(config: Config, stored: Path) -> bool:
+    """Whether the interrupted run was begun with the same ``checkpoint.load``; not where its file cannot be read."""
     try:
-        return dict(_flat(yaml.safe_load(stored.read_text()))).get("checkpoint.load")
+        before = _read(stored).get("checkpoint.load")
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
-        return None
+        return False
+    return before in (mask(config.checkpoint.load), written(config)["checkpoint"]["load"])
+
+
+def _read(stored: Path) -> dict[str, Any]:
+    return dict(_flat(mask(yaml.safe_load(stored.read_text()))))  # earlier versions masked nothing
 
 
 def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -20,7 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from composer_speedups.config.checks import Origins, check_bounds, check_together
 from composer_speedups.config.schema import Config
+from composer_speedups.config.written import find_masked, interpolations, written
 from composer_speedups.config.yaml_text import MOST_NESTED, check_nesting, fault_in, read_yaml_text
+from composer_speedups.credentials import MASK
 from composer_speedups.errors import ConfigError, UserError, first_line
 from composer_speedups.files import write_atomically
 
@@ -100,6 +102,12 @@ def load_with_origins(
         for name, settings in config.algorithms.items()
         if settings is not None and settings is not False
     }
+    config.interpolations = interpolations(config, OmegaConf.to_container(merged, resolve=False))
+    if (name := find_masked(config)) is not None:
+        raise ConfigError(
+            f"{origin_of[name]}: {name} holds {MASK} in place of a credential, as runs write it down; give the value "
+            "itself, best as ${oc.env:NAME}"
+        )
     check_bounds(config, origin_of)
     check_together(config, origin_of)
     return config, origin_of
@@ -110,9 +118,17 @@ def _defaults() -> Any:
     return OmegaConf.structured(Config)
 
 
-def save_config(config: Config, path: Path) -> None:
-    """Write a config that ``-f`` reads back."""
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.structured(config)))
+def save_config(config: Config, path: Path, *, credentials: bool = False) -> None:
+    """Write a config that ``-f`` reads back.
+
+    Args:
+        config: As :func:`load_config` gave it.
+        path: The YAML file.
+        credentials: Write what a run uses, for a file that only this process's own reads. Otherwise it is what
+            :func:`.written` leaves of it; ``-f`` asks for those that were masked.
+    """
+    content = dataclasses.asdict(config) if credentials else written(config)
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
 
 
 def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:

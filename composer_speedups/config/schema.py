@@ -1,6 +1,8 @@
 """Every config key: its type, default, bounds, and under it the doc line that ``--help`` prints."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 from composer_speedups.config.callbacks import CallbacksConfig, MemoryConfig, ThroughputConfig
@@ -24,6 +26,8 @@ __all__ = [
     "TrainerConfig",
     "WandbConfig",
 ]
+
+NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = MappingProxyType({})
 
 
 @dataclass
@@ -222,3 +226,6 @@ class Config:
     """Measurements."""
     loggers: LoggersConfig = key(factory=LoggersConfig)
     """Where the measurements go beside report.json."""
+
+    # Values that were given as ${...}, for config/written.py; load_config sets it. Without an annotation it is no key.
+    interpolations = NO_INTERPOLATIONS

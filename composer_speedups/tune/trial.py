@@ -93,7 +93,8 @@ class Trials:
         """
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
-            save_config(trial_config(self.config, algorithms, steps, folder, batch_size), folder / "trial.yaml")
+            trial = trial_config(self.config, algorithms, steps, folder, batch_size)
+            save_config(trial, folder / "trial.yaml", credentials=True)  # in a folder that nobody else can look into
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()
             status, output = _run([sys.executable, str(self.train), "-f", str(folder / "trial.yaml")], caches, timeout)
