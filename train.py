@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from composer_speedups.algorithms.fused_layers.beside import compiling_beside, wait_for
 from composer_speedups.cli import exit_codes, read_command_line
 from composer_speedups.config import Config, Origins
+from composer_speedups.launcher import watch_launcher
 from composer_speedups.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 def main(arguments: list[str]) -> None:
     clock = StartupClock()
+    watch_launcher()
     config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
     clock.lap("config")
     with kept_bytecode(config), compiling_beside(config) as kernels:
