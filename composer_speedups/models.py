@@ -124,6 +124,7 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, settings: dict[str, Any]) 
     try:
         stored = AutoConfig.from_pretrained(name, **_SAFE)
         _check_encoder(stored, name)
+        _check_quantisation(stored, name)  # transformers would ask for a package, or build layers that do not train
         if asked.init == "random":
             config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
             config.name_or_path = ""  # the weights are not those of that name
@@ -176,6 +177,14 @@ def _check_labels(config: Any, name: str) -> None:
         labels = f"{config.num_labels} label{'s' if config.num_labels != 1 else ''}"
         raise ConfigError(
             f"model.name: {name!r} is a classifier of {labels}, and model.task: classification needs 2; {_WITHOUT_HEAD}"
+        )
+
+
+def _check_quantisation(config: Any, name: str) -> None:
+    if settings := getattr(config, "quantization_config", None):
+        raise ConfigError(
+            f"model.name: {name!r} holds quantised weights ({settings.get('quant_method')}), which cannot be trained; "
+            "give the folder of the model before it was quantised"
         )
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
+from composer.optim import LinearWithWarmupScheduler
 
 from composer_speedups.algorithms.registry import technique_class
 from composer_speedups.callbacks.divergence import DivergenceGuard
@@ -114,6 +115,28 @@ def test_a_skipped_batch_moves_neither_weights_nor_optimizer_state(name: str, ca
     assert caplog.text.count("the batch is skipped") == 2
     logger: Any = trainer.logger.destinations[0]
     assert [float(value) for _, value in logger.data["numerics/skipped_steps"]] == [1, 2, 2]
+
+
+SWAPPED = [name for name in OPTIMIZERS if name not in ("", "foreach_optimizer", "fused_optimizer")]
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_skipped_batch_is_no_evidence_against_an_optimizer(name: str) -> None:
+    """The first batch at a learning rate that a weight could show, when there is nothing to step on."""
+    technique: Any = technique_class(name)(**OPTIMIZERS[name])
+    trainer = make_trainer(
+        [technique],
+        model=Poisoned(),
+        batches=batches(4, 3),  # Composer's first two are at a rate of 0
+        callbacks=[FiniteLoss("skip")],
+        schedulers=LinearWithWarmupScheduler("1ba"),
+    )
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged
+    moved = technique.evidence["parameters_moved"].split()
+    assert int(moved[0]) > 0
+    assert moved[-1] == "41"
 
 
 def test_with_microbatches_one_that_is_no_number_leaves_out_the_whole_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,29 @@ def test_a_folder_without_encoder_weights_is_refused(tokenizer: Any) -> None:
     save_file({k: v for k, v in weights.items() if k != missing}, "model/model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=rf"'model' lacks 1 encoder weights, {missing}"):
         build_model(ModelConfig(name=name), tokenizer, 16)
+
+
+QUANTISED: list[dict[str, Any]] = [
+    {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    {"quant_method": "gptq", "bits": 4, "dataset": "c4"},
+    {"quant_method": "of the future"},
+]
+
+
+@pytest.mark.parametrize("settings", QUANTISED, ids=lambda settings: settings["quant_method"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.pins
+def test_a_folder_of_quantised_weights_is_refused(settings: dict[str, Any], init: Any, tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    path = Path(name) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(
+        ConfigError,
+        match=rf"model\.name: 'model' holds quantised weights \({settings['quant_method']}\), which cannot be trained; "
+        "give the folder of the model before it was quantised",
+    ):
+        build_model(ModelConfig(name=name, init=init), tokenizer, 16)
 
 
 def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:

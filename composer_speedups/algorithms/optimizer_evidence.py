@@ -22,7 +22,8 @@ class StepWatch:
 
     Attributes:
         steps: Steps taken since :meth:`reset`.
-        moved: In the first step at a learning rate above 1e-6, how many parameters changed; None before it.
+        moved: In the first step with gradients at a learning rate above 1e-6, how many parameters changed; None
+            before it.
         watched: How many had a gradient in that step.
     """
 
@@ -49,10 +50,10 @@ class StepWatch:
 
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.steps += 1
-        if self._samples:
-            changed = [(_sample(p) != old).any() for p, old in self._samples.items() if p.grad is not None]
-            self.watched, self.moved = len(changed), int(torch.stack(changed).sum()) if changed else 0
-            self._samples = {}
+        changed = [(_sample(p) != old).any() for p, old in self._samples.items() if p.grad is not None]
+        if changed:  # a batch that was skipped left no gradient, and its step shows nothing
+            self.watched, self.moved = len(changed), int(torch.stack(changed).sum())
+        self._samples = {}
 
 
 def _sample(parameter: Tensor) -> Tensor:

@@ -85,15 +85,15 @@ def conforming(value: Any, hint: Any, where: str) -> Any:
 def like(value: Any, own: Any, where: str) -> Any:
     """``value`` in containers of its own, where it could take the place of ``own``, which this run has made.
 
-    Numbers are alike whatever they are, and a tensor of no dimension is a number. So are dtypes of floating point:
-    torch casts them when it loads.
+    Numbers are alike, whatever their class, and are given as ``own`` is: some optimizers keep them in tensors of no
+    dimension. So are the dtypes of floating point, which torch casts as it loads.
 
     Raises:
         MalformedError: It has other keys, another length, another shape, or is of another kind.
     """
     if isinstance(own, Tensor):
         if own.ndim == 0 and _is_number(value):
-            return value
+            return torch.tensor(value, dtype=own.dtype)
         return _like_tensor(value, own, where)
     if isinstance(own, dict):
         _check_type(value, dict, where)
@@ -111,7 +111,7 @@ def like(value: Any, own: Any, where: str) -> Any:
         if _is_number(value):
             return value
         if isinstance(value, Tensor) and value.ndim == 0:
-            return _dense(value, where)
+            return _dense(value, where).item()
     elif type(value) is type(own):
         return value
     raise MalformedError(where, f"is {_kind(value)}, and not {_kind(own)}")
