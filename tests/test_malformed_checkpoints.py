@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import Callback
 
+from composer_speedups.checkpoints.structure import conforming
+from composer_speedups.cli import exit_codes
 from composer_speedups.errors import ConfigError
+from tests.forks import Fork
 from tests.jobs import run
 
 Change = Callable[[dict[str, Any]], Any]
@@ -146,6 +150,38 @@ def test_what_does_not_fit_the_run_is_refused_and_an_earlier_run_stays(change: C
     assert f"checkpoint.load: changed.pt does not fit this run: {said}" in str(error.value)
     assert "; give the model" in str(error.value) or "; take another checkpoint" in str(error.value)
     assert in_runs() == [Path("runs/quickstart"), Path("runs/quickstart/report.json")]
+
+
+@pytest.mark.parametrize("path", [f"{TIME}/batch", f"{SCHEDULE}/base_lrs"])
+def test_the_process_ends_with_2_and_one_line(path: str, honest: Path) -> None:
+    load = changed(honest, put(path, "x"))
+
+    def job() -> None:
+        with exit_codes():
+            run(load, *BRIEF)
+
+    done = Fork(job).wait()
+    assert done.status == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("train.py: checkpoint.load: changed.pt ")
+
+
+def test_every_callback_that_keeps_something_says_what(honest: Path) -> None:
+    """What a callback does not declare is not restored."""
+    kept = torch.load(honest, weights_only=False)["state"]["callbacks"]
+    ours = {name for name, state in kept.items() if state and name != "WholeCheckpointSaver"}
+    known = {c.__qualname__: c for c in every_subclass(Callback) if c.__module__.startswith("composer_speedups")}
+    assert ours >= {"EngagementReport", "RunHistory", "ThroughputMonitor", "_TechniqueKeeper"}
+    for name in ours:
+        fields = known[name].checkpoint_fields  # type: ignore[attr-defined]
+        assert conforming(kept[name], fields, name) == kept[name]
+    for name, cls in known.items():
+        declares = "state_dict" in vars(cls)
+        assert declares is hasattr(cls, "checkpoint_fields"), name
+
+
+def every_subclass(cls: type) -> set[type]:
+    return {cls}.union(*map(every_subclass, cls.__subclasses__()))
 
 
 def test_weights_alone_are_taken_from_a_checkpoint_whose_rest_is_malformed(honest: Path) -> None:

@@ -111,7 +111,7 @@ def engage_all(state: State) -> None:
     screen(techniques, Context.of(state))
     for technique in techniques:
         technique.before_engaging(state)
-    state.callbacks.append(_TechniqueKeeper(techniques))
+    state.callbacks.append(_TechniqueKeeper(techniques, state.algorithms))
     # Composer seeds each rank differently: DDP then copies rank 0's new weights to all, FSDP takes a shard of each.
     same_draws = nullcontext() if state.fsdp_config is None else seed_context(state.rank_zero_seed)
     with same_draws:
@@ -142,11 +142,12 @@ class _TechniqueKeeper(Callback):
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str]}
 
-    def __init__(self, techniques: Sequence[Technique]) -> None:
+    def __init__(self, techniques: Sequence[Technique], algorithms: Sequence[Algorithm]) -> None:
         self._techniques = techniques
+        self._algorithms = algorithms  # the Trainer's own list: loading a checkpoint may add to it
 
     def state_dict(self) -> dict[str, Any]:
-        return {"techniques": sorted(map(repr, self._techniques))}
+        return {"techniques": sorted(map(repr, techniques_of(self._algorithms)))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (recorded := state["techniques"]) != (current := self.state_dict()["techniques"]):

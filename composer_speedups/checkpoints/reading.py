@@ -169,5 +169,6 @@ def _open_store(open_store: Callable[[str], Any], key: str, uri: str) -> Any:
 
 def _fix(error: MalformedError) -> str:
     if error.where == "state/model" or error.where.startswith("state/model/"):
-        return "give the model and the tokenizer that it was trained with (model.name, model.task, data.vocab_size)"
+        keys = "model.name, model.size, model.task, data.vocab_size"
+        return f"give the model and the tokenizer that it was trained with ({keys})"
     return _ANOTHER if error.where == "state" else f"{_ANOTHER}, or {_WEIGHTS}"
