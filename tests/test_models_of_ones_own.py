@@ -450,6 +450,19 @@ def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
     trainer.close()
 
 
+def gradient_alone(hidden: Tensor, mask: Tensor) -> Tensor:
+    """What padding holds changes no value, but which parameters it reaches."""
+    every_slot = hidden.pow(2).mean(1)
+    return masked_mean(hidden, mask) + every_slot - every_slot.detach()
+
+
+def test_a_head_whose_gradients_alone_differ_is_refused() -> None:
+    trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(gradient_alone)))
+    with pytest.raises(CannotRunError, match=r"untouched: the gradient of \S+ differs by [\d.]+% on the first batch"):
+        trainer.fit()
+    trainer.close()
+
+
 def test_a_head_that_reads_real_tokens_trains_as_untouched() -> None:
     def trained(*techniques: Any) -> dict[str, Tensor]:
         trainer = make_trainer(techniques, model=Mine(Pooling(masked_mean)))
