@@ -30,7 +30,8 @@ class UserError(ValueError):
     """Bad input. ``train.py`` prints the message on one line and exits with 2; of a very long one, both ends."""
 
     def __init__(self, message: str) -> None:
-        line = mask_urls(" ".join(message.split()))  # job logs keep it
+        plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))  # files' names too
+        line = mask_urls(plain)  # job logs keep it
         super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 

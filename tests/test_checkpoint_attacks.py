@@ -9,6 +9,8 @@ import shutil
 import signal
 import tarfile
 import warnings
+import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -263,6 +265,75 @@ def test_a_checkpoint_that_composer_wrote_is_read_with_its_numpy_array(tmp_path:
 def load_unpickled(path: str) -> dict[str, Any]:
     with restricted_unpickling():
         return check_contents(torch.load(path), weights_only=False)
+
+
+def pickled(name: str, instructions: bytes) -> str:
+    """A checkpoint of these instructions alone."""
+    with zipfile.ZipFile(name, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + instructions + b".")
+        archive.writestr("archive/version", "3\n")
+    return name
+
+
+TWICE = b"q\0h\0\x86"  # a tuple of the last value and itself
+LIST_TWICE = b"q\0]h\0ah\0a"
+
+
+@pytest.mark.parametrize(
+    ("instructions", "said"),
+    [
+        (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashed, it overflows the stack
+        (b"})" + TWICE * 60 + b"Ns", "in too many places"),  # hashed, it takes years
+        (b"]" + LIST_TWICE * 60, "in too many places"),
+        (b"]q\0h\0a", "holds itself"),
+        (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "import bytearray"),
+        (b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x01\x85R", "import torch.FloatTensor"),
+        (b"0", "no pickle of torch's|instruction POP"),
+    ],
+    ids=["deep", "wide", "wide list", "cycle", "bytearray", "tensor", "empty stack"],
+)
+def test_a_pickle_that_would_exhaust_stack_time_or_memory_is_not_carried_out(instructions: bytes, said: str) -> None:
+    path = pickled("bomb.pt", instructions)
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({said})"):
+            check_checkpoint(path, "checkpoint.load")
+        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as the load itself has it
+            composer_checkpoint.safe_torch_load(path)
+
+    assert Fork(refused).wait().status == 0
+
+
+def test_a_file_that_is_no_archive_is_not_unpickled() -> None:
+    """Of an address it is known no earlier than at the load."""
+    torch.save({"state": {}}, "old.pt", _use_new_zipfile_serialization=False)
+    with restricted_unpickling(), pytest.raises(pickle.UnpicklingError, match="another kind than a zip archive"):
+        composer_checkpoint.safe_torch_load("old.pt")
+
+
+@pytest.mark.parametrize("attribute", ["items", "keys", "get"])
+def test_a_dict_whose_attributes_hide_its_methods_is_one_line(attribute: str, honest: Path) -> None:
+    class Hiding(OrderedDict[str, Any]):
+        def __reduce__(self) -> Any:
+            return OrderedDict, (), {attribute: 3}, None, iter(dict.items(self))
+
+    def by_state(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state"] = Hiding(checkpoint["state"])
+
+    def by_model(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state"]["model"] = Hiding(a=3)
+
+    for attack, said in ((by_state, "state is missing"), (by_model, "state/model/a is an int")):
+        with pytest.raises(ConfigError, match=f"is malformed: {said}"):
+            check_checkpoint(str(poisoned(honest, attack)), "checkpoint.load")
+
+
+@pytest.mark.parametrize("attribute", ["detach", "is_complex"])
+def test_a_tensor_whose_attributes_hide_its_methods_is_read_as_it_is(attribute: str, honest: Path) -> None:
+    def by_attribute(checkpoint: dict[str, Any]) -> None:
+        setattr(checkpoint["rng"][0]["torch"], attribute, 3)
+
+    check_checkpoint(str(poisoned(honest, by_attribute)), "checkpoint.load")
 
 
 class FakeStore(ObjectStore):

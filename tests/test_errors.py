@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_speedups.errors import causes_of, first_line
+from composer_speedups.errors import UserError, causes_of, first_line
 
 
 @pytest.mark.parametrize(
@@ -19,6 +19,10 @@ from composer_speedups.errors import causes_of, first_line
 )
 def test_the_first_line_of_an_error_is_never_empty(message: str, line: str) -> None:
     assert first_line(ValueError(message)) == line
+
+
+def test_what_a_file_holds_neither_colours_the_terminal_nor_ends_the_line() -> None:
+    assert str(UserError("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
 
 
 def test_the_causes_of_an_error_begin_with_itself_and_end_with_the_first() -> None:

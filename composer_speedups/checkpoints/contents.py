@@ -79,7 +79,7 @@ def check_contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
         MalformedError: Something is missing, or of another type or size.
         UnknownAlgorithmError: See there.
     """
-    if not isinstance(held, dict) or not isinstance(held.get("state"), dict):
+    if type(held) is not dict or type(held.get("state")) is not dict:  # others may have attributes for methods
         raise MalformedError("state", "is missing: it is no checkpoint of Composer's")
     state = held["state"]
     wanted = _WEIGHTS if weights_only else {**_WEIGHTS, **_TRAINING}

@@ -73,7 +73,8 @@ def conforming(value: Any, hint: Any, where: str) -> Any:
         _check_type(value, dict, where)
         for name in value:
             _check_type(name, arguments[0], f"a key of {where}")
-        return {name: conforming(each, arguments[1], f"{where}/{name}") for name, each in value.items()}
+        entries = dict.items(value)  # not by an attribute of that name, which an OrderedDict keeps
+        return {name: conforming(each, arguments[1], f"{where}/{name}") for name, each in entries}
     if hint is Tensor:
         return _dense(value, where)
     if hint is float and type(value) is int:
@@ -140,12 +141,12 @@ def _dense(value: Any, where: str) -> Tensor:
     """A tensor with its storage and nothing else: torch keeps attributes of any name with a tensor."""
     if type(value) not in (Tensor, torch.nn.Parameter):
         raise MalformedError(where, f"is {_kind(value)}, and not a tensor")
-    if value.layout != torch.strided or value.is_quantized or value.is_nested or value.is_complex():
-        kind = "quantised" if value.is_quantized else "complex" if value.is_complex() else "sparse or nested"
+    if value.layout != torch.strided or value.is_quantized or value.is_nested or value.dtype.is_complex:
+        kind = "quantised" if value.is_quantized else "complex" if value.dtype.is_complex else "sparse or nested"
         raise MalformedError(where, f"is a {kind} tensor, and not a dense one")
     if value.device.type != "cpu":
         raise MalformedError(where, f"is a tensor without values (on the device {value.device})")
-    return value.detach()
+    return Tensor.detach(value)  # not by an attribute of that name
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

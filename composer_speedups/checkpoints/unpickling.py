@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import os
 import pickle
 import re
@@ -17,7 +18,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import _weights_only_unpickler, serialization
 from torch.serialization import safe_globals
+
+from composer_speedups.checkpoints.nesting import check_nesting
+from composer_speedups.replaced import replaced
 
 __all__ = ["Words", "reason_of", "restricted_unpickling"]
 
@@ -61,6 +66,31 @@ def _reconstruct(kind: Any, shape: Any, code: Any) -> Words:
     return Words()
 
 
+class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
+    """torch's reader of archives, which looks at the pickle before torch does."""
+
+    def get_record(self, name: str) -> bytes:
+        record: bytes = super().get_record(name)
+        if name == "data.pkl":
+            check_nesting(record)
+        return record
+
+
+def _legacy_load(*_: Any, **__: Any) -> Any:
+    """In the place of torch's reader of the files that it wrote until 2020."""
+    raise pickle.UnpicklingError("file of another kind than a zip archive")
+
+
+_torch_types = _weights_only_unpickler._get_allowed_globals
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    """What torch's unpickler allows by itself, without what takes memory by the number that a file names."""
+    allowed = _torch_types()
+    return {name: value for name, value in allowed.items() if value not in (bytearray, *torch._tensor_classes)}
+
+
 _ALLOWED: list[Any] = [
     (Words, "numpy.ndarray"),
     (_Kind, "numpy.dtype"),
@@ -81,7 +111,12 @@ def restricted_unpickling() -> Iterator[None]:
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
     try:
-        with safe_globals(_ALLOWED):
+        with (
+            safe_globals(_ALLOWED),
+            replaced(_weights_only_unpickler, "_get_allowed_globals", _types),
+            replaced(torch._C, "PyTorchFileReader", _Reader),
+            replaced(serialization, "_legacy_load", _legacy_load),
+        ):
             yield
     finally:
         if before is None:
