@@ -108,6 +108,11 @@ UNFIT: list[tuple[Change, str]] = [
         put(f"{CALLBACKS}/RunHistory/wall_seconds", "x"),
         f"{CALLBACKS}/RunHistory/wall_seconds is a str, and not a float",
     ),
+    (
+        put(f"{CALLBACKS}/RunHistory/wall_seconds", 2**2000),
+        f"{CALLBACKS}/RunHistory/wall_seconds is an int that no float can hold",
+    ),
+    (put(f"{CALLBACKS}/RunHistory/resumed", [{}]), f"{CALLBACKS}/RunHistory/resumed/0 has no batch"),
     (put(f"{CALLBACKS}/FiniteLoss", {}), f"{CALLBACKS}/FiniteLoss has no losses"),
     (put(f"{CALLBACKS}/ThroughputMonitor/batches", [[3]]), f"{CALLBACKS}/ThroughputMonitor/batches/0/0 is an int"),
     *(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import psutil
 from composer.core import Callback, Event, State
@@ -13,6 +13,11 @@ from composer.loggers import Logger
 from composer_speedups.metrics import final_metrics
 
 __all__ = ["RunHistory"]
+
+
+class _Resumed(TypedDict):
+    batch: int
+    checkpoint: str
 
 
 class RunHistory(Callback):
@@ -30,7 +35,7 @@ class RunHistory(Callback):
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
         "wall_seconds": float,
-        "resumed": list[dict[str, Any]],
+        "resumed": list[_Resumed],
         "metrics": dict[str, float],
     }
 

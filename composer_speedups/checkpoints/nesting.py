@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import pickletools
+from typing import Any
 
 __all__ = ["check_nesting"]
 
@@ -67,6 +68,7 @@ def _nodes(data: bytes) -> list[_Node]:
     stack: list[_Node] = []
     below: list[list[_Node]] = []  # stacks, one for each mark
     memo: dict[int, _Node] = {}
+    argument: Any
     for instruction, argument, _ in pickletools.genops(data):
         name = instruction.name
         if name in ("PROTO", "STOP"):

@@ -78,6 +78,8 @@ def conforming(value: Any, hint: Any, where: str) -> Any:
     if hint is Tensor:
         return _dense(value, where)
     if hint is float and type(value) is int:
+        if value.bit_length() > 1023:
+            raise MalformedError(where, "is an int that no float can hold")
         return value
     _check_type(value, hint, where)
     return value
