@@ -17,9 +17,12 @@ from composer.core import DataSpec, Evaluator
 from composer.models import ComposerModel, HuggingFaceModel
 from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
 from transformers import BertForMultipleChoice, BertModel, ModernBertModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
 from transformers.models.bert.modeling_bert import BertSelfOutput
 
 from composer_speedups import (
@@ -196,6 +199,98 @@ def test_a_change_after_fusing_is_heeded_too(change: Callable[[Any], None], said
         change(each.bert.encoder.layer[0])
     assert_same(model, reference)
     assert [layer.ran for layer in layers_of(model)] == ["unfused", "first tokens"]
+
+
+def another_function(layer: Any) -> None:
+    layer.intermediate.intermediate_act_fn.act = torch.relu
+
+
+def another_scale(layer: Any) -> None:
+    layer.attention.self.scaling = 1.0
+
+
+def own_feed_forward(layer: Any) -> None:
+    stock = layer.feed_forward_chunk
+
+    def doubled(attention_output: Tensor) -> Tensor:
+        return 2 * stock(attention_output)
+
+    layer.feed_forward_chunk = doubled
+
+
+@pytest.mark.parametrize("change", [another_function, another_scale, own_feed_forward])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_setting_or_method_of_ones_own_is_heeded(change: Callable[[Any], None], when: str) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    change(reference.bert.encoder.layer[0])
+    if when == "before":
+        change(model.bert.encoder.layer[0])
+    both(model)
+    if when == "after":
+        change(model.bert.encoder.layer[0])
+    assert_same(model, reference)
+    assert layers_of(model)[-1].ran == "first tokens"
+
+
+def test_a_class_that_is_patched_after_fusing_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    stock = BertSelfOutput.forward
+    monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: 2 * stock(self, a, b))
+    assert_same(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called", "ignore:Full backward hook is firing")
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
+def test_hooks_of_every_module_are_heeded(register: Any) -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+
+    def doubled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if not isinstance(module, nn.Linear):
+            return None
+        return 2 * outputs if isinstance(outputs, Tensor) else tuple(2 * each for each in inputs)
+
+    handle = register(doubled)
+    try:
+        assert_same(model, reference)
+        with pytest.raises(ValueError, match="can fuse none of the layers: every module has a hook"):
+            both(tiny_bert())
+    finally:
+        handle.remove()
+    assert_same(model, reference)
+    assert [layer.ran for layer in layers_of(model)] == ["torch", "first tokens"]
+
+
+def twice(model: Any, fused: Any) -> None:
+    model.bert.encoder.layer[0] = model.bert.encoder.layer[1]
+
+
+def earlier_last_one_first(model: Any, fused: Any) -> None:
+    model.bert.encoder.layer[0] = copy.deepcopy(fused.bert.encoder.layer[1])
+
+
+@pytest.mark.parametrize("build", [twice, earlier_last_one_first])
+def test_a_layer_that_is_not_only_the_last_computes_every_token(build: Callable[[Any, Any], None]) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    build(model, both(tiny_bert(seed=1)))
+    build(reference, tiny_bert(seed=1))
+    assert_same(both(model), reference)
+
+
+def sharp_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    scores = query @ key.transpose(2, 3) if mask is None else query @ key.transpose(2, 3) + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("technique", [Unpadding, SDPAAttention])
+def test_attention_of_ones_own_is_not_replaced_without_a_word(technique: Any) -> None:
+    AttentionInterface.register("sharp", sharp_attention)
+    AttentionMaskInterface.register("sharp", eager_mask)
+    model = tiny_bert()
+    model.set_attn_implementation("sharp")
+    trainer = make_trainer([technique()], model=model)
+    with pytest.raises(CannotRunError, match=r"does not compute what it does untouched.*attention is 'sharp'"):
+        trainer.fit()
+    trainer.close()
 
 
 def test_the_layers_own_hooks_run_and_it_is_fused() -> None:
@@ -463,6 +558,19 @@ def test_a_head_whose_gradients_alone_differ_is_refused() -> None:
     trainer.close()
 
 
+def test_a_head_that_reads_padding_is_refused_though_the_first_batch_has_none() -> None:
+    for pool in (plain_mean, masked_mean):
+        trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(pool)), batches=[batch([16, 16]), batch([16, 3])])
+        try:
+            if pool is masked_mean:
+                trainer.fit()
+            else:
+                with pytest.raises(CannotRunError, match="does not compute what it does untouched"):
+                    trainer.fit()
+        finally:
+            trainer.close()
+
+
 def test_a_head_that_reads_real_tokens_trains_as_untouched() -> None:
     def trained(*techniques: Any) -> dict[str, Tensor]:
         trainer = make_trainer(techniques, model=Mine(Pooling(masked_mean)))
@@ -561,6 +669,37 @@ def test_an_evaluation_alone_compares_outputs() -> None:
     evaluated(masked_mean)
     with pytest.raises(CannotRunError, match="its outputs differ"):
         evaluated(plain_mean)
+
+
+def test_a_prediction_alone_compares_outputs() -> None:
+    spec = DataSpec(DataLoader(Batches([INPUTS]), batch_size=None), get_num_samples_in_batch=lambda b: 4)
+    for pool in (masked_mean, plain_mean):
+        trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(pool)))
+        try:
+            if pool is masked_mean:
+                trainer.predict(spec)
+            else:
+                with pytest.raises(CannotRunError, match="its outputs differ"):
+                    trainer.predict(spec)
+        finally:
+            trainer.close()
+
+
+class Normed(Pooling):
+    """A batch norm over all slots, of which the head reads the first."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda hidden, _: self.norm(hidden.transpose(1, 2))[:, :, 0])
+        self.norm = nn.BatchNorm1d(32)
+
+
+def test_a_batch_norm_over_padding_is_refused_and_its_statistics_stay() -> None:
+    trainer = make_trainer([Unpadding(8)], model=Mine(Normed()), batches=[INPUTS])
+    before = copy.deepcopy(trainer.state.model.state_dict())
+    with pytest.raises(CannotRunError, match="the loss is"):
+        trainer.fit()
+    torch.testing.assert_close(trainer.state.model.state_dict(), before, rtol=0, atol=0)
+    trainer.close()
 
 
 def test_the_function_compares_a_batch_where_it_is_given_one() -> None:

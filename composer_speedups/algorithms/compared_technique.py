@@ -26,6 +26,8 @@ __all__ = ["Check", "ComparedTechnique"]
 
 Check = Literal["auto", "always", "never"]
 _owners = itertools.count(1)
+_INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+_WITHOUT_TRAINING = (Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD)
 
 
 class ComparedTechnique(Technique):
@@ -82,7 +84,7 @@ class ComparedTechnique(Technique):
             self._because = next(iter(changes_to(state.model)), None)
 
     def match(self, event: Event, state: State) -> bool:
-        due = self._because is not None and not self._evaluated and event == Event.EVAL_BEFORE_FORWARD
+        due = self._because is not None and not self._evaluated and event in _WITHOUT_TRAINING
         return super().match(event, state) or (due and bool(self.engaged))
 
     def before_first_forward(self, event: Event, state: State) -> None:
@@ -152,6 +154,7 @@ class _Trial:
         self._batch = state.batch
         for technique in techniques:
             self._batch = technique.own_batch(self._batch)
+        self._batch = _with_padding(self._batch)
         self._sharded = state.fsdp_config is not None or state.tp_config is not None
         self._gradients = gradients and not self._sharded  # of a shard, autograd alone computes none
         self._with_loss = gradients
@@ -207,3 +210,24 @@ class _Trial:
             return outputs, found
         losses = list(found.values()) if isinstance(found, dict) else list(found)
         return outputs, torch.stack(losses).sum()
+
+
+def _with_padding(batch: Any) -> Any:
+    """The batch with half of its first row as padding where it has none: a later one will, and a head may read it.
+
+    It stays as it is where something else in it goes with the slots, such as a label for each of them.
+    """
+    if not isinstance(batch, dict):
+        return batch
+    tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
+    masks = {name: value for name, value in tensors.items() if "attention_mask" in name and value.ndim == 2}
+    shapes = {mask.shape for mask in masks.values()}
+    for name, value in tensors.items():
+        if value.shape[:2] in shapes and not any(each in name for each in _INPUTS):
+            return batch
+    if any(not bool(mask.all()) for mask in masks.values()):
+        return batch
+    padded = {name: mask.clone() for name, mask in masks.items()}
+    for mask in padded.values():
+        mask[:1, (mask.shape[1] + 1) // 2 :] = 0
+    return {**batch, **padded}

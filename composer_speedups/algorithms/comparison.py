@@ -92,7 +92,9 @@ def measure(
     *,
     gradients: bool = True,
 ) -> Outcome:
-    """Run a model on one batch in eval mode, leaving its mode, its gradients and the random state as they were.
+    """Run a model on one batch in eval mode, leaving its mode, buffers, gradients and the random state as they were.
+
+    A batch norm keeps its own mode: in training it reads every slot, padding included.
 
     Args:
         model: Whose parameters' gradients are wanted.
@@ -188,12 +190,18 @@ def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
 def _quietly(model: nn.Module) -> Iterator[None]:
     """Eval mode, float32 without TF32, nothing compiled, and a random state that is given back."""
     modes = {module: module.training for module in model.modules()}
+    norms = [
+        module for module, training in modes.items() if training and isinstance(module, nn.modules.batchnorm._NormBase)
+    ]
+    statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     precision = torch.get_float32_matmul_precision()
     with torch.random.fork_rng(sorted(devices, key=str)), torch.compiler.set_stance("force_eager"):
         torch.manual_seed(0)
         try:
             model.eval()
+            for norm in norms:
+                norm.train()
             torch.set_float32_matmul_precision("highest")
             with contextlib.ExitStack() as stack:
                 for kind in {"cpu", *(device.type for device in devices)}:
@@ -203,3 +211,6 @@ def _quietly(model: nn.Module) -> Iterator[None]:
             torch.set_float32_matmul_precision(precision)
             for module, training in modes.items():
                 module.training = training
+            with torch.no_grad():
+                for buffer, before in statistics:
+                    buffer.copy_(before)

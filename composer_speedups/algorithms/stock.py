@@ -7,13 +7,16 @@ only where that code is known: a PEFT adapter, a hook or another activation woul
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from types import FunctionType, MethodType
+from operator import itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
+from transformers.modeling_utils import AttentionInterface
 
 __all__ = ["Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
 
@@ -26,8 +29,16 @@ _HOOKS = {
 # transformers installs these once hidden states or attentions were asked for; they only look, and only when asked.
 _RECORDERS = "transformers.utils.output_capturing"
 # Read by the techniques themselves (rates and epsilons), or of no effect on what a module computes.
-_FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued", "is_gradient_checkpointing"}
-_PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, MethodType)
+_FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
+_FREE |= {"is_gradient_checkpointing", "gradient_checkpointing"}
+_PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType, MethodType)
+# Hooks of every module: torch has no function that asks for them.
+_EVERYWHERE = (
+    torch_modules._global_forward_pre_hooks,
+    torch_modules._global_forward_hooks,
+    torch_modules._global_backward_pre_hooks,
+    torch_modules._global_backward_hooks,
+)
 
 
 def differences(
@@ -54,6 +65,8 @@ def differences(
         Sentences such as "bert.encoder.layer.0.attention.self.query is a peft Linear". Dropout probabilities,
         epsilons, values of weights, dtypes, devices and ``requires_grad`` are no difference.
     """
+    if _hooked_everywhere():
+        yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
     if type(module) is not type(reference):
         if not (ours and _is_ours(type(module))):
             yield f"{name} is {_described(type(module))} and not {_described(type(reference))}"
@@ -105,7 +118,9 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
         reference = built_on_meta(kind, model.config)
     except Exception as error:  # a configuration that its class no longer takes
         return [f"{label} cannot be built anew from its configuration ({type(error).__name__})"]
-    return list(differences(model, reference, name, ours=True, skip=skip))
+    attention = model.config._attn_implementation or "eager"
+    own = [] if _is_known_attention(attention) else [f"{label}'s attention is {attention!r}"]
+    return own + list(differences(model, reference, name, ours=True, skip=skip))
 
 
 def changes_to(model: nn.Module) -> list[str]:
@@ -151,7 +166,11 @@ class Untouched:
 
     def __init__(self, modules: Iterable[nn.Module], around: nn.Module) -> None:
         self._around, self._own = around, dict(around._modules)
-        self._modules = [(module, type(module), dict(module._modules)) for module in modules]
+        self._around_methods = _methods(type(around)) - {"forward"}
+        self._modules = [
+            (module, kind, kind.forward, _methods(kind), *_settings(module))
+            for module, kind in ((each, type(each)) for each in modules)
+        ]
         self._hooks = [getattr(module, kind) for module, *_ in self._modules for kind in _HOOKS]
 
     @classmethod
@@ -160,11 +179,15 @@ class Untouched:
         return cls([each for each in module.modules() if each is not module], module)
 
     def still(self) -> bool:
-        """Whether none of them was exchanged, hooked or patched since."""
-        for module, kind, children in self._modules:
+        """Whether none of them was exchanged, hooked, patched or set otherwise since."""
+        for module, kind, forward, methods, read, settings in self._modules:
             attributes = module.__dict__
-            if type(module) is not kind or attributes["_modules"] != children or "forward" in attributes:
+            if type(module) is not kind or kind.forward is not forward:
                 return False
+            if not attributes.keys().isdisjoint(methods) or read(attributes) != settings:
+                return False
+        if _hooked_everywhere() or not self._around_methods.isdisjoint(self._around.__dict__):
+            return False
         if any(self._hooks) and not all(_is_harmless(hook) for hooks in self._hooks for hook in hooks.values()):
             return False
         return self._around._modules == self._own
@@ -198,6 +221,23 @@ def _same(held: Any, built: Any) -> bool:
     return bool(held is built or (type(held) is type(built) and held == built))
 
 
+def _methods(kind: type[nn.Module]) -> frozenset[str]:
+    """Functions that a class has beyond any module's own, and ``forward``."""
+    found = {name for name in dir(kind) if isinstance(getattr(kind, name, None), FunctionType)}
+    return frozenset(found - set(dir(nn.Module)) | {"forward"})
+
+
+def _settings(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
+    """What reads a module's children and settings from its attributes, and what they are now."""
+    names = [name for name, value in vars(module).items() if not name.startswith("_") and isinstance(value, _PLAIN)]
+    read = itemgetter("_modules", *(name for name in names if name not in _FREE))
+    return read, read({**vars(module), "_modules": dict(module._modules)})
+
+
+def _hooked_everywhere() -> bool:
+    return any(_EVERYWHERE) and not all(_is_harmless(hook) for hooks in _EVERYWHERE for hook in hooks.values())
+
+
 def _is_patched(kind: type[nn.Module]) -> bool:
     """Whether somebody put another function in the place of a class's ``forward``."""
     owner = next(c for c in kind.__mro__ if "forward" in vars(c))
@@ -212,6 +252,13 @@ def _is_ours(thing: Any) -> bool:
     thing = getattr(thing, "__func__", thing)
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return str(module).startswith("composer_speedups.")
+
+
+def _is_known_attention(name: str) -> bool:
+    """Whether it computes what eager attention does; users can register their own, under any name."""
+    function = AttentionInterface().get(name)
+    theirs = (getattr(function, "__module__", None) or "").startswith("transformers.")
+    return theirs or _is_ours(function) or (name == "eager" and function is None)
 
 
 def _is_recorder(hook: Any) -> bool:

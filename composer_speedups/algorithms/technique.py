@@ -142,7 +142,7 @@ class Technique(Algorithm):
             self._check_resume(state)
             if self.engaged:
                 self.reassert(state)
-        elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
+        elif event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD):
             self.prepare_first_forward(event, state)
             if event == Event.BEFORE_FORWARD:
                 self.observe(event, state)

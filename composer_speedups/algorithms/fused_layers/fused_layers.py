@@ -86,9 +86,10 @@ def _fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | N
             module.last_layer = last_layer
         if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
             module.owner = owner
-    for encoder in encoders:
-        if isinstance(encoder.layer[-1], FusedLayer):
-            encoder.layer[-1].is_last = True
+    inner = {id(layer) for encoder in encoders for layer in [*encoder.layer][:-1]}  # one may stand in several places
+    for layer in (layer for encoder in encoders for layer in encoder.layer):
+        if isinstance(layer, FusedLayer):
+            layer.is_last = id(layer) not in inner
     if last_layer == "needed":
         mark_calls(model)
     return names
