@@ -87,7 +87,7 @@ def _fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | N
         if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
             module.owner = owner
     inner = {id(layer) for encoder in encoders for layer in [*encoder.layer][:-1]}  # one may stand in several places
-    for layer in (layer for encoder in encoders for layer in encoder.layer):
+    for layer in layers.values():
         if isinstance(layer, FusedLayer):
             layer.is_last = id(layer) not in inner
     if last_layer == "needed":
