@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 from torch.nn.utils import parametrize, prune
 from torch.utils.data import DataLoader
-from transformers import BertForMultipleChoice, BertModel, ModernBertModel
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    BertForMultipleChoice,
+    BertModel,
+    ModernBertModel,
+)
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.bert.modeling_bert import BertSelfOutput
@@ -36,7 +42,7 @@ from composer_speedups import (
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.fused_layers.fused_layers import undo_fused_layers
 from composer_speedups.algorithms.stock import changes_to
-from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.algorithms.unpadding.encoders import plan_unpadding, unpadded_encoders
 from composer_speedups.algorithms.unpadding.plan import make_plan
 from composer_speedups.algorithms.unpadding.unpadding import undo_unpadding
 from composer_speedups.errors import CannotRunError, TechniqueError
@@ -66,6 +72,15 @@ def layers_of(model: nn.Module) -> list[FusedLayer]:
     return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
 
 
+def answered(logits: Tensor, inputs: Batch) -> Tensor:
+    """Without those of slots, or of rows, that hold no token and whose label is ignored."""
+    ignored = inputs["labels"] == -100 if "labels" in inputs else torch.zeros(len(logits), dtype=torch.bool)
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.shape[: ignored.ndim] != ignored.shape or mask.ndim != 2:
+        return logits
+    return logits[~ignored | (mask.bool() if ignored.ndim == 2 else mask.bool().any(-1))]
+
+
 def assert_same(mine: nn.Module, reference: nn.Module, inputs: Batch = INPUTS, **more: Any) -> None:
     """Logits, loss and gradients of one batch."""
     results = []
@@ -73,7 +88,7 @@ def assert_same(mine: nn.Module, reference: nn.Module, inputs: Batch = INPUTS, *
         model.zero_grad()
         outputs = model(**inputs, **more)
         outputs.loss.backward()
-        results.append((outputs.loss.detach(), outputs.logits.detach(), gradients(model)))
+        results.append((outputs.loss.detach(), answered(outputs.logits.detach(), inputs), gradients(model)))
     (loss, logits, grads), (expected_loss, expected_logits, expected_grads) = results
     assert_near([loss, logits], [expected_loss, expected_logits], what="loss and logits")
     assert grads.keys() == expected_grads.keys()
@@ -868,6 +883,90 @@ def test_a_base_model_alone_runs_unpadded_and_is_saved_as_what_it_was(family: An
     model.save_pretrained(tmp_path)
     assert '"ModernBertModel"' in (tmp_path / "config.json").read_text()
     assert type(ModernBertModel.from_pretrained(tmp_path)) is ModernBertModel
+
+
+# Labels of padding.
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("head", [AutoModelForTokenClassification, AutoModelForMaskedLM])
+def test_labels_of_padding_count_as_they_do_untouched(family: Any, head: Any) -> None:
+    """Whoever labels padding gets the loss over padding, in a padded batch."""
+    config = tiny_model(family).config
+    torch.manual_seed(0)
+    model = head.from_config(config, attn_implementation="eager")
+    reference = copy.deepcopy(model)
+    both(model) if family != "modernbert" else apply_unpadding(model, 8)
+    ids = INPUTS["input_ids"].clamp(min=2)
+    mask = INPUTS["attention_mask"].bool()
+    for labels, way in ((ids % 2, "padded"), ((ids % 2).masked_fill(~mask, -100), "unpadded")):
+        assert_same(model, reference, {**INPUTS, "input_ids": ids, "labels": labels})
+        assert unpadded_encoders(model)[0].ran == way
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_a_row_without_a_token_that_has_a_label_counts(family: Any) -> None:
+    model, reference = tiny_model(family), tiny_model(family)
+    both(model) if family != "modernbert" else apply_unpadding(model, 8)
+    rows = batch([5, 0, 9])
+    rows["input_ids"] = rows["input_ids"].clamp(min=2)
+    (encoder,) = unpadded_encoders(model)
+    for labels, way in ((torch.tensor([0, 1, 1]), "padded"), (torch.tensor([0, -100, 1]), "unpadded")):
+        inputs = {**rows, "labels": labels}
+        assert_same(model, reference, inputs)
+        assert encoder.ran == way
+    with torch.no_grad():
+        found, expected = (each(**without_labels(rows)).logits for each in (model, reference))
+    assert_near([found], [expected])
+
+
+def test_a_planned_batch_with_labels_of_padding_is_an_error() -> None:
+    model = tiny_model("bert", "mlm")
+    apply_unpadding(model, 8)
+    plan_unpadding(model, INPUTS["attention_mask"])
+    with pytest.raises(RuntimeError, match="give padding the label -100"):
+        model(**{**INPUTS, "labels": INPUTS["input_ids"]})
+    model(**{**INPUTS, "labels": INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)})
+
+
+def test_a_trainer_leaves_batches_with_labels_of_padding_padded() -> None:
+    def trained(*techniques: Any) -> dict[str, Tensor]:
+        batches = [{**each, "labels": each["input_ids"]} for each in (batch([9, 16, 3]), batch([7, 16]))]
+        trainer = make_trainer(techniques, model=tiny_model("bert", "mlm"), batches=batches[:1] + batches)
+        trainer.fit()
+        trainer.close()
+        return {name: p.detach() for name, p in trainer.state.model.named_parameters()}
+
+    unpadding = Unpadding(8, on_unavailable="warn")
+    with pytest.warns(
+        UserWarning,
+        match=r"the head reads padding: .* give padding the label -100",
+    ):
+        found = trained(unpadding)
+    assert_near(found, trained(), what="weights")
+
+
+def test_heads_that_share_an_encoder_are_all_looked_at() -> None:
+    """The first one found reads no first slot, and the second one does; rows begin with padding."""
+
+    def shared() -> nn.ModuleDict:
+        token, sequence = tiny_model("bert", "mlm"), tiny_bert()
+        sequence.bert.encoder = token.bert.encoder
+        return nn.ModuleDict({"token": token, "sequence": sequence})
+
+    mine, reference = shared(), shared()
+    both(mine)
+    flipped = {name: value.flip(1) for name, value in INPUTS.items() if name != "labels"}
+    for name in ("token", "sequence"):
+        found, expected = (each[name](**flipped).logits for each in (mine, reference))
+        real = flipped["attention_mask"].bool() if name == "token" else slice(None)
+        assert_near([found[real]], [expected[real]], what=name)
+
+
+def test_a_loss_set_on_the_wrapper_is_compared() -> None:
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    model.loss = lambda outputs, batch: outputs["loss"]  # type: ignore[method-assign]
+    assert changes_to(model) == ["the model has a loss of its own"]
 
 
 # Parameters.

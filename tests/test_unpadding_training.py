@@ -116,7 +116,7 @@ def test_a_run_whose_encoder_was_put_back_stops(way: str, reason: str, compiled:
 
 def test_rows_that_begin_with_padding_stop_a_classifier_and_not_a_masked_lm() -> None:
     left = masked_batch(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "classification")
-    with pytest.raises(NotEngagedError, match=r"rows begin with padding.*pad on the right"):
+    with pytest.raises(NotEngagedError, match=r"rows begin with it.*pad on the right"):
         fit(Unpadding(), batches=[left])
     technique = Unpadding()
     fit(technique, model=tiny_model("bert", "mlm"), batches=[masked_batch(left["attention_mask"], "mlm")])

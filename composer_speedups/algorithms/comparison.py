@@ -171,19 +171,24 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 
 def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
-    """The logits, or the tensor, that a model returned, without what it computed for padding."""
-    found = outputs
-    if isinstance(outputs, Mapping):
-        found = outputs.get("logits")
-    elif not isinstance(outputs, Tensor):
-        found = getattr(outputs, "logits", None)
-    if not isinstance(found, Tensor) or not found.is_floating_point():
-        return None
-    found = found.detach().float()
-    if mask_BS is not None and found.ndim > 0 and found.shape[0] == mask_BS.shape[0]:
-        mask_BS = mask_BS.bool()
-        found = found[mask_BS] if found.shape[:2] == mask_BS.shape else found[mask_BS.any(-1)]
-    return found
+    """The logits that a model returned, or else all its tensors, without what it computed for padding."""
+    logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
+    if isinstance(logits, Tensor):
+        found: list[Any] = [logits]
+    elif isinstance(outputs, Mapping):
+        found = list(outputs.values())
+    else:
+        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+    real = []
+    for each in found:
+        if not isinstance(each, Tensor) or not each.is_floating_point() or each.ndim == 0:
+            continue
+        kept = each.detach().float()
+        if mask_BS is not None and kept.shape[0] == mask_BS.shape[0]:
+            mask = mask_BS.bool()
+            kept = kept[mask] if kept.shape[:2] == mask.shape else kept[mask.any(-1)]
+        real.append(kept.flatten())
+    return torch.cat(real) if real else None
 
 
 @contextlib.contextmanager

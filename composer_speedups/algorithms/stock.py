@@ -75,11 +75,7 @@ def differences(
             return
     if not _is_ours(type(module)) and _is_patched(type(module)):
         yield f"{_described(type(module), article=False)}.forward was replaced in its class"
-    for attribute, value in vars(module).items():
-        if isinstance(getattr(type(module), attribute, None), FunctionType) and not (
-            (ours or around) and _is_ours(value)
-        ):
-            yield f"{name} has a {attribute} of its own"
+    yield from _own_methods(module, name, ours=ours or around)
     for attribute, hook in _HOOKS.items():
         if not around and any(
             not (_is_recorder(h) or (ours and _is_ours(h))) for h in getattr(module, attribute).values()
@@ -133,6 +129,8 @@ def changes_to(model: nn.Module) -> list[str]:
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     if "" not in outermost and not kind.__module__.startswith("composer.models."):
         found.append(f"the model is {_described(kind)}, which is not one of transformers' classes")
+    if "" not in outermost:
+        found += _own_methods(model, "the model", ours=True)
     for name, inner in outermost.items():
         if "For" not in type(inner).__name__:
             found.append(f"{name or 'the model'} is {_described(type(inner))} without a head")
@@ -194,6 +192,13 @@ class Untouched:
 
 
 _MISSING = object()
+
+
+def _own_methods(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
+    """Functions that were set on the instance in the place of its class's."""
+    for attribute, value in vars(module).items():
+        if isinstance(getattr(type(module), attribute, None), FunctionType) and not (ours and _is_ours(value)):
+            yield f"{name} has a {attribute} of its own"
 
 
 def _other_tensors(module: nn.Module, reference: nn.Module, name: str) -> Iterator[str]:

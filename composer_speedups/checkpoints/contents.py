@@ -30,6 +30,7 @@ from composer_speedups.checkpoints.unpickling import Words
 __all__ = ["UnknownAlgorithmError", "admit", "check_contents", "plain_generators"]
 
 _COUNT = Annotated[int, range(2**62)]
+_EPOCHS = Annotated[int, range(10**5)]  # a resumed run begins each of the earlier ones, to draw what it drew
 _SPAN = datetime.timedelta
 _COUNTS = (
     "iteration epoch batch sample token epoch_in_iteration token_in_iteration "
@@ -45,7 +46,7 @@ _TRAINING = {
     "callbacks": dict[str, object],
     "scaler": dict[str, object],
     "algorithms": list[tuple[str, dict[str, object]]],
-    "timestamp": {"Timestamp": {**dict.fromkeys(_COUNTS, _COUNT), **dict.fromkeys(_SPANS, _SPAN)}},
+    "timestamp": {"Timestamp": {**dict.fromkeys(_COUNTS, _COUNT), "epoch": _EPOCHS, **dict.fromkeys(_SPANS, _SPAN)}},
     "rank_zero_seed": Annotated[int, range(2**32 - 2**16)],  # each rank adds its number
     "dataset_state": {"train": dict[str, Any] | None, "eval": dict[str, Any]},
 }

@@ -18,15 +18,18 @@ from transformers.models.roberta.modeling_roberta import RobertaEncoder
 
 from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION
 from composer_speedups.algorithms.unpadding.plan import (
+    IGNORED,
     Plan,
     gather_tokens,
     make_plan,
+    reads_padding,
     row_counts,
     scatter_tokens,
 )
 
 __all__ = ["FAMILIES", "Layout", "UnpaddedEncoder", "plan_unpadding", "unpadded_encoders"]
 
+_LABELLED = "unpadding: a padding slot has a label, and its loss would be another; give padding the label -100"
 _STALE = "unpadding: the attention mask is not the one that was planned for; plan each batch, or none"
 
 Layout = Plan | Literal["padded"]
@@ -41,6 +44,8 @@ class UnpaddedEncoder(nn.Module):
             mask of the plan's shape comes, whose values must then be the plan's. A forward pass whose mask is not among
             them makes a plan of its own, for which a GPU's host waits.
         given_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
+        given_labels: The labels that the outermost model was called with.
+        by_token: The outermost model's head has a loss for each slot, and reads no mask.
         pad_to_multiple_of: The number of packed tokens is a multiple of it.
         reads_first: The model's head reads each row's first slot, padding or not.
         first_tokens_only: Nothing but each row's first token is read of the next result.
@@ -54,6 +59,8 @@ class UnpaddedEncoder(nn.Module):
 
     plans: tuple[tuple[Tensor | None, Layout], ...] = ()
     given_mask: Tensor | None = None
+    given_labels: Tensor | None = None
+    by_token: bool = False
     pad_to_multiple_of: int = 64
     reads_first: bool = True
     first_tokens_only: bool = False
@@ -62,7 +69,10 @@ class UnpaddedEncoder(nn.Module):
     model_config: Any = None
     attention_before: str = "eager"
     owner: int | None = None
-    padded_because = ("rows begin with padding, and this model's head reads their first token", "pad on the right")
+    padded_because = (
+        "the head reads padding: rows begin with it, or it has a label",
+        "pad on the right, and give padding the label -100",
+    )
     layer: nn.ModuleList
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
@@ -112,6 +122,8 @@ class UnpaddedEncoder(nn.Module):
             planned = layout.mask_BS
             if planned.shape == shape:
                 torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
+                if planned_for is None:
+                    self._check_labels(planned)
                 return layout
         if mask_BS is not None and mask_BS.shape != shape:
             return None
@@ -124,8 +136,20 @@ class UnpaddedEncoder(nn.Module):
         if mask_BS is None:
             rows, width = hidden_states.shape[:2]
             mask_BS, counts = hidden_states.new_ones(rows, width, dtype=torch.bool), [width] * rows
+        elif any(self.reads_padding(mask_BS, self.given_labels)):
+            return None
         plan = self.layout(mask_BS, counts if counts is not None else self.count(mask_BS))
         return plan if isinstance(plan, Plan) else None
+
+    def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
+        """Rows for which the head reads what is computed for padding; see :func:`.plan.reads_padding`."""
+        return reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
+
+    def _check_labels(self, mask_BS: Tensor) -> None:
+        """Without waiting for the device, where nobody looked at the labels when the batch was planned."""
+        labels = self.given_labels
+        if self.by_token and labels is not None and labels.shape == mask_BS.shape:
+            torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
 
     def count(self, mask_BS: Tensor) -> list[int]:
         """Real tokens of each row, negative where something keeps it padded; see :func:`row_counts`."""

@@ -19,6 +19,7 @@ _CLASSES: dict[type[nn.Module], type[UnpaddedEncoder]] = {**FAMILIES, ModernBert
 _STOCK = {unpadded: stock for stock, unpadded in _CLASSES.items()}
 # Heads that read no slot whose label says to ignore it; all others read the first slot of each row.
 _TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
+_LABELS_BY_TOKEN = ("ForMaskedLM", "ForTokenClassification")
 _POOLING_HEADS = ("ForSequenceClassification", "ForMultipleChoice")  # ModernBERT's, over the mask where it says so
 _REFUSED_HEADS = {
     "ForQuestionAnswering": "whose loss is over padding positions too",
@@ -29,8 +30,12 @@ _REFUSED_HEADS = {
 
 class _Found(NamedTuple):
     encoder: Any
-    base: PreTrainedModel  # the model directly around it; ModernBERT's encoder is one itself
-    head: str  # class of the outermost one
+    bases: list[PreTrainedModel]  # the models directly around it; ModernBERT's encoder is one itself
+    outer: list[PreTrainedModel]  # the outermost ones: several heads may share an encoder
+
+    @property
+    def heads(self) -> list[str]:
+        return [type(model).__name__ for model in self.outer]
 
 
 class _GivenMask:
@@ -48,6 +53,20 @@ class _GivenMask:
         self.encoder.given_mask = mask if isinstance(mask, Tensor) else None
 
 
+class _GivenLabels:
+    """A forward pre-hook of the outermost model, and a forward hook: its labels, for the encoder, during the call."""
+
+    def __init__(self, encoder: UnpaddedEncoder) -> None:
+        self.encoder = encoder
+
+    def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        labels = kwargs.get("labels")
+        self.encoder.given_labels = labels if isinstance(labels, Tensor) and labels.ndim > 0 else None
+
+    def forget(self, model: nn.Module, args: Any, output: Any) -> None:
+        self.encoder.given_labels = None
+
+
 def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None = None) -> list[str]:
     """Turn every supported encoder in ``model``; returns the names of those that were not yet.
 
@@ -63,21 +82,33 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
     for each in found.values():
         _check(each)
     changed = []
-    for name, (encoder, base, head) in found.items():
+    for name, each in found.items():
+        encoder: Any
+        encoder, base, heads = each.encoder, each.bases[0], each.heads
         if not isinstance(encoder, UnpaddedEncoder):
             encoder.__class__ = _CLASSES[type(encoder)]
             encoder.attention_before = base.config._attn_implementation or "eager"
             encoder.owner = owner
-            if encoder is not base:
-                base.register_forward_pre_hook(_GivenMask(base, encoder).keep, with_kwargs=True)
+            for around in each.bases:
+                if encoder is not around:
+                    around.register_forward_pre_hook(_GivenMask(around, encoder).keep, with_kwargs=True)
+            for outer in each.outer:
+                if outer not in each.bases:
+                    labels = _GivenLabels(encoder)
+                    outer.register_forward_pre_hook(labels.keep, with_kwargs=True)
+                    outer.register_forward_hook(labels.forget, always_call=True)
             changed.append(name)
         elif encoder.owner is not None:
             encoder.owner = owner
-        base.set_attn_implementation(IMPLEMENTATION)
+        for around in each.bases:
+            around.set_attn_implementation(IMPLEMENTATION)
         encoder.model_config = base.config
+        encoder.by_token = any(head.endswith(_LABELS_BY_TOKEN) for head in heads)
         encoder.pad_to_multiple_of = pad_to_multiple_of
         pools_all = getattr(base.config, "classifier_pooling", None) == "mean"
-        encoder.reads_first = not (head.endswith(_TOKEN_HEADS) or (pools_all and head.endswith(_POOLING_HEADS)))
+        encoder.reads_first = not all(
+            head.endswith(_TOKEN_HEADS) or (pools_all and head.endswith(_POOLING_HEADS)) for head in heads
+        )
     return changed
 
 
@@ -93,22 +124,32 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
     for name, encoder in list(model.named_modules()):
         if not isinstance(encoder, UnpaddedEncoder) or (owner is not None and encoder.owner != owner):
             continue
-        base = _bases(around, name, encoder)[-1]
-        if base.config._attn_implementation == IMPLEMENTATION:
-            base.set_attn_implementation(encoder.attention_before)
-        for handle, hook in list(base._forward_pre_hooks.items()):
-            if getattr(getattr(hook, "__self__", None), "encoder", None) is encoder:
-                del base._forward_pre_hooks[handle]
-                base._forward_pre_hooks_with_kwargs.pop(handle, None)
-        encoder.__class__ = _STOCK[type(encoder)]
+        for path, module in model.named_modules(remove_duplicate=False):
+            base = _bases(around, path, module)[-1] if module is encoder else None
+            if base is not None and base.config._attn_implementation == IMPLEMENTATION:
+                base.set_attn_implementation(encoder.attention_before)
+        for outer in around.values():
+            _remove_hooks(outer, encoder)
+        encoder.__class__ = _STOCK[type(encoder)]  # type: ignore[assignment]
         for attribute in UnpaddedEncoder.__annotations__:
             vars(encoder).pop(attribute, None)
         names.append(name)
     return names
 
 
+def _remove_hooks(model: nn.Module, encoder: UnpaddedEncoder) -> None:
+    for hooks in (model._forward_pre_hooks, model._forward_hooks):
+        for handle, hook in list(hooks.items()):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, _GivenMask | _GivenLabels) and owner.encoder is encoder:
+                del hooks[handle]
+                for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
+                    getattr(model, flags).pop(handle, None)
+
+
 def _around(model: nn.Module) -> dict[str, PreTrainedModel]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    modules = model.named_modules(remove_duplicate=False)
+    return {name: module for name, module in modules if isinstance(module, PreTrainedModel)}
 
 
 def _bases(around: dict[str, PreTrainedModel], name: str, encoder: nn.Module) -> list[PreTrainedModel]:
@@ -118,8 +159,9 @@ def _bases(around: dict[str, PreTrainedModel], name: str, encoder: nn.Module) ->
 
 def _find(model: nn.Module) -> dict[str, _Found]:
     around = _around(model)
-    found = {}
-    for name, module in model.named_modules():
+    found: dict[str, _Found] = {}
+    names: dict[nn.Module, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         if type(module) in _CLASSES or isinstance(module, UnpaddedEncoder):
             bases = _bases(around, name, module)
             if not bases:
@@ -127,7 +169,11 @@ def _find(model: nn.Module) -> dict[str, _Found]:
                     f"unpadding needs the model around an encoder, and {name or type(module).__name__} stands alone; "
                     "give it the model"
                 )
-            found[name] = _Found(module, bases[-1], type(bases[0]).__name__)
+            first = names.setdefault(module, name)
+            each = found.setdefault(first, _Found(module, [], []))
+            for models, model_around in ((each.bases, bases[-1]), (each.outer, bases[0])):
+                if model_around not in models:
+                    models.append(model_around)
     if not found:
         kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' modules"]
         raise ValueError(f"unpadding knows {_SUPPORTED}, and this is {', '.join(kinds)}")
@@ -135,10 +181,11 @@ def _find(model: nn.Module) -> dict[str, _Found]:
 
 
 def _check(found: _Found) -> None:
-    config = found.base.config
-    refused = next((why for end, why in _REFUSED_HEADS.items() if found.head.endswith(end)), None)
-    if refused:
-        raise ValueError(f"unpadding cannot serve {found.head}, {refused}")
+    config = found.bases[0].config
+    for head in found.heads:
+        refused = next((why for end, why in _REFUSED_HEADS.items() if head.endswith(end)), None)
+        if refused:
+            raise ValueError(f"unpadding cannot serve {head}, {refused}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError("unpadding cannot serve a decoder: its attention is causal or has a second input")
     if getattr(config, "chunk_size_feed_forward", 0):

@@ -32,8 +32,9 @@ class UnpaddedModernBertModel(UnpaddedEncoder, ModernBertModel):
     """
 
     padded_because = (
-        "rows begin with padding that the head reads, or have holes, which move tokens into others' windows",
-        "pad on the right, without holes",
+        "the head reads padding (rows begin with it, or it has a label), or rows have holes, which move tokens into "
+        "others' windows",
+        "pad on the right, without holes, and give padding the label -100",
     )
 
     @property

@@ -11,7 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["Plan", "gather_tokens", "make_plan", "round_up", "row_counts", "scatter_tokens"]
+__all__ = ["IGNORED", "Plan", "gather_tokens", "make_plan", "reads_padding", "round_up", "row_counts", "scatter_tokens"]
+
+
+IGNORED = -100  # the label that torch's cross entropy leaves out
 
 
 class Plan(NamedTuple):
@@ -46,6 +49,26 @@ def row_counts(mask_BS: Tensor) -> list[int]:
     real = mask_BS.bool()
     counted = real.sum(-1)
     return torch.where(real[:, 0], counted, -counted).tolist()
+
+
+def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, first_slot: bool) -> list[bool]:
+    """Rows whose loss is, in the untouched model, over something computed for padding; a batch with one stays padded.
+
+    Args:
+        mask_BS: The batch's attention mask; one on a GPU makes the host wait for it.
+        labels: The batch's; -100 is ignored. None where there are none.
+        by_token: The head has a loss for each slot, and reads no mask.
+        first_slot: The head reads each row's first slot, which in a row without a token is padding.
+    """
+    rows = len(mask_BS)
+    mask = mask_BS.detach().cpu().numpy() != 0
+    known = None if labels is None or len(labels) != rows else labels.detach().cpu().numpy()
+    if known is not None and known.shape == mask.shape:
+        return [bool(row) for row in ((known != IGNORED) & ~mask).any(-1)] if by_token else [False] * rows
+    empty = ~mask.any(-1) if first_slot else mask[:, 0] & False
+    if known is not None and known.ndim == 1:
+        empty &= known != IGNORED
+    return [bool(row) for row in empty]
 
 
 def round_up(number: int, multiple: int) -> int:

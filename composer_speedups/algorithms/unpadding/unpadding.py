@@ -25,6 +25,7 @@ __all__ = ["Unpadding", "apply_unpadding", "undo_unpadding"]
 
 # Composer cuts lists in a batch into micro-batches along with its tensors, and leaves them on the host.
 _COUNTS = "unpadding_row_counts_of_"
+_KEPT = f"{_COUNTS}rows_kept_padded"
 _COUNT_AT = (Event.BATCH_START, Event.EVAL_BATCH_START)
 _PLAN_AT = (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD)
 _FORGET_AT = (Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD, Event.FIT_END)
@@ -166,6 +167,11 @@ class Unpadding(ComparedTechnique):
                 continue
             counts = known[0].count(mask) if known else row_counts(mask)
             state.batch = {**state.batch, f"{_COUNTS}{name}": counts}
+            labels = state.batch.get("labels")
+            if name == "attention_mask" and known and not (isinstance(labels, torch.Tensor) and labels.is_cuda):
+                kept = known[0].reads_padding(mask, labels if isinstance(labels, torch.Tensor) else None)
+                if any(kept):
+                    state.batch[_KEPT] = kept
             if event == Event.BATCH_START:
                 self._tokens += sum(map(abs, counts))
                 self._slots += mask.numel()
@@ -178,13 +184,15 @@ class Unpadding(ComparedTechnique):
         if not isinstance(state.batch, dict):
             return
         plans: dict[UnpaddedEncoder, list[tuple[torch.Tensor, Layout]]] = {}
+        keep_padded = any(state.batch.pop(_KEPT, ()))
         for name, mask in _masks_of(state.batch).items():
             counts = state.batch.pop(f"{_COUNTS}{name}", None)
             if counts is None or len(counts) != len(mask):
                 continue
             for encoder in self._encoders:
                 if isinstance(encoder, UnpaddedEncoder):  # and nobody turned it back
-                    layout = encoder.layout(mask, counts)
+                    kept = keep_padded and name == "attention_mask"
+                    layout: Layout = "padded" if kept else encoder.layout(mask, counts)
                     plans.setdefault(encoder, []).append((mask, layout))
                     self._padded += layout == "padded" and event == Event.BEFORE_FORWARD
         for encoder, found in plans.items():
