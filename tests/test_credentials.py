@@ -149,12 +149,12 @@ def test_a_change_is_noticed_and_named_without_credentials(
 
 
 def test_the_checkpoint_that_a_run_began_with_is_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("URL", "https://u:p@host/x.pt")
+    monkeypatch.setenv("URL", "s3://u:p@host/x.pt")
     asked = load_config(None, ["checkpoint.load=${oc.env:URL}"])
     for credentials in (False, True):
         save_config(asked, Path("stored.yaml"), credentials=credentials)
         assert began_with_same_load(asked, Path("stored.yaml"))
-        assert not began_with_same_load(load_config(None, ["checkpoint.load=s3://x"]), Path("stored.yaml"))
+        assert not began_with_same_load(load_config(None, ["checkpoint.load=s3://x/y.pt"]), Path("stored.yaml"))
 
 
 def test_errors_show_no_credentials() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import io
 import os
 import pickle
 import re
@@ -76,8 +77,16 @@ class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
         return record
 
 
-def _legacy_load(*_: Any, **__: Any) -> Any:
-    """In the place of torch's reader of the files that it wrote until 2020."""
+_torch_legacy_load = serialization._legacy_load
+
+
+def _legacy_load(file: Any, *arguments: Any, **settings: Any) -> Any:
+    """In the place of torch's reader of the files that it wrote until 2020.
+
+    Ranks send one another storages in that format, as bytes in memory; a checkpoint is read from a file.
+    """
+    if isinstance(file, io.BytesIO):
+        return _torch_legacy_load(file, *arguments, **settings)
     raise pickle.UnpicklingError("file of another kind than a zip archive")
 
 
