@@ -672,6 +672,33 @@ def test_a_batch_that_does_not_fit_untouched_is_compared_in_part(monkeypatch: py
     trainer.close()
 
 
+def test_a_comparison_that_cannot_be_made_is_said() -> None:
+    """A model that runs in training mode alone: eval mode, in which the comparison runs, raises."""
+
+    class TrainingOnly(Pooling):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
+            if not self.training:
+                raise RuntimeError("only in training")
+            return super().forward(input_ids, attention_mask, labels)
+
+    def trained(technique: Any) -> None:
+        trainer = make_trainer([technique], model=Mine(TrainingOnly(plain_mean)), batches=[INPUTS])
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(
+        CannotRunError, match=r"could not be compared with the untouched one \(only in training\); .*never"
+    ):
+        trained(Unpadding(8))
+    warned = Unpadding(8, on_unavailable="warn")
+    with pytest.warns(UserWarning, match="could not be compared"):
+        trained(warned)
+    assert warned.engaged is False
+    trained(Unpadding(8, check="never"))
+
+
 def test_an_evaluation_alone_compares_outputs() -> None:
     def evaluated(pool: Any) -> None:
         spec = DataSpec(DataLoader(Batches([INPUTS]), batch_size=None), get_num_samples_in_batch=lambda b: 4)

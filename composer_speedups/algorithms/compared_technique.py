@@ -19,12 +19,13 @@ from composer_speedups.algorithms.comparison import SIXTEEN_BITS, Outcome, compa
 from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.algorithms.stock import changes_to
 from composer_speedups.algorithms.technique import OnUnavailable, Technique
-from composer_speedups.errors import CannotRunError
+from composer_speedups.errors import CannotRunError, first_line
 from composer_speedups.state import max_over_ranks, model_of
 
 __all__ = ["Check", "ComparedTechnique"]
 
 Check = Literal["auto", "always", "never"]
+_WAYS_OUT = "take it out for this model; or, if that is meant, set check: never"
 _owners = itertools.count(1)
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 _WITHOUT_TRAINING = (Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD)
@@ -109,7 +110,12 @@ def compare_with_untouched(event: Event, state: State) -> None:
         changed, untouched = trial.changed_and_untouched(due)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # the forward pass that comes next raises it too, and each technique knows its own causes
+    except RuntimeError as error:
+        for technique in reversed(due):
+            technique.withdraw(state)
+        for technique in due:
+            reason = f"the model could not be compared with the untouched one ({first_line(error)})"
+            technique.unavailable(CannotRunError(technique.name, reason, _WAYS_OUT))
         return
     apart = compare(untouched, changed, trial.tolerance)
     if not trial.any_rank(apart.beyond is not None):
@@ -141,7 +147,7 @@ def _find_the_cause(trial: _Trial, due: Sequence[ComparedTechnique], untouched: 
             CannotRunError(
                 technique.name,
                 f"the model does not compute what it does untouched: {reason} ({technique._because})",
-                "take it out for this model; or, if that is meant, set check: never",
+                _WAYS_OUT,
             )
         )
 
