@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import train
 from composer_speedups.callbacks import throughput
 from tests.conftest import ROOT
@@ -33,3 +35,11 @@ def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[s
     train.main(arguments)
     name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml)
     return json.loads((Path("runs") / name / "report.json").read_text())
+
+
+def short_checkpoint(folder: Path) -> Path:
+    """A checkpoint of the quickstart's first two batches, below a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
+    return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"

@@ -31,7 +31,7 @@ from composer_speedups.checkpoints.unpickling import restricted_unpickling
 from composer_speedups.errors import ConfigError
 from tests.common import make_trainer
 from tests.forks import Fork
-from tests.jobs import run
+from tests.jobs import run, short_checkpoint
 from tests.payload import MARKER, Payload
 
 Attack = Callable[[dict[str, Any]], None]
@@ -74,11 +74,7 @@ every_attack = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of a short run."""
-    folder = tmp_path_factory.mktemp("honest")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
-    return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"
+    return short_checkpoint(tmp_path_factory.mktemp("honest"))
 
 
 def poisoned(honest: Path, attack: Attack) -> Path:

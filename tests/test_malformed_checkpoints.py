@@ -15,7 +15,7 @@ from composer_speedups.checkpoints.structure import conforming
 from composer_speedups.cli import exit_codes
 from composer_speedups.errors import ConfigError
 from tests.forks import Fork
-from tests.jobs import run
+from tests.jobs import run, short_checkpoint
 
 Change = Callable[[dict[str, Any]], Any]
 BRIEF = ("trainer.max_duration=4ba", "trainer.eval_batches=1", "export=false")
@@ -25,11 +25,7 @@ WEIGHT = f"state/model/{EMBEDDINGS}"
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("honest")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
-    return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"
+    return short_checkpoint(tmp_path_factory.mktemp("honest"))
 
 
 def changed(honest: Path, change: Change, name: str = "changed.pt") -> str:
