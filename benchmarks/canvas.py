@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from benchmarks.rows import Row, point_of
-from composer_speedups.files import write_atomically
+from composer_speedups.core.files import write_atomically
 
 __all__ = [
     "BLUE",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from composer_speedups.failed_process import own_line, ran_out_of_memory
+from composer_speedups.train.failed_process import own_line, ran_out_of_memory
 
 __all__ = ["failure", "reason", "spelled"]
 

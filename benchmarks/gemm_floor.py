@@ -7,7 +7,7 @@ import time
 import torch
 from torch import nn
 
-from composer_speedups.algorithms.blocks import repeated_blocks
+from composer_speedups.families.blocks import repeated_blocks
 
 __all__ = ["gemm_floor", "linear_shapes"]
 

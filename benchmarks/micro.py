@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.rows import RESULTS, Row, call_time, keep_rows
-from composer_speedups.environment import environment
+from composer_speedups.train.environment import environment
 
 __all__ = ["Case", "Settings", "lengths", "main", "markdown", "read_arguments"]
 
@@ -112,9 +112,9 @@ def copied_per_microsecond(size: int = 2**30) -> float:
 
 
 def cases(settings: Settings) -> list[Case]:
-    from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
-    from composer_speedups.algorithms.fused_layers.gelu import gelu_backward
-    from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
+    from composer_speedups.kernels.attention import attention_backward, attention_forward
+    from composer_speedups.kernels.gelu import gelu_backward
+    from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
     rows, longest, hidden, heads, dropout = settings
     sizes = lengths(rows, longest)

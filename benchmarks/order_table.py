@@ -6,11 +6,11 @@ from itertools import combinations
 
 import torch
 
-from composer_speedups.algorithms.catalogue import technique_names
-from composer_speedups.algorithms.ordering import Stage
-from composer_speedups.algorithms.registry import technique_class
-from composer_speedups.algorithms.requirements import Context
-from composer_speedups.algorithms.technique import Technique
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.ordering import Stage
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import Technique
 
 __all__ = ["clashes_of", "order_table", "ranks_table"]
 

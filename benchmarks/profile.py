@@ -35,18 +35,18 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from benchmarks.gemm_floor import gemm_floor, linear_shapes
 from benchmarks.kernels import busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
 from benchmarks.rows import RESULTS, Row, call_time, keep_rows
-from composer_speedups.algorithms.ordering import screen
-from composer_speedups.algorithms.registry import build_techniques
 from composer_speedups.callbacks.engagement import EngagementReport
-from composer_speedups.cli import exit_codes, read_command_line
-from composer_speedups.data import build_data
-from composer_speedups.environment import environment
-from composer_speedups.errors import ConfigError
-from composer_speedups.flops import batch_lengths
-from composer_speedups.models import build_model, resolve_name
-from composer_speedups.runs import RunFolder
-from composer_speedups.state import device_of, torch_device
-from composer_speedups.trainer import build_trainer, context_of, join_ranks, open_device
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.ordering import screen
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.trainer_state import device_of, torch_device
+from composer_speedups.data.loader import build_data
+from composer_speedups.families.flops import batch_lengths
+from composer_speedups.tasks.models import build_model, resolve_name
+from composer_speedups.train.cli import exit_codes, read_command_line
+from composer_speedups.train.environment import environment
+from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
 __all__ = ["Counts", "StepProfiler", "main", "markdown"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.table import Arm
-from composer_speedups.files import write_atomically
+from composer_speedups.core.files import write_atomically
 
 __all__ = ["RESULTS", "Row", "call_time", "folder_of", "keep_rows", "median_step", "point_of", "row_of", "spell"]
 

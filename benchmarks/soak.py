@@ -27,9 +27,9 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-import train
-from composer_speedups.cli import exit_codes, read_command_line
-from composer_speedups.startup import StartupClock, without_gc
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes, read_command_line
+from composer_speedups.train.startup import StartupClock, without_gc
 
 __all__ = ["Reading", "Watch", "grown", "rate_ratio", "soak"]
 
@@ -147,7 +147,7 @@ def soak(arguments: Sequence[str]) -> dict[str, Any]:
     watch = Watch(max(1, steps // _READINGS))
     with without_gc():
         clock = StartupClock()
-    train.train(config, origins, clock, callbacks=[watch])
+    application.train(config, origins, clock, callbacks=[watch])
     found = {
         "steps": steps,
         "grown": grown(watch.readings),

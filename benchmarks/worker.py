@@ -184,16 +184,16 @@ class Workers:
 
 def _import_all() -> None:
     import composer_speedups.data
-    import composer_speedups.export
-    import composer_speedups.models
-    import composer_speedups.report
-    import composer_speedups.trainer  # noqa: F401  # imported ahead
-    import train  # noqa: F401
+    import composer_speedups.tasks.export
+    import composer_speedups.tasks.models
+    import composer_speedups.train.report
+    import composer_speedups.train.trainer  # noqa: F401  # imported ahead
+    from composer_speedups.train import application  # noqa: F401
 
 
 def _main() -> None:
     _import_all()
-    from composer_speedups.cli import exit_codes
+    from composer_speedups.train.cli import exit_codes
 
     print(_READY, end="", flush=True)
     line = sys.stdin.readline()

@@ -26,7 +26,7 @@ _OTHERS = {
 
 
 def _public() -> dict[str, str]:
-    from composer_speedups.algorithms.catalogue import public_names
+    from composer_speedups.core.catalogue import public_names
 
     return _OTHERS | public_names()
 

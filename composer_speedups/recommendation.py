@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_speedups.algorithms.registry import technique_class
-from composer_speedups.algorithms.technique import OnUnavailable, Technique
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.technique import OnUnavailable, Technique
 
 __all__ = ["RECOMMENDED", "recommended"]
 

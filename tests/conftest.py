@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.wandb_runs import WandbRun
+    from tests.helpers.wandb_runs import WandbRun
 
 ROOT = Path(__file__).parent.parent
 if sys.dont_write_bytecode and sys.pycache_prefix is None:
@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_processor() -> None:
-    from tests.isa import take_the_processors_word
+    from tests.helpers.isa import take_the_processors_word
 
     take_the_processors_word()
 
@@ -74,7 +74,7 @@ def wandb_run(tmp_path_factory: pytest.TempPathFactory) -> WandbRun:
     """One offline run of the quickstart for all tests that look at what it logged; not to be changed by them."""
     import torch
 
-    from tests.wandb_runs import train_offline
+    from tests.helpers.wandb_runs import train_offline
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("wandb_run"))

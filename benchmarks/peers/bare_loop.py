@@ -20,19 +20,19 @@ from torch.utils.data import DataLoader
 import composer_speedups
 from benchmarks.peers.job import Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
-from composer_speedups.algorithms.ordering import screen, techniques_of
-from composer_speedups.algorithms.probe import compile_counts
-from composer_speedups.algorithms.registry import build_techniques
-from composer_speedups.algorithms.technique import Technique
-from composer_speedups.algorithms.unpadding import plan_unpadding
-from composer_speedups.cli import exit_codes
-from composer_speedups.config import Config
-from composer_speedups.errors import ConfigError
-from composer_speedups.models import FinetuneModel
-from composer_speedups.optimization import build_optimizer
-from composer_speedups.runs import RunFolder
-from composer_speedups.state import torch_device
-from composer_speedups.trainer import context_of, open_device
+from composer_speedups import plan_unpadding
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.core.ordering import screen, techniques_of
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.technique import Technique
+from composer_speedups.core.trainer_state import torch_device
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config import Config
+from composer_speedups.train.optimization import build_optimizer
+from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.trainer import context_of, open_device
 
 __all__ = ["apply_all", "main"]
 

@@ -33,11 +33,11 @@ from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallba
 from benchmarks.peers.hf_flags import OWN_FLAGS, training_arguments
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
-from composer_speedups.algorithms.probe import compile_counts
-from composer_speedups.cli import exit_codes
-from composer_speedups.config import Config
-from composer_speedups.errors import ConfigError
-from composer_speedups.runs import RunFolder
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config import Config
+from composer_speedups.train.run_folder import RunFolder
 
 __all__ = ["main"]
 

@@ -13,12 +13,12 @@ from composer.utils import dist, reproducibility
 from torch import nn
 from torch.utils.data import DataLoader
 
-from composer_speedups.cli import read_command_line
-from composer_speedups.config import Config
-from composer_speedups.data import build_data
-from composer_speedups.errors import ConfigError, first_line
-from composer_speedups.models import FinetuneModel, build_model, resolve_name
-from composer_speedups.optimization import build_scheduler
+from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
+from composer_speedups.train.cli import read_command_line
+from composer_speedups.train.config import Config
+from composer_speedups.train.optimization import build_scheduler
 
 __all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments", "set_attention"]
 

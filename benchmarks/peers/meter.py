@@ -19,13 +19,13 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.config import Config
-from composer_speedups.config.schema import MemoryConfig, ThroughputConfig
-from composer_speedups.files import write_atomically
-from composer_speedups.flops import batch_lengths
-from composer_speedups.models import FinetuneModel
-from composer_speedups.report import build_report, summary_table
-from composer_speedups.runs import RunFolder
+from composer_speedups.core.files import write_atomically
+from composer_speedups.families.flops import batch_lengths
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import MemoryConfig, ThroughputConfig
+from composer_speedups.train.report import build_report, summary_table
+from composer_speedups.train.run_folder import RunFolder
 
 __all__ = ["Meter", "numerics_of", "write_peer_report"]
 

@@ -26,16 +26,16 @@ from composer.loggers import Logger
 
 from benchmarks.peers.job import build_job, read_arguments, set_attention
 from benchmarks.peers.meter import numerics_of, write_peer_report
-from composer_speedups.algorithms.probe import compile_counts
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.cli import exit_codes
-from composer_speedups.config.schema import MemoryConfig, ThroughputConfig
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.data.loader import real_tokens
-from composer_speedups.errors import ConfigError, did_you_mean
-from composer_speedups.optimization import build_optimizer, build_scheduler
-from composer_speedups.report import build_report
-from composer_speedups.runs import RunFolder
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.schema import MemoryConfig, ThroughputConfig
+from composer_speedups.train.optimization import build_optimizer, build_scheduler
+from composer_speedups.train.report import build_report
+from composer_speedups.train.run_folder import RunFolder
 
 __all__ = ["main"]
 

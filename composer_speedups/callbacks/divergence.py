@@ -11,7 +11,7 @@ from composer.loggers import Logger
 
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.callbacks.saves import ask_before_saving, go_back_with, last_checkpoint
-from composer_speedups.errors import DivergedError
+from composer_speedups.core.errors import DivergedError
 
 __all__ = ["DivergenceGuard"]
 

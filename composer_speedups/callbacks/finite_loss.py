@@ -10,12 +10,12 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.early_loss.readback import Copies, copies_for
-from composer_speedups.algorithms.ordering import techniques_of
 from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
 from composer_speedups.callbacks.saves import ask_before_saving, go_back_with
-from composer_speedups.errors import NonFiniteError
-from composer_speedups.state import device_of
+from composer_speedups.core.errors import NonFiniteError
+from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.trainer_state import device_of
+from composer_speedups.distributed.host_scalars import Copies, copies_for
 
 __all__ = ["FiniteLoss"]
 

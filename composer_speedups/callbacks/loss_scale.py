@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 from composer.core import Callback, Event, Precision, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.early_loss.readback import Copies, copies_for
 from composer_speedups.callbacks.nonfinite import circumstances
-from composer_speedups.errors import NonFiniteError
-from composer_speedups.state import device_of
+from composer_speedups.core.errors import NonFiniteError
+from composer_speedups.core.trainer_state import device_of
+from composer_speedups.distributed.host_scalars import Copies, copies_for
 
 __all__ = ["LossScaleMonitor"]
 

@@ -11,8 +11,8 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.optimizer_evidence import state_tensors
-from composer_speedups.state import device_of, is_compiled, local_shard
+from composer_speedups.core.optimizer_evidence import state_tensors
+from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
 
 __all__ = ["MemoryAnatomy"]
 

@@ -8,8 +8,8 @@ import torch
 from composer.core import State
 from torch import Tensor
 
-from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.state import local_shard, max_over_ranks
+from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.trainer_state import local_shard, max_over_ranks
 
 __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]
 

@@ -10,7 +10,7 @@ import psutil
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.metrics import final_metrics
+from composer_speedups.tasks.metrics import final_metrics
 
 __all__ = ["RunHistory"]
 

@@ -7,11 +7,11 @@ import inspect
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.ordering import techniques_of
-from composer_speedups.algorithms.technique import Technique
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.metrics import final_metrics
+from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.technique import Technique
+from composer_speedups.tasks.metrics import final_metrics
 
 __all__ = ["RunSummary", "arm_of"]
 

@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from composer_speedups.callbacks.batches import Batch, gather_batches, own_batches
 from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
-from composer_speedups.captures import capture_seconds
-from composer_speedups.flops import batch_lengths, training_flops
-from composer_speedups.state import device_of, model_of
+from composer_speedups.core.captures import capture_seconds
+from composer_speedups.core.trainer_state import device_of, model_of
+from composer_speedups.families.flops import batch_lengths, training_flops
 
 __all__ = ["Batch", "ThroughputMonitor"]
 

@@ -18,10 +18,10 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 
-from composer_speedups.cli import exit_codes
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.dashboards.layout import Section, as_text, layout
 from composer_speedups.dashboards.request import Request, read_request
-from composer_speedups.errors import ConfigError
+from composer_speedups.train.cli import exit_codes
 
 __all__ = ["main"]
 

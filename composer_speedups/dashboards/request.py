@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.dashboards.layout import Task
-from composer_speedups.errors import ConfigError, did_you_mean
 
 __all__ = ["Request", "read_request"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer_speedups.data.balanced import BalancedSampler, Integers
+from composer_speedups.distributed.balanced_sampling import BalancedSampler, Integers
 
 __all__ = ["LengthGroupedSampler"]
 

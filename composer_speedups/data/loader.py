@@ -14,8 +14,8 @@ from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
 from transformers import DataCollatorForLanguageModeling
 
-from composer_speedups.config.schema import DataConfig
-from composer_speedups.data.balanced import BalancedSampler
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.random_rows import random_rows
@@ -23,8 +23,8 @@ from composer_speedups.data.sources import load_reviews, load_validation
 from composer_speedups.data.streams import Tokenized, stream_of_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.data.watched import WatchedDataLoader
-from composer_speedups.errors import ConfigError, DataError
-from composer_speedups.flops import batch_lengths
+from composer_speedups.distributed.balanced_sampling import BalancedSampler
+from composer_speedups.families.flops import batch_lengths
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]
 

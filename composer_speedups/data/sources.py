@@ -15,10 +15,10 @@ import pyarrow.json
 import pyarrow.parquet
 from datasets import Dataset, load_dataset
 
-from composer_speedups.config.schema import DataConfig
+from composer_speedups.core.errors import DataError, first_line
+from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.builtin import builtin_reviews
-from composer_speedups.errors import DataError, first_line
-from composer_speedups.files import with_working_directory
+from composer_speedups.data.config import DataConfig
 
 __all__ = ["load_reviews", "load_validation", "unreadable"]
 

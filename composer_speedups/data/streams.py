@@ -15,10 +15,10 @@ from composer.utils import dist
 from datasets import load_dataset
 from datasets.distributed import split_dataset_by_node
 
-from composer_speedups.config.schema import DataConfig
+from composer_speedups.core.errors import ConfigError, DataError, first_line
+from composer_speedups.core.files import with_working_directory
+from composer_speedups.data.config import DataConfig
 from composer_speedups.data.sources import unreadable
-from composer_speedups.errors import ConfigError, DataError, first_line
-from composer_speedups.files import with_working_directory
 
 __all__ = ["EndlessReviews", "Tokenized", "stream_of_reviews"]
 

@@ -15,9 +15,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from composer_speedups.config.schema import DataConfig
-from composer_speedups.errors import ConfigError, DataError
-from composer_speedups.files import cannot_be_loaded, check_folder, make_folder
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder
+from composer_speedups.data.config import DataConfig
 
 __all__ = ["load_tokenizer", "tokenize"]
 

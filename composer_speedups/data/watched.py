@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from composer_speedups.errors import DataError, RunFailedError
+from composer_speedups.core.errors import DataError, RunFailedError
 
 __all__ = ["WatchedDataLoader"]
 

@@ -7,13 +7,13 @@ import sys
 import time
 from pathlib import Path
 
-from composer_speedups.cli import exit_codes
-from composer_speedups.config import Config, load_with_origins, parse_command_line
-from composer_speedups.errors import CannotRunError, ConfigError
-from composer_speedups.startup import kept_bytecode
+from composer_speedups.core.errors import CannotRunError, ConfigError
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config import Config, load_with_origins, parse_command_line
+from composer_speedups.train.startup import kept_bytecode
 from composer_speedups.tune.output import check_output, default_output
 from composer_speedups.tune.settings import TuneConfig, help_text, read_settings
-from composer_speedups.tune.trial import Trials, find_train
+from composer_speedups.tune.trial import Trials
 
 
 def main(arguments: list[str]) -> None:
@@ -29,13 +29,12 @@ def main(arguments: list[str]) -> None:
         raise ConfigError("WORLD_SIZE: tuning measures one process; start it with python -m, without a launcher")
     output = Path(settings.output) if settings.output else default_output(command.file)
     check_output(output, command.file)
-    train = find_train()
     with kept_bytecode(config):
-        tune(config, settings, Trials(config, train), output, command.file, overrides)
+        tune(config, settings, Trials(config), output, command.file, overrides)
 
 
 def tune(config: Config, settings: TuneConfig, measure: Trials, output: Path, file: str, overrides: list[str]) -> None:
-    from composer_speedups.environment import environment
+    from composer_speedups.train.environment import environment
     from composer_speedups.tune.candidates import CHOICES
     from composer_speedups.tune.given import Given
     from composer_speedups.tune.results import Bench

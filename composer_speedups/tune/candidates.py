@@ -1,6 +1,6 @@
 """What there is to try: each technique's exactness and the settings worth a trial.
 
-``tests/test_tune_candidates.py`` holds every line against ``tests/settings.py``.
+``tests/tune/test_tune_candidates.py`` holds every line against ``tests/helpers/settings.py``.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer_speedups.config import Config
-from composer_speedups.data import build_data
-from composer_speedups.models import resolve_name
-from composer_speedups.state import torch_device
-from composer_speedups.trainer import context_of, open_device
+from composer_speedups.core.trainer_state import torch_device
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.models import resolve_name
+from composer_speedups.train.config import Config
+from composer_speedups.train.trainer import context_of, open_device
 from composer_speedups.tune.candidates import Candidate, candidates_for
 from composer_speedups.tune.changes import available, refusal, uses_autocast
 from composer_speedups.tune.outcomes import Algorithms, Outcome, planned_steps

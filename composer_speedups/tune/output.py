@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from composer_speedups.errors import ConfigError
-from composer_speedups.files import with_working_directory
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import with_working_directory
 
 __all__ = ["MARK", "check_output", "default_output"]
 

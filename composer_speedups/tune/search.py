@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from composer_speedups.errors import ConfigError
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.changes import Refused, apply_candidate, forbidden, key_of
 from composer_speedups.tune.outcomes import Outcome, noise_of

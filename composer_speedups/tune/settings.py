@@ -13,10 +13,10 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from composer_speedups.config import Origins
-from composer_speedups.config.checks import check_bounds
-from composer_speedups.config.keys import field_docs, key
-from composer_speedups.errors import ConfigError, did_you_mean, first_line
+from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
+from composer_speedups.core.settings import field_docs, key
+from composer_speedups.train.config import Origins
+from composer_speedups.train.config.checks import check_bounds
 
 __all__ = ["Kind", "TuneConfig", "help_text", "read_settings"]
 

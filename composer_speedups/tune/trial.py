@@ -12,34 +12,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import composer_speedups
-from composer_speedups.config import Config, save_config
-from composer_speedups.config.schema import CheckpointConfig, LoggersConfig, MemoryConfig, ThroughputConfig
-from composer_speedups.errors import ConfigError
-from composer_speedups.failed_process import own_line, ran_out_of_memory, where
+from composer_speedups.train.config import Config, save_config
+from composer_speedups.train.config.schema import CheckpointConfig, LoggersConfig, MemoryConfig, ThroughputConfig
+from composer_speedups.train.failed_process import own_line, ran_out_of_memory, where
 from composer_speedups.tune.outcomes import Algorithms, Outcome
 
-__all__ = ["Trials", "find_train", "outcome_of", "outcome_of_failure", "trial_config"]
+__all__ = ["Trials", "outcome_of", "outcome_of_failure", "trial_config"]
 
+TRAIN = (sys.executable, "-m", "composer_speedups.train")
 _SAID = 300  # characters of a failed process's line
 _LAST_WORDS = 2.0  # seconds for a process at its limit to say where it is
-
-
-def find_train() -> Path:
-    """train.py of the checkout that this package lies in, or of the working directory.
-
-    Raises:
-        ConfigError: Neither has one.
-    """
-    places = [Path(composer_speedups.__file__).parent.parent, Path.cwd()]
-    found = next((place / "train.py" for place in places if (place / "train.py").is_file()), None)
-    if found is None:
-        raise ConfigError("there is no train.py here; start it in a checkout of composer_speedups")
-    return found
 
 
 def trial_config(
@@ -80,11 +66,11 @@ class Trials:
 
     Args:
         config: The given run.
-        train: train.py.
+        command: What trains, before its own arguments; tests give their own.
     """
 
-    def __init__(self, config: Config, train: Path) -> None:
-        self.config, self.train = config, train
+    def __init__(self, config: Config, command: Sequence[str] = TRAIN) -> None:
+        self.config, self.command = config, command
 
     def __call__(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
         """Train ``steps`` steps with these techniques; ends the process after ``timeout`` seconds, or two more.
@@ -97,7 +83,7 @@ class Trials:
             save_config(trial, folder / "trial.yaml", credentials=True)  # in a folder that nobody else can look into
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()
-            status, output = _run([sys.executable, str(self.train), "-f", str(folder / "trial.yaml")], caches, timeout)
+            status, output = _run([*self.command, "-f", str(folder / "trial.yaml")], caches, timeout)
             wall = time.monotonic() - started
             if status is None:
                 return Outcome("time", f"not done after {wall:.0f} s{where(output)}", wall_seconds=wall)

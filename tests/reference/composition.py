@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from composer.utils import dist
 
-from composer_speedups.config.schema import FSDPConfig, TrainerConfig
-from composer_speedups.errors import UserError
-from composer_speedups.models import FinetuneModel
-from composer_speedups.out_of_memory import MicrobatchTrainer
-from composer_speedups.sharding import GradientClipping, parallelism_of, sharded_blocks
-from tests.common import Batch, Recorder, batch, make_trainer, tiny_bert
-from tests.settings import Case, cases
+from composer_speedups.core.errors import UserError
+from composer_speedups.distributed.fsdp import GradientClipping, fsdp_parallelism, sharded_blocks
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train.config.schema import FSDPConfig
+from composer_speedups.train.out_of_memory import MicrobatchTrainer
+from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert
+from tests.helpers.settings import Case, cases
 
 WAYS: dict[str, FSDPConfig | None] = {
     "ddp": None,
@@ -60,7 +60,7 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
         model=model,
         callbacks=[recorder],
         cls=MicrobatchTrainer,
-        parallelism_config=parallelism_of(TrainerConfig(fsdp=fsdp)),
+        parallelism_config=fsdp_parallelism(fsdp),
     )
     trainer.fit()
     trainer.close()

@@ -14,10 +14,10 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-import train
-from composer_speedups.cli import exit_codes, read_command_line
-from composer_speedups.errors import DataError
-from composer_speedups.startup import StartupClock
+from composer_speedups.core.errors import DataError
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes, read_command_line
+from composer_speedups.train.startup import StartupClock
 
 
 class Dying(Callback):
@@ -35,4 +35,4 @@ class Dying(Callback):
 if __name__ == "__main__":
     with exit_codes():
         config, origins = read_command_line(sys.argv[1:])
-        train.train(config, origins, StartupClock(), callbacks=[Dying()])
+        application.train(config, origins, StartupClock(), callbacks=[Dying()])

@@ -25,14 +25,14 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.int = _Int  # type: ignore[attr-defined]
 
-from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
-from composer_speedups.algorithms.fused_layers.embeddings import embed
-from composer_speedups.algorithms.fused_layers.gelu import column_sums, gelu_backward
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
-from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
 from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
 from composer_speedups.algorithms.fused_layers.plain import plain_layer
 from composer_speedups.algorithms.unpadding.plan import make_plan
+from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.embeddings import embed
+from composer_speedups.kernels.gelu import column_sums, gelu_backward
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]

@@ -21,9 +21,9 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 from torch import nn
 
-from composer_speedups.algorithms.fast_layernorm import fast_layernorm
+from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.algorithms.fast_layernorm.layers import TritonLayerNorm
-from composer_speedups.algorithms.surgery import swap_class
+from composer_speedups.surgery.module_classes import swap_class
 from tests.reference.tolerance import assert_near
 
 
@@ -74,10 +74,10 @@ def check_parity() -> int:
 def train(precision: str) -> dict[str, Any]:
     """A run with the technique, without its demand for a GPU."""
     from composer_speedups import FastLayerNorm, MixedPrecision
-    from tests.common import awkward_batches, final_weights, make_trainer, tiny_bert
+    from tests.helpers.common import awkward_batches, final_weights, make_trainer, tiny_bert
     from tests.reference.loop import train_plainly
 
-    fast_layernorm._requirements = lambda *_: ()
+    functional.requirements_of = lambda *_: ()
     model = tiny_bert()
     expected = train_plainly(model, awkward_batches())
     for norm in [m for m in model.modules() if isinstance(m, nn.LayerNorm)]:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.common import Batch
-from tests.masks import real_logits
+from tests.helpers.common import Batch
+from tests.helpers.masks import real_logits
 from tests.reference.loop import gradients
 
 __all__ = ["distance", "values"]

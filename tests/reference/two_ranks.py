@@ -15,10 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composer_speedups import apply_unpadding
-from composer_speedups.algorithms.unpadding import plan_unpadding
+from composer_speedups import apply_unpadding, plan_unpadding
 from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
-from tests.common import batch, tiny_bert
+from tests.helpers.common import batch, tiny_bert
 from tests.reference.loop import EPS, train_plainly
 from tests.reference.tolerance import assert_near
 

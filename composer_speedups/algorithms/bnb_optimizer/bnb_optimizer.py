@@ -10,92 +10,19 @@ from composer.core import State
 from torch import nn
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import bnb_adamw, page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer, check_settings
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
-    apply_stable_embedding,
     folded_weights,
     stable_embeddings,
 )
-from composer_speedups.algorithms.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
-from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
-from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
-from composer_speedups.algorithms.technique import OnUnavailable
-from composer_speedups.state import model_of
+from composer_speedups.core.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.technique import OnUnavailable
+from composer_speedups.core.trainer_state import model_of
 
-__all__ = ["BnbOptimizer", "apply_bnb_optimizer"]
-
-
-def apply_bnb_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    bits: Literal[8, 32] = 8,
-    paged: bool = False,
-    stable_embedding: bool = False,
-    embeddings_32bit: bool = True,
-    min_8bit_size: int = 4096,
-) -> Optimizer:
-    """Put bitsandbytes' AdamW in the place of torch's.
-
-    Args:
-        model: Says which parameters are embeddings; changed only by ``stable_embedding``.
-        optimizer: ``torch.optim.AdamW`` that has not stepped; must not step any more.
-        bits: Bits a value of either moment: 8, or 32, which is AdamW up to rounding.
-        paged: Keep state of 100,000 values and more in memory that the driver moves between GPU and host.
-        stable_embedding: Normalise the rows of the word embedding, with a new LayerNorm; see
-            :func:`.stable_embedding.apply_stable_embedding`. Its parameters join the group that holds the
-            model's other LayerNorms, or else the embedding's.
-        embeddings_32bit: Embeddings keep 32-bit state under ``bits=8``.
-        min_8bit_size: Parameters of fewer values keep 32-bit state.
-
-    Returns:
-        The new optimizer, or ``optimizer`` if it is that already.
-
-    Raises:
-        ValueError: Another number of bits, an optimizer that cannot be swapped, or no embedding to make stable.
-
-    Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
-    """
-    _check(bits, min_8bit_size)
-    label = f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})"
-    if label_of(optimizer) == label and optimizer.is_paged != paged:  # type: ignore[attr-defined]
-        raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
-            f"the optimizer is bitsandbytes AdamW with paged={not paged} already, and paged={paged} is asked for",
-            "swap a fresh torch.optim.AdamW",
-        )
-    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
-    new = swap_optimizer(
-        optimizer,
-        label,
-        lambda groups: bnb_adamw(
-            groups,
-            bits,
-            paged=paged,
-            full_precision=embedding_weights(model) if embeddings_32bit else (),
-            min_8bit_size=min_8bit_size,
-        ),
-    )
-    if stable_embedding:
-        try:
-            parameters = apply_stable_embedding(model)
-        except ValueError as error:
-            raise UnfitOptimizerError(str(error), "set stable_embedding=False") from error
-        _add(parameters, new, norms or set(map(id, embedding_weights(model))))
-    return new
-
-
-def _add(parameters: list[nn.Parameter], optimizer: Optimizer, beside: set[int]) -> None:
-    """Into an existing group: schedulers count the groups."""
-    groups = optimizer.param_groups
-    group = next((g for g in groups if any(id(p) in beside for p in g["params"])), groups[0])
-    group["params"].extend(parameters)
-
-
-def _check(bits: Any, min_8bit_size: int) -> None:
-    if bits not in (8, 32):
-        raise ValueError(f"bits must be 8 or 32, not {bits!r}")
-    if min_8bit_size < 0:
-        raise ValueError(f"min_8bit_size must not be negative, and is {min_8bit_size}")
+__all__ = ["BnbOptimizer"]
 
 
 class BnbOptimizer(OptimizerSwapTechnique):
@@ -129,7 +56,7 @@ class BnbOptimizer(OptimizerSwapTechnique):
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
         super().__init__(on_unavailable=on_unavailable)
-        _check(bits, min_8bit_size)
+        check_settings(bits, min_8bit_size)
         self.bits: Literal[8, 32] = bits
         self.paged, self.stable_embedding = paged, stable_embedding
         self.embeddings_32bit, self.min_8bit_size = embeddings_32bit, min_8bit_size

@@ -8,65 +8,17 @@ from typing import Any, ClassVar
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
-from composer.utils import dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from composer_speedups.algorithms.cuda_graphs.functional import apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
-from composer_speedups.ddp import BUCKETS_SETTLED
-from composer_speedups.errors import CannotRunError
+from composer_speedups.core.errors import CannotRunError
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.distributed.ddp import BUCKETS_SETTLED
 
-__all__ = ["CUDAGraphs", "apply_cuda_graphs"]
-
-
-def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
-    """Make a model's training calls replay CUDA graphs, captured at the first call of each input shape.
-
-    Args:
-        model: On a CUDA GPU and in its final form: compiled and unpadded already, if at all, and with all its
-            parameters, but not wrapped in DDP yet. Calls of an unpadded model that were not planned run as before.
-            Its ``forward`` (or its compiled call) is replaced in place. Arguments are tensors that need no
-            gradient, in dicts, lists or by themselves, and plain values.
-        max_graphs: Shapes captured; calls of further ones run as before. Each holds its activations' memory. In an
-            unpadded model the number of packed tokens is part of the shape.
-        segments: Graphs of each backward pass, cut between the model's repeated blocks, so that DDP sends the
-            gradients of the last blocks while the first ones are computed; a model that cannot be cut has one. By
-            default one in a process that trains alone, and otherwise as many as have 50 MiB of gradients each.
-
-    Returns:
-        What now stands for the forward pass; its ``graphs``, ``replays`` and ``eager_calls`` count, and
-        ``backward_segments`` says how many segments there are.
-        :class:`CaptureError` comes from the first call of a shape that cannot be captured: one that waits for
-        the GPU, say.
-
-    Raises:
-        ValueError: ``max_graphs`` or ``segments`` below 1, or a model that is not on a CUDA GPU or that DDP wraps
-            already.
-
-    Source: torch.cuda.make_graphed_callables, whose steps this follows.
-    """
-    if max_graphs < 1:
-        raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")
-    if segments is not None and segments < 1:
-        raise ValueError(f"segments must be at least 1, not {segments}")
-    if isinstance(model, DistributedDataParallel):
-        raise ValueError("no communication can be captured: apply this to the model before DDP wraps it")
-    device = next((p.device.type for p in model.parameters()), "cpu")
-    if device != "cuda":
-        raise ValueError(f"CUDA graphs need a model on a CUDA GPU, and this one is on the {device}")
-    attribute = "forward" if model._compiled_call_impl is None else "_compiled_call_impl"
-    current = getattr(model, attribute)
-    if not isinstance(current, GraphedCalls):
-        current = GraphedCalls(model, current, max_graphs)
-        current.install(attribute)
-    current.max_graphs = max_graphs
-    current.cut_behind = blocks_to_cut(model, segments) if segments is not None or dist.get_world_size() > 1 else ()
-    current.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
-    return current
+__all__ = ["CUDAGraphs"]
 
 
 class CUDAGraphs(Technique):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer_speedups.algorithms.blocks import repeated_blocks
+from composer_speedups.families.blocks import repeated_blocks
 
 __all__ = ["CutError", "Segments", "blocks_to_cut", "cut_points"]
 

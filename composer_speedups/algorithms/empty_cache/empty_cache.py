@@ -9,28 +9,14 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.state import device_of
+from composer_speedups.algorithms.empty_cache.functional import apply_empty_cache
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.trainer_state import device_of
 
-__all__ = ["EmptyCache", "apply_empty_cache"]
+__all__ = ["EmptyCache"]
 
 GIB = 2**30
-
-
-def apply_empty_cache() -> int:
-    """Give the allocator's unused blocks back to the GPU.
-
-    Returns:
-        Bytes given back; 0 where torch has not used a GPU.
-
-    Source: torch.cuda.empty_cache.
-    """
-    if not torch.cuda.is_initialized():
-        return 0
-    before = torch.cuda.memory_reserved()
-    torch.cuda.empty_cache()
-    return before - torch.cuda.memory_reserved()
 
 
 class EmptyCache(Technique):

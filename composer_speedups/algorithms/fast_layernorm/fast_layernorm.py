@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -12,96 +11,26 @@ from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State, get_precision_context
 from torch import nn
 
-from composer_speedups.algorithms.applied import refuse_other_settings
-from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation, LowPrecisionLayerNorm, fits
+from composer_speedups.algorithms.fast_layernorm import functional
+from composer_speedups.algorithms.fast_layernorm.functional import (
+    apply_fast_layernorm,
+    check_settings,
+    left_alone,
+    of_class,
+    unfit,
+)
+from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation
 from composer_speedups.algorithms.fast_layernorm.outputs import Outputs, in_compiled_graphs, is_of
-from composer_speedups.algorithms.requirements import (
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.requirements import (
     Context,
     Requirement,
     needs_autocast,
-    needs_cuda,
-    needs_package,
 )
-from composer_speedups.algorithms.surgery import swap_class
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
-from composer_speedups.state import device_of, is_compiled
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.trainer_state import device_of, is_compiled
 
-__all__ = ["FastLayerNorm", "LowPrecisionLayerNorm", "apply_fast_layernorm"]
-
-
-def apply_fast_layernorm(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    implementation: Literal["low_precision", "triton", "apex"] = "low_precision",
-) -> list[str]:
-    """Make every ``torch.nn.LayerNorm`` of a model compute in the autocast dtype.
-
-    Args:
-        model: Changed in place; parameters, their names and hooks stay as they are. Under ``"triton"`` and
-            ``"apex"`` it runs on a GPU only, and LayerNorms without weight and bias are left alone.
-        optimizers: Taken for Composer's convention; nothing needs changing in them.
-        implementation: ``"low_precision"`` is torch's kernel on 16-bit values under autocast; ``"triton"`` is
-            Liger's kernel and ``"apex"`` NVIDIA Apex's, with and without autocast.
-
-    Returns:
-        Names of the modules changed.
-
-    Raises:
-        ValueError: An unknown implementation, one that cannot run here, or a model that has another one.
-
-    Source: Composer's LowPrecisionLayerNorm; Liger Kernel (arXiv 2410.10989); NVIDIA Apex.
-    """
-    del optimizers
-    _check(implementation)
-    for met, reason, fix in _requirements(implementation, Context(_any_device())):
-        if not met:
-            raise ValueError(f"{reason}; {fix}")
-    for other, cls in LAYERS.items():
-        if _of_class(model, cls):
-            refuse_other_settings("fast LayerNorms", {"implementation": other}, {"implementation": implementation})
-    names = swap_class(model, nn.LayerNorm, LAYERS[implementation], lambda module: fits(module, implementation))
-    left = _left_alone(model)
-    if left:
-        warnings.warn(NoEffectWarning(f"left alone, for {_unfit(implementation)}: {', '.join(left)}"), stacklevel=2)
-    elif not _of_class(model, LAYERS[implementation]):
-        warnings.warn(NoEffectWarning("no torch.nn.LayerNorm was found in the model"), stacklevel=2)
-    return names
-
-
-def _check(implementation: str) -> None:
-    if implementation not in LAYERS:
-        raise ValueError(f"implementation must be one of {', '.join(LAYERS)}, not {implementation!r}")
-
-
-def _requirements(implementation: Implementation, context: Context) -> Iterable[Requirement]:
-    """What a fused kernel needs; torch's own runs anywhere."""
-    if implementation == "triton":
-        yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
-        yield needs_package("liger_kernel", "composer_speedups[liger]")
-    if implementation == "apex":
-        yield needs_cuda(context, "Apex's kernel", (7, 0))
-        yield Requirement(
-            all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")),
-            "Apex is not installed with its CUDA extensions",
-            "build it so from the repository NVIDIA/apex on GitHub; the index's package apex is another project",
-        )
-
-
-def _any_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _of_class(model: nn.Module, cls: type[nn.Module]) -> list[nn.Module]:
-    return [m for m in model.modules() if type(m) is cls]
-
-
-def _left_alone(model: nn.Module) -> list[str]:
-    return [name for name, module in model.named_modules() if type(module) is nn.LayerNorm]
-
-
-def _unfit(implementation: Implementation) -> str:
-    return f"{implementation} wants a weight, a bias{' and one dimension' if implementation == 'triton' else ''}"
+__all__ = ["FastLayerNorm"]
 
 
 class FastLayerNorm(Technique):
@@ -128,7 +57,7 @@ class FastLayerNorm(Technique):
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
         super().__init__(on_unavailable=on_unavailable)
-        _check(implementation)
+        check_settings(implementation)
         self.implementation: Implementation = implementation
         self._outputs = Outputs()
         self._count = 0
@@ -136,7 +65,7 @@ class FastLayerNorm(Technique):
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.implementation == "low_precision":
             yield needs_autocast(context, "low-precision LayerNorm")
-        yield from _requirements(self.implementation, context)
+        yield from functional.requirements_of(self.implementation, context)
 
     def engage(self, state: State) -> dict[str, Any]:
         with warnings.catch_warnings():
@@ -145,16 +74,16 @@ class FastLayerNorm(Technique):
                 apply_fast_layernorm(state.model, state.optimizers, self.implementation)
             except ValueError as error:
                 raise TechniqueError(self.name, str(error), "take it out for this model") from error
-        modules, left = self._modules(state), _left_alone(state.model)
+        modules, left = self._modules(state), left_alone(state.model)
         if not modules:
-            reason = f" that fits: {_unfit(self.implementation)}" if left else ""
+            reason = f" that fits: {unfit(self.implementation)}" if left else ""
             raise TechniqueError(self.name, f"the model has no torch.nn.LayerNorm{reason}", "take it out")
         self._count = len(modules)
         evidence: dict[str, Any] = {"modules": len(modules), "implementation": self.implementation}
         return evidence | ({"left_alone": left} if left else {})
 
     def _modules(self, state: State) -> list[nn.Module]:
-        return _of_class(state.model, LAYERS[self.implementation])
+        return of_class(state.model, LAYERS[self.implementation])
 
     def observe(self, event: Event, state: State) -> None:
         if event == Event.BEFORE_FORWARD and not is_compiled(state.model):  # hooks would change its graph

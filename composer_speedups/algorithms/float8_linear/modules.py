@@ -14,7 +14,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-from composer_speedups.algorithms.probe import OperatorRecorder
+from composer_speedups.core.operator_recorder import OperatorRecorder
 
 __all__ = ["Float8Recorder", "RowPaddedFloat8Linear", "float8_config", "settings_of", "to_float8", "to_plain"]
 

@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
 
-import torch
-
-from composer_speedups.algorithms.optimizer_flags import OptimizerFlagTechnique, set_implementation
-
-__all__ = ["ForEachOptimizer", "apply_foreach_optimizer"]
-
-
-def apply_foreach_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Make a torch optimizer update all parameters of a group with a few multi-tensor kernels.
-
-    Args:
-        optimizer: Any torch.optim optimizer with a ``foreach`` flag; changed in place.
-
-    Returns:
-        ``{"optimizer", "groups", "before"}``.
-
-    Raises:
-        ValueError: The optimizer has no foreach implementation.
-
-    Source: torch.optim.AdamW, ``foreach``.
-    """
-    return set_implementation(optimizer, "foreach")
+__all__ = ["ForEachOptimizer"]
 
 
 class ForEachOptimizer(OptimizerFlagTechnique):

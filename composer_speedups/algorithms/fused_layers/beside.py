@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.algorithms.fused_layers.shape import Shape
-from composer_speedups.commands import output_of
-from composer_speedups.config import Config
-from composer_speedups.model_names import SIZES, resolve_name
+from composer_speedups.tasks.model_names import SIZES, resolve_name
+from composer_speedups.train.commands import output_of
+from composer_speedups.train.config import Config
 
 __all__ = ["compiling_beside", "shape_of", "wait_for"]
 
@@ -111,7 +111,7 @@ def _main(arguments: str) -> None:
         return
     import torch
 
-    from composer_speedups.algorithms.fused_layers.compile_ahead import compile_ahead
+    from composer_speedups.kernels.compile_ahead import compile_ahead
 
     dtype = torch.float16 if given["fp16"] else torch.bfloat16
     compile_ahead(shape, dtype, torch.device("cuda", 0)).close()

@@ -17,7 +17,7 @@ from transformers.models.electra.modeling_electra import ElectraEmbeddings
 from transformers.models.roberta.modeling_roberta import RobertaEmbeddings
 
 from composer_speedups.algorithms.fused_layers.families import compute_dtype
-from composer_speedups.algorithms.stock import Untouched
+from composer_speedups.families.stock import Untouched
 
 __all__ = ["EMBEDDINGS", "FusedEmbeddings"]
 
@@ -48,7 +48,7 @@ class FusedEmbeddings(nn.Module):
         if input_ids is None or not self._can_run(input_ids, others):
             self.ran = "stock"
             return super().forward(*args, **kwargs)
-        from composer_speedups.algorithms.fused_layers.embeddings import embed
+        from composer_speedups.kernels.embeddings import embed
 
         self.ran = "triton"
         width = input_ids.shape[1]

@@ -17,8 +17,8 @@ from transformers.models.roberta.modeling_roberta import RobertaLayer
 
 from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
 from composer_speedups.algorithms.fused_layers.plain import first_tokens_layer, plain_layer
-from composer_speedups.algorithms.stock import Untouched
 from composer_speedups.algorithms.unpadding.plan import Plan
+from composer_speedups.families.stock import Untouched
 
 __all__ = ["FAMILIES", "FusedLayer", "compute_dtype"]
 

@@ -12,8 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
-from composer_speedups.algorithms.stock import Untouched, model_differences, outermost_models
 from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
+from composer_speedups.families.stock import Untouched, model_differences, outermost_models
 
 __all__ = ["mark_calls", "marks_calls", "unmark_calls"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.algorithms.fused_layers.attention import attention_backward, attention_forward
-from composer_speedups.algorithms.fused_layers.gelu import column_sums, gelu_backward
-from composer_speedups.algorithms.fused_layers.norm import add_norm_backward, add_norm_forward
 from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
+from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.gelu import column_sums, gelu_backward
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 __all__ = ["fused_layer"]
 

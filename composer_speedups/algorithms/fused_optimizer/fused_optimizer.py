@@ -2,30 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
 
-import torch
-
-from composer_speedups.algorithms.optimizer_flags import OptimizerFlagTechnique, set_implementation
-
-__all__ = ["FusedOptimizer", "apply_fused_optimizer"]
-
-
-def apply_fused_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Make a torch optimizer do its whole update in one kernel for many parameters.
-
-    Args:
-        optimizer: Any torch.optim optimizer with a ``fused`` flag; changed in place.
-
-    Returns:
-        ``{"optimizer", "groups", "before"}``.
-
-    Raises:
-        ValueError: The optimizer has no fused implementation, or its parameters are not floating point.
-
-    Source: torch.optim.AdamW, ``fused``.
-    """
-    return set_implementation(optimizer, "fused")
+__all__ = ["FusedOptimizer"]
 
 
 class FusedOptimizer(OptimizerFlagTechnique):

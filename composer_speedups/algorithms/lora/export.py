@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, host, trained_copies
-from composer_speedups.files import replace_folder
+from composer_speedups.core.files import replace_folder
 
 __all__ = ["merged_state_dict", "save_adapter"]
 

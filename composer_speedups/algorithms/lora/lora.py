@@ -11,90 +11,20 @@ from composer.core import Event, State
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from composer_speedups.algorithms.applied import refuse_other_settings
 from composer_speedups.algorithms.lora.adapters import (
     ADAPTER,
     adapted_layers,
     host,
-    insert,
-    settings_of,
     trained_copies,
-    wanted_settings,
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
-from composer_speedups.algorithms.lora.regroup import regroup
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_package
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.errors import TechniqueError
-from composer_speedups.state import model_of
+from composer_speedups.algorithms.lora.functional import apply_lora, check_settings
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.requirements import Context, Requirement, needs_package
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.trainer_state import model_of
 
-__all__ = ["LoRA", "apply_lora"]
-
-
-def apply_lora(
-    model: nn.Module,
-    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
-    rank: int = 8,
-    alpha: float = 16.0,
-    targets: Literal["all-linear"] | list[str] | None = None,
-    dropout: float = 0.0,
-    modules_to_save: list[str] | None = None,
-) -> list[str]:
-    """Freeze a model and train low-rank adapters of some of its Linear modules instead, through PEFT.
-
-    Args:
-        model: A Hugging Face model, a ComposerModel around one, or any module; changed in place. Every
-            parameter is frozen but the adapters and copies of the modules to save.
-        optimizers: Those of the training loop, if they exist: frozen parameters leave their groups, and what is
-            trained instead enters the group of the weight that it stands for.
-        rank: Rank of the adapters. Default 8.
-        alpha: The adapters' output is scaled by alpha / rank. Default 16, a scale of 2.
-        targets: Ends of the names of the Linear modules to adapt, or ``"all-linear"``. None is PEFT's default:
-            the query and value projections.
-        dropout: On the adapters' input, 0 to below 1. Default 0.
-        modules_to_save: Modules trained and saved whole. None is all on top of a Hugging Face encoder: the
-            classifier, which is new; nothing for a masked LM, whose head is pretrained.
-
-    Returns:
-        Names of the modules adapted; none when the model has the same adapters already.
-
-    Raises:
-        ValueError: A bad number, a target that matches nothing, or a model with other adapters.
-
-    Source: arXiv 2106.09685; PEFT.
-    """
-    _check(rank, alpha, dropout)
-    inner = host(model)
-    wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
-    before = settings_of(model)
-    if _is_peft_model(model) or (adapted_layers(model) and before is None):
-        raise ValueError("the model has PEFT adapters already; give its base model, or take the technique out")
-    names = []
-    if before is None:
-        names = insert(inner, wanted)
-    else:
-        refuse_other_settings("LoRA's adapters", before, wanted)
-    if optimizers is not None:
-        regroup(inner, [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
-    return names
-
-
-MOST_RANKS = 4096  # above any hidden size of a BERT, a low rank is none
-
-
-def _check(rank: int, alpha: float, dropout: float) -> None:
-    if not 1 <= rank <= MOST_RANKS:
-        raise ValueError(f"rank must be 1 to {MOST_RANKS}, not {rank}")
-    if alpha <= 0:
-        raise ValueError(f"alpha must be above 0, not {alpha}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be 0 to below 1, not {dropout}")
-
-
-def _is_peft_model(model: nn.Module) -> bool:
-    from peft import PeftModel
-
-    return any(isinstance(module, PeftModel) for module in model.modules())
+__all__ = ["LoRA"]
 
 
 class LoRA(Technique):
@@ -132,7 +62,7 @@ class LoRA(Technique):
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
         super().__init__(on_unavailable=on_unavailable)
-        _check(rank, alpha, dropout)
+        check_settings(rank, alpha, dropout)
         if isinstance(targets, str) and targets != "all-linear":
             raise ValueError(f"targets must be 'all-linear' or a list of names, not {targets!r}")
         self.rank, self.alpha, self.dropout = rank, alpha, dropout

@@ -8,74 +8,18 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from composer.core import State
-from torch import nn
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.lowbit_optimizer.torchao_adamw import Bits, lowbit_adamw
-from composer_speedups.algorithms.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
-from composer_speedups.algorithms.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
-from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda, needs_package
-from composer_speedups.algorithms.technique import OnUnavailable
+from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer, check_settings
+from composer_speedups.algorithms.lowbit_optimizer.torchao_adamw import Bits
+from composer_speedups.core.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.technique import OnUnavailable
 
-__all__ = ["LowBitOptimizer", "apply_lowbit_optimizer"]
+__all__ = ["LowBitOptimizer"]
 
 _STATE_BITS = {8: 8, 4: 4, "fp8": 8}
-
-
-def apply_lowbit_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    bits: Literal[8, 4, "fp8"] = 8,
-    embeddings_32bit: bool = True,
-    min_size: int = 4096,
-    compiled: bool | None = None,
-) -> Optimizer:
-    """Put torchao's low-bit AdamW in the place of torch's.
-
-    Args:
-        model: Says which parameters are embeddings; not changed.
-        optimizer: ``torch.optim.AdamW`` that has not stepped; must not step any more.
-        bits: Bits a value of either moment: 8, 4, or ``"fp8"`` (e4m3).
-        embeddings_32bit: Embeddings keep float32 state; without it, 8-bit and fp8 state makes rows that have
-            no gradient in a batch jump.
-        min_size: Parameters of fewer values keep float32 state, as do those whose number of values is no
-            multiple of the block: 256 values, 128 for 4 bits.
-        compiled: Compile the step; None (default) does on a GPU only.
-
-    Returns:
-        The new optimizer, or ``optimizer`` if it is that already.
-
-    Raises:
-        ValueError: Another number of bits, or an optimizer that cannot be swapped.
-
-    Source: torchao.optim; arXiv 2110.02861 (8 bits), arXiv 2309.01507 (4 bits).
-    """
-    _check(bits, min_size)
-    label = f"torchao AdamW({bits=}, {embeddings_32bit=}, {min_size=})"
-    if label_of(optimizer) == label and (before := optimizer.compiled) != compiled:  # type: ignore[attr-defined]
-        raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
-            f"the optimizer is torchao AdamW with compiled={before} already, and compiled={compiled} is asked for",
-            "swap a fresh torch.optim.AdamW",
-        )
-    return swap_optimizer(
-        optimizer,
-        label,
-        lambda groups: lowbit_adamw(
-            groups,
-            bits,
-            full_precision=embedding_weights(model) if embeddings_32bit else (),
-            min_size=min_size,
-            compiled=compiled,
-        ),
-    )
-
-
-def _check(bits: Any, min_size: int) -> None:
-    if bits not in (8, 4, "fp8"):
-        raise ValueError(f"bits must be 8, 4 or 'fp8', not {bits!r}")
-    if min_size < 0:
-        raise ValueError(f"min_size must not be negative, and is {min_size}")
 
 
 class LowBitOptimizer(OptimizerSwapTechnique):
@@ -106,7 +50,7 @@ class LowBitOptimizer(OptimizerSwapTechnique):
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
         super().__init__(on_unavailable=on_unavailable)
-        _check(bits, min_size)
+        check_settings(bits, min_size)
         self.bits: Bits = bits
         self.embeddings_32bit, self.min_size, self.compiled = embeddings_32bit, min_size, compiled
 

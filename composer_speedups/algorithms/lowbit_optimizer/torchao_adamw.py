@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.probe import counted_apart
+from composer_speedups.core.operator_recorder import counted_apart
 
 __all__ = ["Bits", "lowbit_adamw"]
 

@@ -2,58 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
 from composer.core import Event, Precision, State
 from torch import nn
 
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
-from composer_speedups.state import device_of, is_compiled
+from composer_speedups.algorithms.mixed_precision.functional import DTYPES, apply_mixed_precision
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.trainer_state import device_of, is_compiled
 
-__all__ = ["MixedPrecision", "apply_mixed_precision"]
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf16") -> torch.amp.GradScaler:
-    """Run a model's ``forward`` under autocast, for training loops of your own.
-
-    In a Composer Trainer use :class:`MixedPrecision`, which sets the Trainer's precision instead.
-
-    Args:
-        model: Its ``forward`` is wrapped in place; weights stay in float32.
-        dtype: ``"bf16"`` or ``"fp16"``; fp16 needs a GPU.
-
-    Returns:
-        The gradient scaler to train with: active for fp16, and doing nothing for bf16.
-
-    Raises:
-        ValueError: Another dtype, or fp16 off a GPU.
-
-    Source: torch.amp.
-    """
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
-    device = next(model.parameters()).device.type
-    if dtype == "fp16" and device != "cuda":
-        raise ValueError(f"fp16 needs a CUDA GPU, and the model is on the {device}; use bf16")
-    original = getattr(model.forward, "without_autocast", model.forward)
-    model.forward = _under_autocast(original, device, _DTYPES[dtype])  # type: ignore[method-assign]
-    return torch.amp.GradScaler(device, enabled=dtype == "fp16")
-
-
-def _under_autocast(forward: Callable[..., Any], device: str, dtype: torch.dtype) -> Callable[..., Any]:
-    @functools.wraps(forward)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(device, dtype):
-            return forward(*args, **kwargs)
-
-    wrapped.without_autocast = forward  # type: ignore[attr-defined]
-    return wrapped
+__all__ = ["MixedPrecision"]
 
 
 class MixedPrecision(Technique):
@@ -84,7 +45,7 @@ class MixedPrecision(Technique):
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
         super().__init__(on_unavailable=on_unavailable)
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
         self.dtype: Literal["bf16", "fp16"] = dtype
         self.allow_cpu = allow_cpu
@@ -127,7 +88,7 @@ class MixedPrecision(Technique):
                 self._seen.add(str(value.dtype).removeprefix("torch."))
 
     def verify(self, state: State) -> dict[str, Any]:
-        wanted = str(_DTYPES[self.dtype]).removeprefix("torch.")
+        wanted = str(DTYPES[self.dtype]).removeprefix("torch.")
         if wanted not in self._seen:
             raise self.not_engaged(
                 f"the forward pass gave {', '.join(sorted(self._seen)) or 'no tensor'} and no {wanted}",

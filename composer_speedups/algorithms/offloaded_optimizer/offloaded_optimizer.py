@@ -8,33 +8,14 @@ from typing import Any
 from composer.core import State
 from torch.optim import Optimizer
 
+from composer_speedups.algorithms.offloaded_optimizer.functional import apply_offloaded_optimizer
 from composer_speedups.algorithms.offloaded_optimizer.host_adamw import HostAdamW
-from composer_speedups.algorithms.optimizer_evidence import state_tensors
-from composer_speedups.algorithms.optimizer_swap import swap_optimizer
-from composer_speedups.algorithms.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.technique import OnUnavailable
+from composer_speedups.core.optimizer_evidence import state_tensors
+from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.technique import OnUnavailable
 
-__all__ = ["OffloadedOptimizer", "apply_offloaded_optimizer"]
-
-
-def apply_offloaded_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Put an AdamW in the place of AdamW whose state is in host memory and whose arithmetic the CPU does.
-
-    Args:
-        optimizer: A ``torch.optim.AdamW`` that has not stepped; not to be used any more.
-
-    Returns:
-        The new optimizer, over the same parameters and groups; ``optimizer`` itself if it is this one already.
-        Parameters on the CPU work too, through buffers of their own.
-
-    Raises:
-        ValueError: The optimizer is not AdamW, or has stepped.
-
-    Source: ZeRO-Offload (arXiv 2101.06840), and torchao's CPUOffloadOptimizer; :mod:`.host_adamw` says why the
-    latter is not used itself.
-    """
-    return swap_optimizer(optimizer, "AdamW on the CPU", HostAdamW)
+__all__ = ["OffloadedOptimizer"]
 
 
 class OffloadedOptimizer(OptimizerSwapTechnique):

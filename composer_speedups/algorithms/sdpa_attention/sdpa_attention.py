@@ -2,111 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State, get_precision_context
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.algorithms.compared_technique import Check, ComparedTechnique
-from composer_speedups.algorithms.probe import OperatorRecorder, cannot_run
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.stock import outermost_models
-from composer_speedups.algorithms.technique import OnUnavailable, Stage
-from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION as UNPADDED
-from composer_speedups.errors import CannotRunError, TechniqueError
-from composer_speedups.state import compute_dtype, device_of, is_compiled
+from composer_speedups.algorithms.sdpa_attention.functional import BACKENDS, apply_sdpa_attention, registered_name
+from composer_speedups.core.compared_technique import Check, ComparedTechnique
+from composer_speedups.core.errors import CannotRunError, TechniqueError
+from composer_speedups.core.operator_recorder import OperatorRecorder, cannot_run
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.technique import OnUnavailable, Stage
+from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
+from composer_speedups.families.stock import outermost_models
 
-__all__ = ["SDPAAttention", "apply_sdpa_attention"]
+__all__ = ["SDPAAttention"]
 
 _CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: whose technique changed it, and what it had before
 Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
-_BACKENDS = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-
-
-def apply_sdpa_attention(
-    model: nn.Module, backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto"
-) -> dict[str, str]:
-    """Make the Hugging Face models inside ``model`` use torch's scaled_dot_product_attention.
-
-    Args:
-        model: A PreTrainedModel, or a module that holds some; only their attention setting changes.
-        backend: ``"auto"`` lets torch choose; any other name allows that kernel alone, and torch raises
-            where it cannot run. flash takes no padding mask. A second call's replaces the first's.
-
-    Returns:
-        Name of each model (``""`` is ``model`` itself) → the attention implementation it had before; empty, with
-        a NoEffectWarning, when there is none.
-
-    Raises:
-        ValueError: An unknown backend, a model without SDPA support, or one that :func:`apply_unpadding` changed; then
-            no model is changed.
-
-    Source: torch.nn.functional.scaled_dot_product_attention; transformers' attention interface.
-    """
-    if backend not in ("auto", *_BACKENDS):
-        raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
-    implementation = "sdpa" if backend == "auto" else _register(backend)
-    outermost = outermost_models(model)
-    before = {name: module.config._attn_implementation or "eager" for name, module in outermost.items()}
-    if not before:
-        warnings.warn(NoEffectWarning("no Hugging Face model was found in the model"), stacklevel=2)
-    nested = [m for module in outermost.values() for m in module.modules() if isinstance(m, PreTrainedModel)]
-    for module in nested:  # all of them, before any is changed
-        if module.config._attn_implementation == UNPADDED:
-            raise ValueError("the model runs unpadded, and unpadding brings its own attention; undo_unpadding it first")
-        if not module._supports_sdpa:
-            raise ValueError(f"{type(module).__name__} does not support scaled_dot_product_attention in transformers")
-    settings = [(module.config, module.config._attn_implementation) for module in nested]
-    try:
-        for module in outermost.values():
-            module.set_attn_implementation(implementation)
-        _check_set(nested, implementation)
-    except ValueError:
-        for config, earlier in settings:
-            config._attn_implementation = earlier
-        raise
-    return before
-
-
-def _check_set(models: Iterable[PreTrainedModel], implementation: str) -> None:
-    """transformers only logs a warning for a model whose attention it cannot change."""
-    for module in models:
-        if (kept := module.config._attn_implementation) != implementation:
-            raise ValueError(
-                f"{type(module).__name__} keeps {kept} attention: transformers cannot change it once the model is built"
-            )
-
-
-def _name(backend: str) -> str:
-    """Its name in transformers, which takes any name with "flash" in it for the flash-attn package."""
-    return "sdpa" if backend == "auto" else f"sdpa_only_{backend.replace('flash', 'fa')}"
-
-
-def _register(backend: str) -> str:
-    """Register, through transformers' interface, an SDPA that allows one kernel."""
-    name = _name(backend)
-
-    def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with sdpa_kernel(_BACKENDS[backend]):
-            return sdpa_attention_forward(module, *args, **kwargs)
-
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)  # without it, attention would see no mask at all
-    return name
 
 
 class SDPAAttention(ComparedTechnique):
@@ -135,8 +52,8 @@ class SDPAAttention(ComparedTechnique):
         on_unavailable: OnUnavailable = "stop",
     ) -> None:
         super().__init__(check=check, on_unavailable=on_unavailable)
-        if backend not in ("auto", *_BACKENDS):
-            raise ValueError(f"backend must be one of auto, {', '.join(_BACKENDS)}, not {backend!r}")
+        if backend not in ("auto", *BACKENDS):
+            raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, not {backend!r}")
         self.backend: Backend = backend
         self._kernel: str | None = None
         self._seen_in = "probe"
@@ -168,7 +85,7 @@ class SDPAAttention(ComparedTechnique):
 
     def withdraw(self, state: State) -> None:
         for module, before in self._before.items():
-            if module.config._attn_implementation == _name(self.backend) and self._owns(module):
+            if module.config._attn_implementation == registered_name(self.backend) and self._owns(module):
                 module.set_attn_implementation(before)
 
     def _owns(self, module: PreTrainedModel) -> bool:
@@ -203,7 +120,7 @@ class SDPAAttention(ComparedTechnique):
         """Stop, or train with the attention that the model had; with eager where that was this kernel too."""
         self.unavailable(error)
         for module, before in self._before.items():
-            module.set_attn_implementation("eager" if before == _name(self.backend) else before)
+            module.set_attn_implementation("eager" if before == registered_name(self.backend) else before)
         self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
     def _stop_recording(self) -> None:
@@ -249,7 +166,7 @@ class SDPAAttention(ComparedTechnique):
 
     def verify(self, state: State) -> dict[str, Any]:
         implementations = {m.config._attn_implementation for m in outermost_models(state.model).values()}
-        if implementations != {_name(self.backend)}:
+        if implementations != {registered_name(self.backend)}:
             raise self.not_engaged(
                 f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
             )

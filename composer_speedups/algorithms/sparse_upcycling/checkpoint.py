@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from composer_speedups.algorithms.sparse_upcycling.sparse_upcycling import apply_sparse_upcycling
+from composer_speedups.algorithms.sparse_upcycling.functional import apply_sparse_upcycling
 
 __all__ = ["load_sparse_upcycling"]
 

@@ -5,33 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
-import torch
 from composer.core import State
 
-from composer_speedups.algorithms.flags import MATMUL_PRECISION, FlagTechnique
-from composer_speedups.algorithms.probe import matmul_error
-from composer_speedups.algorithms.requirements import Context, Requirement, needs_cuda
-from composer_speedups.algorithms.technique import OnUnavailable, Stage
-from composer_speedups.state import device_of
+from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique
+from composer_speedups.core.operator_recorder import matmul_error
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.technique import OnUnavailable, Stage
+from composer_speedups.core.trainer_state import device_of
 
-__all__ = ["TF32Matmul", "apply_tf32_matmul"]
-
-
-def apply_tf32_matmul(precision: Literal["highest", "high", "medium"] = "high") -> str:
-    """Set how float32 matmuls are computed in this process.
-
-    Args:
-        precision: ``"high"`` for TF32 (10 mantissa bits), ``"medium"`` to allow bf16 (7 bits), ``"highest"``
-            for plain float32.
-
-    Returns:
-        The setting before; pass it back to restore it.
-
-    Source: torch.set_float32_matmul_precision.
-    """
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision(precision)
-    return before
+__all__ = ["TF32Matmul"]
 
 
 class TF32Matmul(FlagTechnique):

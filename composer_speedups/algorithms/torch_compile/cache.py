@@ -16,9 +16,9 @@ import torch._inductor.config
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from composer_speedups.errors import ConfigError
-from composer_speedups.files import write_atomically
-from composer_speedups.private_folders import make_own_folder, make_private_folder, others_can_write
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import write_atomically
+from composer_speedups.core.private_folders import make_own_folder, make_private_folder, others_can_write
 
 __all__ = ["CompileCache", "check_default_folder", "folder_fault"]
 

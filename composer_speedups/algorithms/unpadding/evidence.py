@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from composer.core import State, get_precision_context
 
-from composer_speedups.algorithms.probe import OperatorRecorder
 from composer_speedups.algorithms.unpadding.attention import operators_among, unpadded_attention
 from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
 from composer_speedups.algorithms.unpadding.plan import Plan, make_plan
-from composer_speedups.state import compute_dtype, device_of, is_compiled
+from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 
 __all__ = ["FirstForward"]
 

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 from composer.core import Event, State
 from composer.loggers import Logger
-from torch import nn
 
-from composer_speedups.algorithms.compared_technique import Check, ComparedTechnique
-from composer_speedups.algorithms.comparison import compare, outcome_of, tolerance_of
-from composer_speedups.algorithms.stock import changes_to
-from composer_speedups.algorithms.technique import OnUnavailable, Stage, Technique
 from composer_speedups.algorithms.unpadding.encoders import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.algorithms.unpadding.evidence import FirstForward
+from composer_speedups.algorithms.unpadding.functional import check_settings
 from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.plan import row_counts
-from composer_speedups.errors import TechniqueError
+from composer_speedups.core.compared_technique import Check, ComparedTechnique
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
 
-__all__ = ["Unpadding", "apply_unpadding", "undo_unpadding"]
+__all__ = ["Unpadding"]
 
 # Composer cuts lists in a batch into micro-batches along with its tensors, and leaves them on the host.
 _COUNTS = "unpadding_row_counts_of_"
@@ -29,62 +26,6 @@ _KEPT = f"{_COUNTS}rows_kept_padded"
 _COUNT_AT = (Event.BATCH_START, Event.EVAL_BATCH_START)
 _PLAN_AT = (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD)
 _FORGET_AT = (Event.AFTER_FORWARD, Event.EVAL_AFTER_FORWARD, Event.FIT_END)
-
-
-def apply_unpadding(
-    model: nn.Module, pad_to_multiple_of: int = 64, *, compare_on: Mapping[str, Any] | None = None
-) -> list[str]:
-    """Make the encoder of a Hugging Face model run on real tokens only.
-
-    Args:
-        model: A BERT, RoBERTa, ELECTRA, DistilBERT or ModernBERT of transformers, or a module that holds some;
-            changed in place. Its parameters, their names and its ``state_dict`` stay.
-        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64:
-            matrix products over a number that is no multiple of 8 are slow.
-        compare_on: Keyword arguments of the model, with labels if it takes some: a batch on which loss, outputs and
-            gradients must be the untouched model's.
-
-    Returns:
-        Names of the encoders changed; those that already were are left out.
-
-    Raises:
-        ValueError: A model, head or number that it cannot serve, or a model that computes something else on
-            ``compare_on``; the model is then as it was.
-
-    Warns:
-        UserWarning: The model is not transformers' own in every module and was not compared: slots of padding hold
-            zeros in the last hidden state, and another head may read them.
-
-    Each forward pass then counts its tokens, and waits for the GPU to do so; :func:`plan_unpadding` takes the
-    count from a mask that is still on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
-    """
-    _check(pad_to_multiple_of)
-    changes = changes_to(model)
-    before = None if compare_on is None else outcome_of(model, compare_on)
-    names = swap_encoders(model, pad_to_multiple_of)
-    if before is not None and names:
-        apart = compare(before, outcome_of(model, compare_on or {}), tolerance_of(model))
-        if apart.beyond is not None:
-            restore_encoders(model)
-            raise ValueError(f"unpadding cannot serve this model: {apart.beyond} on the given batch")
-    elif changes and names:
-        warnings.warn(
-            f"unpadding was not compared with the untouched model, though {changes[0]}: slots of padding hold zeros in "
-            "its last hidden state, and your own code may read them; give compare_on=a batch",
-            UserWarning,
-            stacklevel=2,
-        )
-    return names
-
-
-def undo_unpadding(model: nn.Module) -> list[str]:
-    """Give a model its own encoders and its attention back; returns the names of the encoders changed."""
-    return restore_encoders(model)
-
-
-def _check(pad_to_multiple_of: int) -> None:
-    if not 1 <= pad_to_multiple_of <= 65_536:
-        raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
 
 
 class Unpadding(ComparedTechnique):
@@ -115,7 +56,7 @@ class Unpadding(ComparedTechnique):
         self, pad_to_multiple_of: int = 64, check: Check = "auto", *, on_unavailable: OnUnavailable = "stop"
     ) -> None:
         super().__init__(check=check, on_unavailable=on_unavailable)
-        _check(pad_to_multiple_of)
+        check_settings(pad_to_multiple_of)
         self.pad_to_multiple_of = pad_to_multiple_of
         self._encoders: list[UnpaddedEncoder] = []
         self._first = FirstForward()

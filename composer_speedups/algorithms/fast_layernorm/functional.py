@@ -1,0 +1,98 @@
+"""LayerNorm in the autocast dtype, by torch's kernel or by one of Liger's or Apex's."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from torch import nn
+
+from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation, fits
+from composer_speedups.core.requirements import (
+    Context,
+    Requirement,
+    needs_cuda,
+    needs_package,
+)
+from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.module_classes import swap_class
+
+__all__ = ["apply_fast_layernorm"]
+
+
+def apply_fast_layernorm(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    implementation: Literal["low_precision", "triton", "apex"] = "low_precision",
+) -> list[str]:
+    """Make every ``torch.nn.LayerNorm`` of a model compute in the autocast dtype.
+
+    Args:
+        model: Changed in place; parameters, their names and hooks stay as they are. Under ``"triton"`` and
+            ``"apex"`` it runs on a GPU only, and LayerNorms without weight and bias are left alone.
+        optimizers: Taken for Composer's convention; nothing needs changing in them.
+        implementation: ``"low_precision"`` is torch's kernel on 16-bit values under autocast; ``"triton"`` is
+            Liger's kernel and ``"apex"`` NVIDIA Apex's, with and without autocast.
+
+    Returns:
+        Names of the modules changed.
+
+    Raises:
+        ValueError: An unknown implementation, one that cannot run here, or a model that has another one.
+
+    Source: Composer's LowPrecisionLayerNorm; Liger Kernel (arXiv 2410.10989); NVIDIA Apex.
+    """
+    del optimizers
+    check_settings(implementation)
+    for met, reason, fix in requirements_of(implementation, Context(_any_device())):
+        if not met:
+            raise ValueError(f"{reason}; {fix}")
+    for other, cls in LAYERS.items():
+        if of_class(model, cls):
+            refuse_other_settings("fast LayerNorms", {"implementation": other}, {"implementation": implementation})
+    names = swap_class(model, nn.LayerNorm, LAYERS[implementation], lambda module: fits(module, implementation))
+    left = left_alone(model)
+    if left:
+        warnings.warn(NoEffectWarning(f"left alone, for {unfit(implementation)}: {', '.join(left)}"), stacklevel=2)
+    elif not of_class(model, LAYERS[implementation]):
+        warnings.warn(NoEffectWarning("no torch.nn.LayerNorm was found in the model"), stacklevel=2)
+    return names
+
+
+def check_settings(implementation: str) -> None:
+    if implementation not in LAYERS:
+        raise ValueError(f"implementation must be one of {', '.join(LAYERS)}, not {implementation!r}")
+
+
+def requirements_of(implementation: Implementation, context: Context) -> Iterable[Requirement]:
+    """What a fused kernel needs; torch's own runs anywhere."""
+    if implementation == "triton":
+        yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
+        yield needs_package("liger_kernel", "composer_speedups[liger]")
+    if implementation == "apex":
+        yield needs_cuda(context, "Apex's kernel", (7, 0))
+        yield Requirement(
+            all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")),
+            "Apex is not installed with its CUDA extensions",
+            "build it so from the repository NVIDIA/apex on GitHub; the index's package apex is another project",
+        )
+
+
+def _any_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def of_class(model: nn.Module, cls: type[nn.Module]) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m) is cls]
+
+
+def left_alone(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module) is nn.LayerNorm]
+
+
+def unfit(implementation: Implementation) -> str:
+    return f"{implementation} wants a weight, a bias{' and one dimension' if implementation == 'triton' else ''}"

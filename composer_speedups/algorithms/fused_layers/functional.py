@@ -1,0 +1,155 @@
+"""Each encoder layer as one autograd function with fused kernels, on packed tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from composer_speedups.algorithms.fused_layers.embedding_families import EMBEDDINGS, FusedEmbeddings
+from composer_speedups.algorithms.fused_layers.families import FAMILIES, FusedLayer
+from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.families.stock import Untouched, built_on_meta, differences
+
+__all__ = ["apply_fused_layers", "undo_fused_layers", "unfused_layers"]
+_SIZES = (16, 32, 64, 128)
+_STOCK: dict[type[nn.Module], type[nn.Module]] = {v: k for k, v in {**FAMILIES, **EMBEDDINGS}.items()}
+_KNOWN = "BERT, RoBERTa, ELECTRA and DistilBERT"
+
+
+def apply_fused_layers(model: nn.Module, last_layer: Literal["needed", "all"] = "needed") -> list[str]:
+    """Make the encoder layers of an unpadded model compute with fused kernels.
+
+    A layer is fused only if it is exactly what transformers builds from the model's configuration. One that holds
+    anything else (a PEFT adapter, a hook, another activation, a quantised or pruned weight) runs its own forward on the
+    packed tokens, and so does one to which that happens later.
+
+    Args:
+        model: What :func:`apply_unpadding` changed; changed in place. Its parameters, their names and its
+            ``state_dict`` stay.
+        last_layer: ``"needed"`` computes in the last layer only what the head reads, where that is known to be each
+            row's first token, and where the model is called through that head; ``"all"`` computes it like the others.
+
+    Returns:
+        Names of the layers and embeddings changed; those that already were are left out.
+
+    Raises:
+        ValueError: The model has no unpadded encoder, or no layer that the kernels can take, or has another
+            ``last_layer`` already.
+    """
+    return fuse(model, last_layer)
+
+
+def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | None = None) -> list[str]:
+    """:func:`apply_fused_layers`; ``owner`` takes over what another one owns."""
+    if last_layer not in ("needed", "all"):
+        raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
+    encoders = unpadded_encoders(model)
+    if not encoders:
+        raise ValueError("fused_layers computes packed tokens, and the model has no unpadded encoder; add unpadding")
+    layers = _layers(model)
+    fused = [layer for layer in layers.values() if isinstance(layer, FusedLayer)]
+    for layer in fused:
+        if layer.last_layer != last_layer:
+            raise ValueError(
+                f"the model's layers are fused already, with last_layer={layer.last_layer!r} and not {last_layer=}"
+            )
+    reasons = unfused_layers(model)
+    if not fused and len(reasons) == len(layers):
+        raise ValueError(f"fused_layers can fuse none of the layers: {next(iter(reasons.values()))}")
+    names = []
+    for name, module in model.named_modules():
+        stock = type(module)
+        if (name in layers and name not in reasons and stock in FAMILIES) or (
+            stock in EMBEDDINGS and not _why_not(module, name, _config_around(model, name))
+        ):
+            module.untouched = Untouched.inside(module)  # type: ignore[assignment]
+            module.__class__ = {**FAMILIES, **EMBEDDINGS}[stock]
+            module.owner = owner  # type: ignore[assignment]
+            names.append(name)
+        if isinstance(module, FusedLayer):
+            module.last_layer = last_layer
+        if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
+            module.owner = owner
+    inner = {id(layer) for encoder in encoders for layer in [*encoder.layer][:-1]}  # one may stand in several places
+    for layer in layers.values():
+        if isinstance(layer, FusedLayer):
+            layer.is_last = id(layer) not in inner
+    if last_layer == "needed":
+        mark_calls(model)
+    return names
+
+
+def undo_fused_layers(model: nn.Module) -> list[str]:
+    """Give layers and embeddings their own classes back; returns the names of those changed."""
+    return unfuse(model)
+
+
+def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
+    """:func:`undo_fused_layers`, of those that ``owner`` owns; None for all."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, FusedLayer | FusedEmbeddings) and owner in (None, module.owner):
+            module.__class__ = _STOCK[type(module)]  # type: ignore[assignment]
+            for attribute in ("untouched", "last_layer", "is_last", "owner", "ran"):
+                vars(module).pop(attribute, None)
+            names.append(name)
+    if not any(isinstance(module, FusedLayer) for module in model.modules()):
+        unmark_calls(model)
+    return names
+
+
+def unfused_layers(model: nn.Module) -> dict[str, str]:
+    """Layers of a model's unpadded encoders that cannot be fused, or were changed since, by name, and why."""
+    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in encoder.layer}
+    found, built = {}, dict[Any, nn.Module]()
+    for name, layer in _layers(model).items():
+        config = encoders[id(layer)].model_config
+        if isinstance(layer, FusedLayer):
+            reason = None if layer.untouched.still() else _why_not(layer, name, config, built) or f"{name} was changed"
+        else:
+            reason = _unsupported(config, layer) or _why_not(layer, name, config, built)
+        if reason:
+            found[name] = reason
+    return found
+
+
+def _layers(model: nn.Module) -> dict[str, Any]:
+    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in encoder.layer}
+    return {name: module for name, module in model.named_modules() if id(module) in wanted}
+
+
+def _unsupported(config: Any, layer: nn.Module) -> str | None:
+    if type(layer) not in FAMILIES:
+        return f"fused_layers knows the layers of {_KNOWN}, and this model's are {type(layer).__name__}"
+    activation = getattr(config, "hidden_act", getattr(config, "activation", None))
+    if activation != "gelu":
+        return f"fused_layers knows the exact GELU, and this model's activation is {activation!r}"
+    size = config.hidden_size // config.num_attention_heads
+    if size not in _SIZES:
+        return f"fused_layers takes heads of {', '.join(map(str, _SIZES))} units, and these have {size}"
+    return None
+
+
+def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Module] | None = None) -> str | None:
+    """How a layer, or the embeddings, differ from what transformers builds; the first of the differences.
+
+    ``built`` keeps what was built for the comparison, for the next module of the class.
+    """
+    built = {} if built is None else built
+    kind = (type(module), id(config))
+    if kind not in built:
+        built[kind] = built_on_meta(type(module), config)
+    return next(differences(module, built[kind], name, around=True), None)
+
+
+def _config_around(model: nn.Module, name: str) -> Any:
+    """The configuration of the innermost model of transformers around a module."""
+    around = [
+        (outer, module)
+        for outer, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and (outer == "" or name.startswith(f"{outer}."))
+    ]
+    return around[-1][1].config

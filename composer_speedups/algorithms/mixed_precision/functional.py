@@ -1,0 +1,51 @@
+"""Automatic mixed precision."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = ["apply_mixed_precision"]
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf16") -> torch.amp.GradScaler:
+    """Run a model's ``forward`` under autocast, for training loops of your own.
+
+    In a Composer Trainer use :class:`MixedPrecision`, which sets the Trainer's precision instead.
+
+    Args:
+        model: Its ``forward`` is wrapped in place; weights stay in float32.
+        dtype: ``"bf16"`` or ``"fp16"``; fp16 needs a GPU.
+
+    Returns:
+        The gradient scaler to train with: active for fp16, and doing nothing for bf16.
+
+    Raises:
+        ValueError: Another dtype, or fp16 off a GPU.
+
+    Source: torch.amp.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
+    device = next(model.parameters()).device.type
+    if dtype == "fp16" and device != "cuda":
+        raise ValueError(f"fp16 needs a CUDA GPU, and the model is on the {device}; use bf16")
+    original = getattr(model.forward, "without_autocast", model.forward)
+    model.forward = _under_autocast(original, device, DTYPES[dtype])  # type: ignore[method-assign]
+    return torch.amp.GradScaler(device, enabled=dtype == "fp16")
+
+
+def _under_autocast(forward: Callable[..., Any], device: str, dtype: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            return forward(*args, **kwargs)
+
+    wrapped.without_autocast = forward  # type: ignore[attr-defined]
+    return wrapped

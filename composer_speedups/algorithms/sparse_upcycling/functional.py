@@ -1,0 +1,81 @@
+"""Feed-forward layers of a dense model become experts (sparse upcycling)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from composer_speedups.algorithms.sparse_upcycling.checkpoint import load_sparse_upcycling
+from composer_speedups.algorithms.sparse_upcycling.experts import Routing
+from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
+from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
+from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.parameter_groups import replace_parameters
+
+__all__ = ["apply_sparse_upcycling", "load_balancing_loss", "load_sparse_upcycling"]
+
+
+def apply_sparse_upcycling(
+    model: nn.Module,
+    optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None = None,
+    experts: int = 4,
+    every: int = 2,
+    top_k: int = 2,
+) -> list[str]:
+    """Turn every n-th feed-forward layer of a model into experts, each a copy of it.
+
+    The outputs stay what they were, up to the rounding of weights that add up to one. In training add
+    ``load_balancing_loss(model)`` to the loss. The settings go to the model's config as ``sparse_upcycling``.
+
+    Args:
+        model: A Hugging Face BERT, RoBERTa, ELECTRA or DistilBERT, or a module that holds one; changed in place.
+        optimizers: Its optimizer or optimizers, where they exist: experts and router go to the groups of the
+            weights they replace.
+        experts: Experts a layer. Default 4; the paper has 32.
+        every: Layers ``every``, ``2·every``, … counted from 1 change. Default 2.
+        top_k: Experts a token goes to, at least 2. Default 2.
+
+    Returns:
+        Names of the layers changed; empty when they were experts already.
+
+    Raises:
+        ValueError: A setting out of range, no layer to change, or experts of other settings there.
+
+    Source: Sparse Upcycling, arXiv 2212.05055, without its capacity: no token is dropped.
+    """
+    check_settings(experts, every, top_k)
+    encoder, settings = encoder_of(model), {"experts": experts, "every": every, "top_k": top_k}
+    blocks = find_blocks(model)
+    present = getattr(encoder.config, "sparse_upcycling", None)
+    if any(block.is_sparse for block in blocks):
+        refuse_other_settings("layers of experts", present or {}, settings)
+        return []
+    chosen = blocks[every - 1 :: every]
+    if not chosen:
+        raise ValueError(
+            f"the model has {len(blocks)} feed-forward layers as BERT or DistilBERT have them, and every={every} "
+            "takes none of them"
+        )
+    routing = Routing()
+    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for block in chosen:
+        replaced |= upcycle(block, routing, experts=experts, top_k=top_k)
+    encoder.register_forward_pre_hook(routing.begin, with_kwargs=True)
+    encoder.register_forward_hook(routing.end)
+    encoder.config.sparse_upcycling = settings
+    replace_parameters(optimizers, replaced, {p: n for n, p in model.named_parameters()})
+    return [block.name for block in chosen]
+
+
+def check_settings(experts: int, every: int, top_k: int) -> None:
+    if not 2 <= experts <= 1024:
+        raise ValueError(f"experts must be 2 to 1024, not {experts}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}")
+    if not 2 <= top_k <= experts:
+        raise ValueError(
+            f"top_k must be 2 to experts={experts}, not {top_k}; the weight of a single expert would always be 1, "
+            "and the router would learn nothing from the task"
+        )

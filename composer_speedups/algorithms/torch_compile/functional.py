@@ -1,0 +1,88 @@
+"""torch.compile over the whole model, or over one block that its siblings reuse."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch._inductor
+import torch._inductor.config
+from composer.models import ComposerModel
+from torch import nn
+
+from composer_speedups.families.blocks import repeated_blocks
+from composer_speedups.surgery.applied import refuse_other_settings
+
+__all__ = ["apply_torch_compile"]
+
+Scope = Literal["model", "blocks"]
+# Compiled module → its settings; not an attribute of the module, whose copies are not compiled.
+_APPLIED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+
+
+def apply_torch_compile(
+    model: nn.Module,
+    scope: Literal["model", "blocks"] = "model",
+    backend: str = "inductor",
+    mode: str | None = None,
+    dynamic: bool | None = None,
+) -> list[str]:
+    """Compile a model in place, keeping its class, its parameter names and its ``state_dict``.
+
+    Args:
+        model: A model, or a ComposerModel whose inner model is meant; compiled at its first call, for
+            training and evaluation alike.
+        scope: ``"model"`` compiles it whole; ``"blocks"`` compiles its repeated block (the longest ModuleList
+            of one class), and its siblings reuse the graph.
+        backend: One of ``torch._dynamo.list_backends()``.
+        mode: inductor's mode, such as ``"max-autotune-no-cudagraphs"``; None is its default.
+        dynamic: True for dynamic shapes, False for static, None to go dynamic after a first recompile.
+
+    Returns:
+        Names of the modules compiled; none when the model was compiled with the same settings already.
+
+    Raises:
+        ValueError: An unknown scope, no repeated block for ``"blocks"``, torch is told to compile nothing, or a
+            model that is compiled with other settings, or by other code.
+
+    Source: torch.nn.Module.compile.
+    """
+    if (off := switched_off()) is not None:
+        raise ValueError(f"{off} is set, and torch compiles nothing; unset it")
+    settings = {"scope": scope, "backend": backend, "mode": mode, "dynamic": dynamic}
+    targets = _targets(model, scope)
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None and module in _APPLIED:
+            refuse_other_settings("compiled modules", _APPLIED[module], settings)
+        elif module._compiled_call_impl is not None and name in targets:
+            raise ValueError(f"{name or 'the model'} is compiled already, by other code; leave that out, or this")
+    changed = []
+    for name, module in targets.items():
+        if module._compiled_call_impl is None:
+            module.compile(backend=backend, mode=mode, dynamic=dynamic)
+            _APPLIED[module] = settings
+            changed.append(name)
+    return changed
+
+
+def switched_off() -> str | None:
+    """What tells torch to compile nothing; None when nothing does."""
+    variables = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
+    if getattr(torch._dynamo.config, "disable", False):
+        variables.append("torch._dynamo.config.disable")
+    return next(iter(variables), None)
+
+
+def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
+    if scope == "model":
+        if isinstance(model, ComposerModel):  # evaluation calls its forward(), not the module itself
+            return {n: m for n, m in model.named_children() if any(True for _ in m.parameters())}
+        return {"": model}
+    if scope != "blocks":
+        raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
+    try:
+        return repeated_blocks(model)
+    except ValueError as error:
+        raise ValueError(f"{error}; use scope='model'") from error

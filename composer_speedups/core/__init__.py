@@ -1,0 +1,1 @@
+"""What a technique is: its base class, order, requirements, evidence and errors."""

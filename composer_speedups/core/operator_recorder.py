@@ -1,0 +1,109 @@
+"""Seeing what torch really ran: the aten operators under a block of code, and compiled graphs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+from torch._dynamo.utils import compilation_time_metrics, counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_speedups.core.errors import CannotRunError, first_line
+
+__all__ = ["CompileCounts", "OperatorRecorder", "cannot_run", "compile_counts", "counted_apart", "matmul_error"]
+
+
+_COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")  # the second compiles at the first backward
+
+
+class OperatorRecorder(TorchDispatchMode):
+    """Counts aten operators by name (``_fused_adamw_``, ``_scaled_dot_product_flash_attention`` …)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func.overloadpacket.__name__)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
+    """Around a probe: what torch cannot run becomes one line in the technique's name.
+
+    Running out of memory stays what it is, for Composer's automatic micro-batches want to see it.
+
+    Raises:
+        CannotRunError: ``reason``, with the first line of torch's own in brackets, and ``fix``.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise CannotRunError(technique, f"{reason} ({first_line(error)})", fix) from error
+
+
+class CompileCounts(NamedTuple):
+    """What torch.compile has done in this process so far."""
+
+    graphs: int  # graphs captured
+    breaks: int  # graph breaks
+    recompiles: int  # frames compiled again because a guard failed
+    failed: int  # frames left to eager execution
+    seconds: float  # spent compiling, forward and backward
+
+    def since(self, earlier: CompileCounts) -> CompileCounts:
+        """What was added after an earlier count."""
+        return CompileCounts(
+            self.graphs - earlier.graphs,
+            self.breaks - earlier.breaks,
+            self.recompiles - earlier.recompiles,
+            self.failed - earlier.failed,
+            self.seconds - earlier.seconds,
+        )
+
+
+_apart = CompileCounts(0, 0, 0, 0, 0.0)  # what counted_apart() has set aside
+
+
+@contextmanager
+def counted_apart() -> Iterator[None]:
+    """Leave what is compiled in here out of :func:`compile_counts`: an optimizer's step is not the model."""
+    global _apart
+    before = compile_counts()  # less what was set aside until now
+    try:
+        yield
+    finally:
+        _apart = _all_counts().since(before)
+
+
+def compile_counts() -> CompileCounts:
+    """Counts that only grow; ``get_compilation_metrics`` keeps no more than the last 64 compilations."""
+    return _all_counts().since(_apart)
+
+
+def _all_counts() -> CompileCounts:
+    frames = counters["frames"]
+    return CompileCounts(
+        graphs=counters["stats"]["unique_graphs"],
+        breaks=sum(counters["graph_break"].values()),
+        recompiles=sum(n - 1 for n in FRAME_COMPILE_COUNTER.values()),
+        failed=frames["total"] - frames["ok"],
+        seconds=sum(sum(compilation_time_metrics.get(phase, ())) for phase in _COMPILE_PHASES),
+    )
+
+
+def matmul_error(device: torch.device, size: int = 256) -> float:
+    """Relative error of a float32 matmul on ``device``, against float64: 1e-7 in fp32, 3e-4 in TF32."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, size, generator=generator, dtype=torch.float64).float() for _ in range(2))
+    exact = a.double() @ b.double()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        product = (a.to(device) @ b.to(device)).cpu().double()
+    return float((product - exact).norm() / exact.norm())

@@ -1,0 +1,93 @@
+"""What an optimizer really did: its steps, the parameters they moved, the state they left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from composer_speedups.core.trainer_state import local_shard
+
+__all__ = ["StepWatch", "plain_tensors", "state_bytes", "state_dtypes", "state_tensors"]
+
+_SAMPLE = 64  # elements looked at in each parameter
+_RATE = 1e-6  # below it a step may be too small for float32 weights to show, as at the start of a warm-up
+
+
+class StepWatch:
+    """Counts the steps of an optimizer and looks whether parameters move.
+
+    Attributes:
+        steps: Steps taken since :meth:`reset`.
+        moved: In the first step with gradients at a learning rate above 1e-6, how many parameters changed; None
+            before it.
+        watched: How many had a gradient in that step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.reset()
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+        ]
+
+    def reset(self) -> None:
+        self.steps, self.watched = 0, 0
+        self.moved: int | None = None
+        self._samples: dict[Tensor, Tensor] = {}
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if self.moved is None and any(float(group["lr"]) >= _RATE for group in optimizer.param_groups):
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._samples = {p: _sample(p).clone() for p in parameters}
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self.steps += 1
+        changed = [(_sample(p) != old).any() for p, old in self._samples.items() if p.grad is not None]
+        if changed:  # a batch that was skipped left no gradient, and its step shows nothing
+            self.watched, self.moved = len(changed), int(torch.stack(changed).sum())
+        self._samples = {}
+
+
+def _sample(parameter: Tensor) -> Tensor:
+    flat = parameter.detach().reshape(-1)
+    return flat[:: max(1, len(flat) // _SAMPLE)][:_SAMPLE]
+
+
+def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of the state with its key; quantised ones as the plain tensors they consist of."""
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                yield from ((str(key), part) for part in plain_tensors(value))
+
+
+def plain_tensors(tensor: Any) -> Iterator[Tensor]:
+    """The plain tensors that a quantised or sharded one consists of; a plain one itself."""
+    tensor = local_shard(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from plain_tensors(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of the state, on whatever device; what several parameters share, such as look-up tables, once."""
+    return sum({(t.device, t.data_ptr()): t.nbytes for _, t in state_tensors(optimizer)}.values())
+
+
+def state_dtypes(optimizer: Optimizer) -> dict[str, list[str]]:
+    """Which dtypes the state holds under each key, scalars such as step counts left out."""
+    found: dict[str, set[str]] = {}
+    for key, tensor in state_tensors(optimizer):
+        if tensor.numel() > 1:
+            found.setdefault(key, set()).add(str(tensor.dtype).removeprefix("torch."))
+    return {key: sorted(dtypes) for key, dtypes in sorted(found.items())}

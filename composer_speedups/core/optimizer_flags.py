@@ -1,0 +1,149 @@
+"""One way to change the implementation of a torch optimizer: by its own ``foreach`` and ``fused`` flags.
+
+The optimizer object, its parameter groups and its state stay, so schedulers (Composer's and torch's) and
+checkpoints do not notice.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from composer.core import Precision, State
+
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+
+__all__ = ["OptimizerFlagTechnique", "set_implementation"]
+
+Implementation = Literal["foreach", "fused"]
+
+
+def set_implementation(optimizer: torch.optim.Optimizer, implementation: Implementation) -> dict[str, Any]:
+    """Make ``optimizer`` step with its foreach or fused implementation.
+
+    Args:
+        optimizer: A torch optimizer that has the implementation; changed in place.
+        implementation: ``"foreach"`` or ``"fused"``.
+
+    Returns:
+        ``{"optimizer", "groups", "before"}``: class name, number of groups, and what they used.
+
+    Raises:
+        ValueError: The optimizer does not have it, or its parameters do not allow it.
+    """
+    name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    if implementation not in optimizer.defaults or not name.startswith("torch.optim."):
+        raise ValueError(f"{name} has no {implementation} implementation")
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if implementation == "fused":
+        unfit = next((p for p in parameters if not torch.is_floating_point(p)), None)
+        if unfit is not None:
+            raise ValueError(f"{name} cannot be fused over {unfit.dtype} parameters")
+    before = sorted({_implementation(group) for group in optimizer.param_groups})
+    for group in [*optimizer.param_groups, optimizer.defaults]:
+        group["foreach"], group["fused"] = implementation == "foreach", implementation == "fused"
+    optimizer._step_supports_amp_scaling = implementation == "fused"  # type: ignore[attr-defined]  # as torch's own does
+    _move_step_counts(optimizer, fused=implementation == "fused")
+    return {"optimizer": name, "groups": len(optimizer.param_groups), "before": before}
+
+
+def _implementation(group: dict[str, Any]) -> str:
+    if group.get("fused"):
+        return "fused"
+    return {True: "foreach", False: "for-loop", None: "torch's default"}[group.get("foreach")]
+
+
+def _move_step_counts(optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
+    """The fused kernels read step counts on the parameter's device, the others on the CPU."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            if isinstance(state.get("step"), torch.Tensor) and not group.get("capturable"):
+                device = parameter.device if fused else torch.device("cpu")
+                state["step"] = state["step"].to(device, torch.float32)
+
+
+class OptimizerFlagTechnique(Technique):
+    """Shared by the techniques that pick an implementation of the optimizer already there."""
+
+    stage = Stage.OPTIMIZER
+    slot = "optimizer implementation"
+    implementation: ClassVar[Implementation]
+    operator: ClassVar[str]  # start of the aten operators that prove it
+
+    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        self._recorder = OperatorRecorder()
+        self._recording = self._recorded = False
+        self._hooks: list[Any] = []
+
+    def engage(self, state: State) -> dict[str, Any]:
+        optimizer = state.optimizers[0]
+        changed = self._set(optimizer)
+        if not self._hooks:
+            self._hooks = [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
+        return changed
+
+    def reassert(self, state: State) -> None:
+        self._set(state.optimizers[0])  # loading a checkpoint brings back the flags it was written with
+
+    def postpone(self) -> None:
+        super().postpone()
+        if self._postponed:
+            self._recorder, self._recorded = OperatorRecorder(), False
+
+    def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        try:
+            return set_implementation(optimizer, self.implementation)
+        except ValueError as error:
+            raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or take it out") from error
+
+    def _before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Start recording when the update starts: Composer's closure holds the forward and backward pass."""
+        if self._recorded:
+            return None
+        closure = kwargs.get("closure")
+        if closure is None:
+            self._start()
+            return None
+
+        def closure_then_record(*inner: Any, **keywords: Any) -> Any:
+            loss = closure(*inner, **keywords)
+            self._start()
+            return loss
+
+        return args, {**kwargs, "closure": closure_then_record}
+
+    def _start(self) -> None:
+        self._recorder.__enter__()
+        self._recording = True
+
+    def _after_step(self, *_: Any) -> None:
+        if self._recording:
+            self._recorder.__exit__(None, None, None)
+            self._recording, self._recorded = False, True
+
+    def verify(self, state: State) -> dict[str, Any]:
+        if not self._recorded:
+            if state.precision == Precision.AMP_FP16:  # it skips steps whose gradients overflowed
+                return {}
+            raise self.not_engaged("the optimizer it changed never stepped", "leave state.optimizers after INIT")
+        for hook in self._hooks:
+            hook.remove()
+        ran = {name: n for name, n in self._recorder.counts.items() if name.startswith(self.operator)}
+        if not ran:
+            raise self.not_engaged(
+                f"the first step ran no {self.operator}* operator", "keep the optimizer's flags as they are"
+            )
+        return {"operators_in_one_step": ran}
+
+    def close(self) -> None:
+        self._after_step()  # a step that raised left the recorder on
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

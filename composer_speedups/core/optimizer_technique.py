@@ -1,0 +1,132 @@
+"""The base class of the techniques that swap the run's optimizer for another implementation or another rule."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any, ClassVar
+
+from composer.core import Event, State
+from composer.loggers import Logger
+from torch.optim import Optimizer
+
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.optimizer_evidence import StepWatch, state_bytes, state_dtypes
+from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.surgery.optimizer_swap import (
+    UnfitOptimizerError,
+    attach_schedulers,
+    check_label,
+    label_of,
+)
+
+__all__ = ["OptimizerSwapTechnique"]
+
+
+class OptimizerSwapTechnique(Technique):
+    """Swaps the optimizer at INIT, before Composer builds its schedulers on it, and shows that the new one steps.
+
+    A subclass defines :meth:`swap` through its function, and :meth:`effect`, what the state after the first step
+    shows. torch schedulers that the user built on the old optimizer are attached to the new one.
+    """
+
+    stage = Stage.OPTIMIZER
+    slot = "optimizer implementation"
+    not_sharded = "the optimizer cannot be swapped under FSDP, whose shards it was not built for"
+    must_move: ClassVar[bool] = True  # whether a step at a learning rate above 1e-6 must change a parameter
+
+    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
+        super().__init__(on_unavailable=on_unavailable)
+        self._old: Optimizer | None = None
+        self._new: Optimizer | None = None
+        self._label = ""
+
+    @abstractmethod
+    def swap(self, state: State) -> Optimizer:
+        """The new optimizer in place of ``state.optimizers[0]``, from the technique's function.
+
+        Raises:
+            UnfitOptimizerError: It cannot be swapped. Nothing may have been changed then.
+        """
+
+    @abstractmethod
+    def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
+        """Evidence from the state that a step has left.
+
+        Raises:
+            NotEngagedError: (through :meth:`not_engaged`) when it shows that the technique had no effect.
+        """
+
+    def engage(self, state: State) -> dict[str, Any]:
+        if state.fsdp_config is not None or state.tp_config is not None:
+            raise TechniqueError(
+                self.name,
+                "the optimizer cannot be swapped under FSDP or tensor parallelism, whose shards it was not built for",
+                "leave parallelism_config out (DDP works), or take it out",
+            )
+        if len(state.optimizers) != 1:
+            raise TechniqueError(self.name, f"there are {len(state.optimizers)} optimizers", "give the Trainer one")
+        old = state.optimizers[0]
+        try:
+            new = self.swap(state)
+        except UnfitOptimizerError as error:
+            raise TechniqueError(self.name, error.reason, f"{error.fix}, or take it out") from error
+        if self._new is not new:  # engaging twice finds it swapped
+            self._old, self._new, self._label = old, new, label_of(new) or ""
+            self._watch, self._old_watch = StepWatch(new), StepWatch(old)
+            state.optimizers = new
+        groups = new.param_groups
+        return {
+            "optimizer": self._label or label_of(new),
+            "in_place_of": f"{type(old).__module__}.{type(old).__qualname__}",
+            "groups": len(groups),
+            "parameters": sum(p.numel() for group in groups for p in group["params"]),
+        }
+
+    def match(self, event: Event, state: State) -> bool:
+        return super().match(event, state) or (bool(self.engaged) and event in (Event.BEFORE_LOAD, Event.FIT_START))
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        super().apply(event, state, logger)
+        if self.engaged and event in (Event.BEFORE_LOAD, Event.FIT_START):  # fit() may bring schedulers of its own
+            self._attach(state)
+
+    def _attach(self, state: State) -> None:
+        if self._old is None or self._new is None:
+            return
+        try:
+            attach_schedulers(state.schedulers, self._old, self._new)
+        except UnfitOptimizerError as error:
+            raise TechniqueError(self.name, error.reason, error.fix) from error
+        if not self._verified:
+            self._watch.reset()  # torch takes a step at learning rate 0 to prepare for loading or saving a state
+
+    def reassert(self, state: State) -> None:
+        if self._new is not None:
+            try:
+                check_label(self._new, self._label)
+            except UnfitOptimizerError as error:
+                raise TechniqueError(self.name, error.reason, error.fix) from error
+
+    def verify(self, state: State) -> dict[str, Any]:
+        fix = "leave state.optimizers as it is after INIT"
+        if self._new is None or self._old is None:
+            raise self.not_engaged("the optimizer was not swapped", "build the Trainer with torch.optim.AdamW")
+        if self._old_watch.steps and self._old is not self._new:  # the same: swapped earlier
+            raise self.not_engaged("the optimizer that it replaced is the one that steps", fix)
+        if not self._watch.steps:
+            if state.precision.value == "amp_fp16":  # steps whose gradients overflowed are skipped
+                return {"optimizer_steps": 0}
+            raise self.not_engaged(f"{self._label} took no step", fix)
+        if self._watch.moved == 0 and self.must_move:
+            raise self.not_engaged(f"a step of {self._label} moved no parameter", "look at its gradients")
+        evidence: dict[str, Any] = {"optimizer_steps": self._watch.steps}
+        if self._watch.moved is not None:
+            evidence["parameters_moved"] = f"{self._watch.moved} of {self._watch.watched}"
+        evidence["state_dtypes"] = state_dtypes(self._new)
+        evidence["state_bytes"] = state_bytes(self._new)
+        return evidence | self.effect(self._new, state)
+
+    def close(self) -> None:
+        if self._new is not None:
+            self._watch.remove()
+            self._old_watch.remove()

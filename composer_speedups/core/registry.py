@@ -1,0 +1,102 @@
+"""YAML name → class: the only place where train.py, the package's namespace and the tests look.
+
+A technique is found by its folder (see :mod:`.catalogue`), so adding one changes no list.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.errors import ConfigError, UserError, did_you_mean
+from composer_speedups.core.settings import Origins
+from composer_speedups.core.technique import Technique
+
+__all__ = ["build_techniques", "technique_class"]
+
+
+@cache
+def technique_class(name: str) -> type[Technique]:
+    """The class behind a YAML name.
+
+    Raises:
+        ConfigError: No technique has this name; the message gives the nearest one.
+    """
+    if name not in technique_names():
+        raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, technique_names())}")
+    module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
+    found = [
+        c
+        for c in vars(module).values()
+        if inspect.isclass(c) and issubclass(c, Technique) and c.__module__ == module.__name__
+    ]
+    assert len(found) == 1, f"{module.__name__} must define exactly one Technique"
+    assert found[0].name == name, f"{found[0].__name__}.name must be {name!r}, the name of its folder"
+    return found[0]
+
+
+def build_techniques(
+    settings: Mapping[str, Any], on_unavailable: str = "stop", origins: Origins | None = None
+) -> list[Technique]:
+    """The ``algorithms`` section of a config as instances.
+
+    Args:
+        settings: YAML name → settings, None for none.
+        on_unavailable: Default for those that do not set it themselves.
+        origins: Dotted key → what set it, named in errors.
+
+    Raises:
+        ConfigError: A name, a setting or a value that the technique does not take.
+    """
+
+    def where(key: str) -> str:
+        return "" if origins is None else f"{origins[key]}: "
+
+    return [_build(name, dict(given or {}), on_unavailable, where) for name, given in settings.items()]
+
+
+def _build(name: str, given: dict[str, Any], on_unavailable: str, where: Callable[[str], str]) -> Technique:
+    cls = technique_class(name)
+    parameters = inspect.signature(cls).parameters
+    hints = typing.get_type_hints(cls.__init__)
+    for setting, value in given.items():
+        dotted = f"algorithms.{name}.{setting}"
+        if setting not in parameters:
+            raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, parameters)}")
+        if not _accepts(hints[setting], value):
+            raise ConfigError(f"{where(dotted)}{dotted} must be {_spell(hints[setting])}, not {value!r}")
+    try:
+        return cls(**{"on_unavailable": on_unavailable, **given})
+    except UserError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{where(f'algorithms.{name}')}algorithms.{name}: {error}") from error
+
+
+def _accepts(hint: Any, value: Any) -> bool:
+    if typing.get_origin(hint) is typing.Literal:
+        return any(value == option and type(value) is type(option) for option in typing.get_args(hint))
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return type(value) is list and all(_accepts(options[0], item) for item in value)
+    if options:  # a union
+        return any(_accepts(option, value) for option in options)
+    if hint is float:
+        return type(value) in (int, float)
+    return hint is Any or type(value) is hint
+
+
+def _spell(hint: Any) -> str:
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(repr, typing.get_args(hint)))
+    options = typing.get_args(hint)
+    if typing.get_origin(hint) is list:
+        return f"a list of {_spell(options[0])}"
+    if options:
+        return " or ".join(map(_spell, options))
+    return {type(None): "null"}.get(hint, getattr(hint, "__name__", str(hint)))

@@ -1,0 +1,88 @@
+"""What a technique needs from the machine and the run, and the error that names the fix."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from composer.utils import dist
+
+if TYPE_CHECKING:
+    from composer.core import State
+
+from composer_speedups.core.trainer_state import device_of
+
+__all__ = ["Context", "Requirement", "needs_autocast", "needs_cuda", "needs_package"]
+
+
+class Requirement(NamedTuple):
+    met: bool
+    reason: str  # why the technique cannot engage, as the end of "NAME: …"
+    fix: str  # what the user can do about it
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known of a run before its model is built; also what :class:`State` says at INIT.
+
+    Attributes:
+        device: The rank's device.
+        precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``.
+        techniques: YAML names of the techniques that engage in this run.
+        ranks: Processes that train together.
+        microbatch_size: Rows a forward pass and device, ``"auto"``, or None for whole batches.
+        sharded: Whether FSDP or tensor parallelism shares the model out over the ranks.
+    """
+
+    device: torch.device
+    precision: str = "fp32"
+    techniques: frozenset[str] = frozenset()
+    ranks: int = 1
+    microbatch_size: int | float | str | None = None
+    sharded: bool = False
+
+    @classmethod
+    def of(cls, state: State) -> Context:
+        microbatch = "auto" if state.auto_microbatching else state.device_train_microbatch_size
+        return cls(
+            device_of(state),
+            state.precision.value,
+            ranks=dist.get_world_size(),
+            microbatch_size=microbatch,
+            sharded=state.fsdp_config is not None or state.tp_config is not None,
+        )
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward pass will run under autocast."""
+        return self.precision != "fp32" or "mixed_precision" in self.techniques
+
+
+def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
+    """A CUDA GPU of at least a compute capability, such as (8, 0) for Ampere."""
+    fix = "take the technique out"
+    wanted = "a CUDA GPU"
+    if capability > (0, 0):
+        wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
+    if context.device.type != "cuda":
+        return Requirement(False, f"{what} needs {wanted}, and this run is on the {context.device.type}", fix)
+    have = torch.cuda.get_device_capability(context.device)
+    name = torch.cuda.get_device_name(context.device)
+    return Requirement(have >= capability, f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}", fix)
+
+
+def needs_package(module: str, requirement: str) -> Requirement:
+    """An importable package."""
+    found = importlib.util.find_spec(module) is not None
+    return Requirement(found, f"the package {module!r} is not installed", f"pip install {requirement!r}")
+
+
+def needs_autocast(context: Context, what: str) -> Requirement:
+    """Mixed precision, from the ``mixed_precision`` technique or the Trainer's precision."""
+    return Requirement(
+        context.autocast,
+        f"{what} needs mixed precision, and this run is fp32",
+        "add mixed_precision, or take the technique out",
+    )

@@ -1,0 +1,121 @@
+"""What a config key carries beside its type: bounds, a format, and the doc string written under it."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import math
+import operator
+import re
+import textwrap
+from functools import cache
+from typing import Any
+
+__all__ = ["LENGTH", "Origins", "check_value", "field_docs", "key"]
+
+LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
+
+
+def key(
+    default: Any = dataclasses.MISSING,
+    *,
+    factory: Any = dataclasses.MISSING,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    units: tuple[str, ...] = (),
+    name: bool = False,
+    words: tuple[str, ...] = (),
+) -> Any:
+    """A dataclass field with bounds.
+
+    Args:
+        default, factory: As in :func:`dataclasses.field`.
+        ge, gt, le, lt: Bounds of a number; NaN and infinity are always refused.
+        units: The value is one of Composer's time strings in these units; bounds hold for its number.
+        name: The value becomes part of a file name.
+        words: Strings allowed beside a number.
+    """
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    metadata = {
+        **{k: v for k, v in bounds.items() if v is not None},
+        "units": units,
+        "name": name,
+        "words": words,
+    }
+    if factory is not dataclasses.MISSING:
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def check_value(field: dataclasses.Field[Any], value: Any) -> str | None:
+    """What is wrong with ``value`` for ``field``, as the end of a sentence; None when it is fine."""
+    rules = field.metadata
+    if value is None or not rules:
+        return None
+    if isinstance(value, (list, tuple)):
+        return next((fault for item in value if (fault := check_value(field, item))), None)
+    if isinstance(value, str):
+        return _check_string(rules, value)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return _check_number(rules, value)
+    return None
+
+
+def _check_number(rules: Any, value: float) -> str | None:
+    if not math.isfinite(value):
+        return f"must be a finite number, not {value}"
+    for rule, text, holds in (
+        ("ge", "at least", operator.ge),
+        ("gt", "greater than", operator.gt),
+        ("le", "at most", operator.le),
+        ("lt", "less than", operator.lt),
+    ):
+        if rule in rules and not holds(value, rules[rule]):
+            return f"must be {text} {rules[rule]}, not {value}"
+    return None
+
+
+def _check_string(rules: Any, value: str) -> str | None:
+    if rules["units"]:
+        found = re.fullmatch(r"(\d+|\d*\.\d+(?=dur))([a-z]+)", value)
+        if not found or found[2] not in rules["units"] or (found[2] == "dur" and float(found[1]) > 1):
+            units = ", ".join(rules["units"])
+            return f"must be a Composer time, a number with one of the units {units}, not {value!r}"
+        return _check_number(rules, float(found[1]))
+    if rules["name"] and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", value):
+        return f"must be letters, digits, '.', '_' and '-' (100 at most, no folder), not {value!r}"
+    if rules["words"] and value not in rules["words"]:
+        return f"must be a number or one of {', '.join(rules['words'])}, not {value!r}"
+    return None
+
+
+class Origins(dict[str, str]):
+    """Dotted key → the file or command line that set it; the file for a key that nobody set."""
+
+    def __init__(self, otherwise: str) -> None:
+        super().__init__()
+        self.otherwise = otherwise
+
+    def __missing__(self, key: str) -> str:
+        return self.otherwise
+
+
+@cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The string literal under each field of a dataclass, as one line each."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    docs: dict[str, str] = {}
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(doc, ast.Expr)
+            and isinstance(doc.value, ast.Constant)
+            and isinstance(doc.value.value, str)
+        ):
+            docs[field.target.id] = " ".join(doc.value.value.split())
+    return docs

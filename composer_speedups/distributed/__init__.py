@@ -1,0 +1,1 @@
+"""Training on several GPUs: DDP, FSDP, reductions of host scalars, balanced sampling."""

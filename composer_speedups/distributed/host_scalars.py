@@ -1,0 +1,226 @@
+"""Numbers that Composer's training loop reads back each batch, without the host waiting for more than it reads.
+
+Composer's ``Trainer`` makes small tensors on the device for five numbers: the loss, the rows of the batch, its
+samples and tokens, its time, and whether the epoch or the evaluation is over. It then reads them with ``.item()``,
+which waits for everything that was launched before. The loss is known when the forward pass is done, so a copy of it
+is sent to the host from there, past the backward pass and the optimizer's step. The others come from the host, and stay
+there. Several ranks add all of them up by gloo, on the host too.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType
+from typing import Any, Protocol
+
+import torch
+from composer import Trainer
+from composer.devices import Device
+from composer.utils import dist
+from torch import Tensor
+
+from composer_speedups.core.trainer_state import ranks_meet_on_host, torch_device
+
+__all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "copies_for"]
+
+
+class Copies(Protocol):
+    """How numbers get to the host; tests give their own."""
+
+    def mark(self) -> Any:
+        """A point of the device's work, which is over when all that was launched so far is."""
+
+    def send(self, value: Tensor, mark: Any) -> Any:
+        """Copy a scalar that exists from ``mark`` on."""
+
+    def receive(self, sent: Any) -> float:
+        """Wait for the copy, and for nothing else."""
+
+    def busy(self) -> bool:
+        """Whether the device still has work to do."""
+
+
+class CUDACopies:
+    """Copies to pinned memory on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def send(self, value: Tensor, mark: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event, Tensor]:
+        host = torch.empty((), dtype=torch.float32, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(mark)
+            host.copy_(value.float(), non_blocking=True)
+            done = torch.cuda.Event()
+            done.record(self._stream)
+        return host, done, value  # the value's memory must not be given to others before it is read
+
+    def receive(self, sent: tuple[Tensor, torch.cuda.Event, Tensor]) -> float:
+        host, done, _ = sent
+        done.synchronize()
+        return float(host)
+
+    def busy(self) -> bool:
+        return not torch.cuda.current_stream(self._device).query()
+
+
+class HostCopies:
+    """:class:`Copies` where numbers are on the host already."""
+
+    def mark(self) -> None:
+        return None
+
+    def send(self, value: Tensor, mark: None) -> Tensor:
+        return value.detach().clone()
+
+    def receive(self, sent: Tensor) -> float:
+        return float(sent)
+
+    def busy(self) -> bool:
+        return False
+
+
+def copies_for(device: torch.device) -> Copies:
+    """How numbers get from a device to the host without waiting for what is launched after them."""
+    return CUDACopies(device) if device.type == "cuda" else HostCopies()
+
+
+class Readback:
+    """What is on its way to the host.
+
+    Attributes:
+        reads: Losses read, one a batch, or as many as the model names.
+        ahead: How many of them were read while the device was still at work on the batch.
+        first: The first such loss, and the device's own sum to compare it with; None before.
+    """
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self.reads = self.ahead = 0
+        self.first: tuple[float, Tensor] | None = None
+        self._known: Any = None  # from here on the losses of this micro-batch exist
+
+    def forget(self) -> None:
+        """A micro-batch begins."""
+        self._known = None
+
+    def begin_backward(self) -> None:
+        self._known = self.copies.mark()
+
+    def send(self, value: Tensor) -> Any:
+        return self.copies.send(value, self.copies.mark() if self._known is None else self._known)
+
+    def receive(self, sent: list[Any]) -> float:
+        total = torch.zeros((), dtype=torch.float32)  # as on the device: float32, one after the other
+        for each in sent:
+            total += self.copies.receive(each)
+        self.reads += 1
+        self.ahead += self.copies.busy()
+        return float(total)
+
+    def compare(self, value: float, on_device: Tensor) -> None:
+        """Keep the first value read beside what the device has then."""
+        if self.first is None:
+            self.first = value, on_device.detach().clone()
+
+
+_PLAIN: Any = torch._C._disabled_torch_function_impl  # what is computed from such a tensor is a plain one
+
+
+class _Loss(Tensor):
+    """Composer's loss of a micro-batch, which says when its backward pass begins."""
+
+    __torch_function__ = _PLAIN
+    readback: Readback
+
+    def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        self.readback.begin_backward()
+        super().backward(*args, **kwargs)
+
+
+class _Total(Tensor):
+    """Composer's sum of a batch's losses, read by what was sent to the host of each."""
+
+    __torch_function__ = _PLAIN
+    readback: Readback
+    sent: list[Any]
+    value: float | None
+
+    def __iadd__(self, other: Tensor) -> _Total:  # type: ignore[misc, override]
+        self.sent.append(self.readback.send(other))
+        self.value = None
+        self.add_(other)
+        return self
+
+    def item(self) -> float:
+        """This rank's."""
+        if self.value is None:
+            self.value = self.readback.receive(self.sent)
+        return self.value
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """All ranks' sum, which Composer asks for once it has had the devices add this tensor up."""
+        total = torch.full(self.shape, self.item(), dtype=self.dtype)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(total)
+        self.readback.compare(float(total), self)
+        return total
+
+
+class Interception:
+    """Stands for a device's ``tensor_to_device``: serves Composer's training loop, and nobody else.
+
+    Args:
+        device: Of the Trainer.
+        readback: Where its numbers go.
+
+    Raises:
+        AttributeError: This version of Composer has no such loop.
+    """
+
+    def __init__(self, device: Device, readback: Readback) -> None:
+        self.readback = readback
+        self._device, self._original = device, device.tensor_to_device
+        self._batch, self._microbatches, self._microbatch, self._times, self._batches = map(_code, _LOOP)
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        caller = sys._getframe(1).f_code
+        one = tensor.shape == (1,) and tensor.dtype == torch.float32
+        if one and caller in (self._batch, self._microbatches):
+            total = self._move(tensor).as_subclass(_Total)
+            total.readback, total.sent, total.value = self.readback, [], None
+            return total
+        if one and caller is self._microbatch:
+            loss = self._move(tensor).as_subclass(_Loss)
+            loss.readback = self.readback
+            return loss
+        from_host = caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)
+        return tensor if from_host and ranks_meet_on_host() else self._original(tensor)
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        if float(tensor) == 0:  # as all of them are: filled there, it waits for no copy from pageable memory
+            return torch.zeros_like(tensor, device=torch_device(self._device))
+        return self._original(tensor)
+
+    def install(self) -> None:
+        self._device.tensor_to_device = self  # type: ignore[method-assign, assignment]
+
+    def undo(self) -> None:
+        if vars(self._device).get("tensor_to_device") is self:
+            del self._device.tensor_to_device  # type: ignore[method-assign]
+
+
+_LOOP = (
+    "_train_batch", "_train_microbatches", "_train_microbatch", "_accumulate_time_across_ranks", "_iter_dataloader",
+)  # fmt: skip
+
+
+def _code(name: str) -> CodeType:
+    code: CodeType = getattr(Trainer, name).__code__
+    return code

@@ -1,0 +1,83 @@
+"""Floating-point operations of a training step, counted on real tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from composer_speedups.families.blocks import repeated_blocks
+
+__all__ = ["batch_lengths", "block_weights", "frozen_flops", "training_flops"]
+
+
+def batch_lengths(batch: Any) -> torch.Tensor | None:
+    """Real tokens of each row, int64, of the shape of the token ids without their last size; None without token ids.
+
+    Without an attention mask every position counts as real.
+    """
+    if not hasattr(batch, "get") or not isinstance(batch.get("input_ids"), torch.Tensor):
+        return None
+    mask = batch.get("attention_mask")
+    if mask is None:
+        *rows, width = batch["input_ids"].shape
+        return torch.full(rows, width)
+    if mask.device.type == "cpu":  # NumPy: torch would wake all its threads for so small a sum
+        return torch.from_numpy(mask.numpy().sum(-1, dtype="int64"))
+    return mask.sum(-1)
+
+
+def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classification", "mlm"]) -> int:
+    """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, padding left out.
+
+    A multiply-add is two operations; the backward pass counts twice the forward. Attention counts
+    ``4·hidden·len²`` a layer for each row (scores and weighted sum). Embedding look-ups, normalisation,
+    activations and the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config
+    with ``sparse_upcycling``) count the experts that a token goes to, and the router.
+
+    Args:
+        config: A transformers config with hidden_size, num_hidden_layers and an intermediate size.
+        lengths: Real tokens of each row, shape (rows,).
+        head: The pooler and classifier run once a row, the masked-LM head on every token.
+
+    Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
+    """
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    inner = getattr(config, "intermediate_size", None) or config.hidden_dim  # DistilBERT's name for it
+    lengths = lengths.to(torch.int64)
+    tokens, rows = int(lengths.sum()), lengths.numel()
+    linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
+    attention = 4 * hidden * int((lengths**2).sum())
+    extra = 0
+    if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
+        one_layer = (sparse["top_k"] - 1) * 2 * hidden * inner + hidden * sparse["experts"]
+        extra = layers // sparse["every"] * 2 * tokens * one_layer
+    if head == "mlm":
+        top = 2 * tokens * hidden * (hidden + config.vocab_size)
+    else:
+        top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
+    return 3 * (layers * (linear + attention) + extra + top)
+
+
+def frozen_flops(weights: Iterable[torch.Tensor], lengths: torch.Tensor) -> int:
+    """What :func:`training_flops` counts for the gradients of weights that are frozen and get none.
+
+    One product of three. The head is left out, and so are the products of LoRA's own matrices, a few hundredths of the
+    whole.
+
+    Args:
+        weights: Those of :func:`block_weights`.
+        lengths: Real tokens of each row, shape (rows,).
+    """
+    return 2 * int(lengths.sum()) * sum(w.numel() for w in weights if not w.requires_grad)
+
+
+def block_weights(model: nn.Module) -> list[torch.Tensor]:
+    """The weights of the Linear layers in a model's blocks, which every token goes through; walks the whole model."""
+    try:
+        blocks = repeated_blocks(model).values()
+    except ValueError:  # layers that are no list
+        return []
+    return [m.weight for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]

@@ -1,0 +1,1 @@
+"""Triton kernels and their autograd functions; they need torch alone."""

@@ -1,0 +1,109 @@
+"""Compile a model's kernels side by side before the first batch, which would compile them one after another."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+import torch
+
+from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.embeddings import embed_backward, embed_forward
+from composer_speedups.kernels.gelu import column_sums, gelu_backward
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+
+__all__ = ["Compiling", "compile_ahead", "launches"]
+
+Launch = Callable[[], Any]
+
+_TOKENS = 64  # as many as one of unpadding's multiples: Triton compiles for sizes that are multiples of 16, or not
+
+
+def launches(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[list[Launch], list[Launch]]:
+    """Functions that each launch a kernel or two on a few tokens: as training does, and as evaluation does besides.
+
+    The slowest to compile come first.
+    """
+    hidden, inner = shape.hidden, shape.inner
+    weight = torch.zeros(hidden, device=device)
+    cu = torch.tensor([0, _TOKENS], dtype=torch.int32, device=device)
+    seed = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def zeros(width: int) -> torch.Tensor:
+        return torch.zeros(_TOKENS, width, dtype=dtype, device=device)
+
+    def attention(dropout: float) -> None:
+        attention_forward(zeros(3 * hidden), cu, _TOKENS, shape.heads, dropout, seed)
+
+    def attention_gradients() -> None:
+        logs = torch.zeros(shape.heads, _TOKENS, device=device)
+        attention_backward(zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.weights, seed)
+
+    def norm(dropout: float) -> None:
+        add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed)
+
+    def norm_gradients(dropout: float, again: torch.Tensor | None) -> None:
+        add_norm_backward(
+            zeros(hidden), zeros(hidden), torch.zeros(2, _TOKENS, device=device), weight, dropout, seed, again
+        )
+
+    def gelu_gradients() -> None:
+        gelu_backward(zeros(inner), zeros(inner))
+        column_sums(zeros(3 * hidden))
+
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
+    row = torch.zeros(1, shape.embedding, device=device)
+
+    def embedded(dropout: float) -> torch.Tensor:
+        return embed_forward([ids] * 3, [row] * 3, row[0], row[0], 1e-12, dropout, dtype, seed)[1]
+
+    def embedding_gradients() -> None:
+        grad = torch.zeros(1, _TOKENS, shape.embedding, dtype=dtype, device=device)
+        embed_backward(grad, [ids] * 3, [row] * 3, row[0], embedded(shape.embedded), seed, shape.embedded, (-1, -1))
+
+    training: list[Launch] = [
+        attention_gradients, embedding_gradients, partial(attention, shape.weights),
+        partial(norm_gradients, shape.attention, weight), partial(norm_gradients, shape.output, None), gelu_gradients,
+        *(partial(norm, rate) for rate in sorted({shape.attention, shape.output})),
+    ]  # fmt: skip
+    return training, [partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0)]
+
+
+class Compiling:
+    """Kernels that are being compiled, in threads of their own."""
+
+    def __init__(self, pool: ThreadPoolExecutor, training: list[Future[None]]) -> None:
+        self._pool, self._training = pool, training
+
+    def wait(self) -> None:
+        """For the kernels of training; those of evaluation follow."""
+        wait(self._training)
+
+    def close(self, *, cancel: bool = False) -> None:
+        """Wait for all, or, if ``cancel``, for those that have begun."""
+        self._pool.shutdown(cancel_futures=cancel)
+
+
+def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device) -> Compiling:
+    """Start compiling.
+
+    Args:
+        shape: Of the model.
+        dtype: What its products are computed in: bf16 or fp16.
+        device: A GPU.
+
+    A kernel that cannot be compiled is left to the first batch, which says why.
+    """
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile_ahead")
+    training, _ = ([pool.submit(_on, device, each) for each in some] for some in launches(shape, dtype, device))
+    pool.shutdown(wait=False)  # when all are done
+    return Compiling(pool, training)
+
+
+def _on(device: torch.device, launch: Launch) -> None:
+    with torch.cuda.device(device), torch.no_grad():  # a thread starts on the first GPU
+        launch()

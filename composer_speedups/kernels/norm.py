@@ -1,0 +1,182 @@
+"""Dropout + residual + LayerNorm in one pass over memory, forward and backward.
+
+Shapes: T tokens, H hidden units. Sums are in float32, tensors in the dtype they come in.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+
+__all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
+
+# Rows that a program of the backward kernel has in registers, and warps a multiprocessor: more rows would leave room
+# for fewer warps, and a warp alone has no room for its sums over tokens.
+_BACKWARD = {"ROWS": 2, "warps": 16}
+
+
+def add_norm_forward(
+    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, bias_H: Tensor, eps: float, dropout: float, seed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm(dropout(x) + residual).
+
+    Args:
+        x_TH, residual_TH: Contiguous, of one dtype; the sum before the norm is written over x.
+        weight_H, bias_H: Of the LayerNorm.
+        eps: Added to the variance.
+        dropout: Probability of dropping a number of x.
+        seed: int32 (1,), on the device; the same one gives the same mask.
+
+    Returns:
+        The result (T, H), the sum before the norm (T, H, in x's memory), and its mean and 1/deviation, float32 (2, T).
+    """
+    tokens, hidden = x_TH.shape
+    out = torch.empty_like(x_TH)
+    statistics = torch.empty(2, tokens, device=x_TH.device, dtype=torch.float32)
+    block = triton.next_power_of_2(hidden)
+    _layernorm_forward[(tokens,)](
+        x_TH, residual_TH, weight_H, bias_H, out, statistics, seed,
+        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
+        DROPOUT=dropout > 0, BLOCK=block, num_warps=max(1, min(8, block // 1024)),
+    )  # fmt: skip
+    return out, x_TH, statistics
+
+
+def add_norm_backward(
+    grad_TH: Tensor,
+    summed_TH: Tensor,
+    statistics: Tensor,
+    weight_H: Tensor,
+    dropout: float,
+    seed: Tensor,
+    bias_H: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Gradients of :func:`add_norm_forward`, and what it returned.
+
+    Args:
+        grad_TH: Of the result; contiguous.
+        summed_TH, statistics: What the forward pass returned.
+        weight_H: Of the LayerNorm.
+        dropout, seed: As in the forward pass.
+        bias_H: Of the LayerNorm, to compute its result again, bit for bit, where nobody kept it.
+
+    Returns:
+        Gradients of the residual (T, H) and of x (T, H; without dropout they are one tensor), float32 (3, H): of the
+        weight, of the bias, and the sum over tokens of x's, which is that of a bias added to x before; and with
+        ``bias_H`` the result of the forward pass (T, H), else None.
+    """
+    tokens, hidden = grad_TH.shape
+    grad_residual = torch.empty_like(grad_TH)
+    grad_x = torch.empty_like(grad_TH) if dropout > 0 else grad_residual
+    again = None if bias_H is None else torch.empty_like(grad_TH)
+    block = triton.next_power_of_2(hidden)
+    warps = max(1, min(8, block // 256))
+    programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
+    partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
+    _layernorm_backward[(programs,)](
+        grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
+        grad_residual, grad_x, grad_x if again is None else again, partial, seed,
+        tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
+        DROPOUT=dropout > 0, AGAIN=again is not None, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return grad_residual, grad_x, partial.sum(0), again
+
+
+def threshold_of(dropout: float) -> int:
+    """Of random numbers of 32 bits, those below it are dropped."""
+    return min(round(dropout * 2**32), 2**32 - 1)
+
+
+def _programs(x: Tensor, warps: int) -> int:
+    """As many as a device holds at a time; a row of partial sums is written for each."""
+    if not x.is_cuda:
+        return 4
+    return _BACKWARD["warps"] // warps * torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+@triton.jit
+def kept(seed, row, columns, threshold):
+    """Whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
+    rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
+    return mix_bits(rows, spread_bits(columns)) >= threshold
+
+
+@triton.jit
+def _layernorm_forward(
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
+    tokens, hidden, eps, threshold, scale,
+    DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    valid = columns < hidden
+    at = columns.to(tl.int64) + row * hidden
+    x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    if DROPOUT:
+        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
+    x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
+    x = x.to(x_ptr.dtype.element_ty)  # the backward pass reads it so
+    tl.store(x_ptr + at, x, mask=valid)
+    x = x.to(tl.float32)
+    mean = tl.sum(x, 0) / hidden
+    centred = tl.where(valid, x - mean, 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(statistics_ptr + row, mean)
+    tl.store(statistics_ptr + tokens + row, inverse)
+
+
+@triton.jit
+def _layernorm_backward(
+    grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
+    grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr,
+    tokens, hidden, threshold, scale,
+    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if AGAIN:
+        bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if DROPOUT:
+        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+    sum_weight = tl.zeros((BLOCK,), tl.float32)
+    sum_bias = tl.zeros((BLOCK,), tl.float32)
+    sum_x = tl.zeros((BLOCK,), tl.float32)
+    for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        real = rows < tokens
+        valid = real[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        summed = tl.load(summed_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
+        inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
+        normed = (summed - mean[:, None]) * inverse[:, None]  # past the end of a row it meets zeros only
+        if AGAIN:
+            again = (normed * weight[None, :] + bias[None, :]).to(again_ptr.dtype.element_ty)
+            tl.store(again_ptr + at, again, mask=valid)
+        sum_weight += tl.sum(grad * normed, 0)
+        sum_bias += tl.sum(grad, 0)
+        weighted = grad * weight[None, :]
+        along = tl.sum(weighted * normed, 1) / hidden
+        across = tl.sum(weighted, 1) / hidden
+        grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
+        tl.store(grad_residual_ptr + at, grad_sum.to(grad_residual_ptr.dtype.element_ty), mask=valid)
+        if DROPOUT:
+            keep = kept(seed, rows[:, None], columns[None, :], threshold)
+            grad_sum = tl.where(keep, grad_sum * scale, 0.0)
+            tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
+        sum_x += tl.sum(grad_sum, 0)  # of rows past the end 0, of columns past the end not stored
+    at = partial_ptr + program * 3 * hidden + columns
+    tl.store(at, sum_weight, mask=inside)
+    tl.store(at + hidden, sum_bias, mask=inside)
+    tl.store(at + 2 * hidden, sum_x, mask=inside)

@@ -1,0 +1,1 @@
+"""Changing modules, classes and optimizers in place."""

@@ -1,0 +1,1 @@
+"""What is trained: heads, losses, metrics and export."""

@@ -1,0 +1,1 @@
+"""The training program: command line, config, checkpoints, run folder, report."""

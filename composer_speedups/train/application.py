@@ -1,0 +1,90 @@
+"""The training program: config → data → model → techniques → Trainer → report."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from composer_speedups.algorithms.fused_layers.beside import compiling_beside, wait_for
+from composer_speedups.train.cli import exit_codes, read_command_line
+from composer_speedups.train.config import Config, Origins
+from composer_speedups.train.launcher import watch_launcher
+from composer_speedups.train.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
+
+if TYPE_CHECKING:
+    from composer.core import Callback
+
+
+def main(arguments: list[str]) -> None:
+    """Train as a command line says.
+
+    Raises:
+        UserError: A mistyped key, a value that does not fit, or a technique that cannot engage.
+    """
+    clock = StartupClock()
+    watch_launcher()
+    config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
+    clock.lap("config")
+    with kept_bytecode(config), compiling_beside(config) as kernels:
+        train(config, origins, clock, kernels)
+
+
+def train(
+    config: Config,
+    origins: Origins,
+    clock: StartupClock,
+    kernels: subprocess.Popen[bytes] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> None:
+    with without_gc():
+        open_early(config)
+
+        from composer.utils import reproducibility
+
+        from composer_speedups.core.ordering import screen
+        from composer_speedups.core.registry import build_techniques
+        from composer_speedups.core.trainer_state import torch_device
+        from composer_speedups.data.loader import build_data
+        from composer_speedups.tasks.export import export_model
+        from composer_speedups.tasks.models import build_model, resolve_name
+        from composer_speedups.train.fit import train_to_end
+        from composer_speedups.train.interrupt import StopSignals
+        from composer_speedups.train.report import write_report
+        from composer_speedups.train.run_folder import RunFolder
+        from composer_speedups.train.startup_times import StartupTimes
+        from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
+
+        techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+    clock.lap("imports")
+    cpu = look_at_cpu()
+    device = open_device(config.trainer)
+    screen(techniques, context_of(config.trainer, device))  # before any memory is taken
+    join_ranks(config.trainer, device)
+    clock.lap("device")
+
+    with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
+        model_name = resolve_name(config.model.name)
+        on_gpu = torch_device(device).type == "cuda"
+        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
+        clock.lap("data")
+        reproducibility.seed_all(config.seed)
+        model = build_model(config.model, data.tokenizer, config.data.max_length)
+        clock.lap("model")
+        cpu.join()
+        wait_for(kernels)
+        watching = [StartupTimes(clock), *callbacks]
+        trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)
+        clock.lap("trainer")
+        train_to_end(trainer, stop)
+        if config.export:
+            export_model(trainer.state, folder / "model")
+        write_report(trainer, config, folder)
+        trainer.close()
+
+
+def command() -> None:
+    """``composer train.py``, ``python -m composer_speedups.train`` and ``composer-speedups-train``."""
+    with exit_codes():
+        main(sys.argv[1:])

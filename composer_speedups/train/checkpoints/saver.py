@@ -1,0 +1,130 @@
+"""Composer's CheckpointSaver, with files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from composer.callbacks import CheckpointSaver
+from composer.core import Event, State
+from composer.loggers import Logger
+from composer.utils import checkpoint, dist
+
+from composer_speedups.callbacks.saves import last_checkpoint, may_save
+from composer_speedups.core.errors import Interrupted, WriteError, causes_of
+from composer_speedups.core.files import NO_SPACE, publish
+from composer_speedups.train.checkpoints.contents import plain_generators
+from composer_speedups.train.checkpoints.finding import checkpoints_in, remove_partials
+from composer_speedups.train.interrupt import StopSignals
+
+__all__ = ["WholeCheckpointSaver"]
+
+
+class WholeCheckpointSaver(CheckpointSaver):
+    """Saves as Composer does, to a name that nothing reads, and gives the file its own name once it is on the disk.
+
+    Composer writes in place, and takes ``latest-rank0.pt`` away before it makes it anew: a kill in between leaves half
+    a file under a good name, or no latest one. It also forgets, at a resume, the checkpoints of before, which would
+    stay. Here an older checkpoint goes only after the newer one is whole and on the disk, whichever process wrote it.
+
+    FSDP's sharded checkpoints are Composer's own.
+
+    Args:
+        folder: Where they go; of this run alone.
+        interval: How often, as a Composer time.
+        keep: How many; -1 for all.
+        stop: When it asks, a checkpoint is written at the end of the batch, and training ends with
+            :class:`Interrupted`.
+
+    Raises:
+        WriteError: A checkpoint cannot be written, for want of space for example. Those before are untouched.
+    """
+
+    def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals | None = None) -> None:
+        super().__init__(
+            folder=str(folder),
+            remote_file_name=None,
+            latest_remote_file_name=None,
+            save_interval=interval,
+            overwrite=True,  # the folder is this run's own
+            num_checkpoints_to_keep=keep,
+        )
+        self.stop = stop or StopSignals()
+        self._due = False  # at the end of the epoch
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        super().fit_start(state, logger)
+        if dist.get_global_rank() == 0 and (found := checkpoints_in(Path(self.folder))):
+            self._remove_older(found[0])  # a kill came before it
+        self.stop.defer()
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        super().fit_end(state, logger)
+        self.stop.ignore()
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        if state.timestamp.batch_in_epoch.value == state.dataloader_len:
+            # The epoch's end comes next, where a resumed run starts more cleanly than after a last batch.
+            self._due = self.save_interval(state, Event.BATCH_CHECKPOINT)
+        else:
+            super().batch_checkpoint(state, logger)
+        signum = self.stop.agreed(state.device)
+        if signum is None:
+            return
+        if self.last_checkpoint_batch != state.timestamp.batch and may_save(self, state, Event.BATCH_CHECKPOINT):
+            self._save_checkpoint(state, logger)
+        saved = self.last_checkpoint_batch == state.timestamp.batch
+        raise Interrupted(signum, state.timestamp.batch.value, None if saved else last_checkpoint(state) or "the start")
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        if self._due and self.last_checkpoint_batch != state.timestamp.batch:
+            self._save_checkpoint(state, logger)
+        self._due = False
+        super().epoch_checkpoint(state, logger)
+
+    def _save_checkpoint(self, state: State, logger: Logger) -> None:
+        if state.fsdp_sharded_state_dict_enabled:
+            super()._save_checkpoint(state, logger)
+            return
+        self.last_checkpoint_batch = state.timestamp.batch
+        path = Path(self.filename.format(state))
+        partial = path.with_name(f".{path.stem}.partial")
+        try:
+            checkpoint.save_checkpoint(state, str(partial), ignore_keys=plain_generators)
+            if dist.get_global_rank() == 0:
+                publish(partial, path)
+                self._point_at(path, state)
+        except Exception as error:
+            remove_partials(path.parent)
+            raise _explained(error, path) from error
+        if dist.get_global_rank() == 0:
+            self.saved_checkpoints.append(str(path))
+            self._remove_older(path)
+
+    def _point_at(self, path: Path, state: State) -> None:
+        """The symlink to the latest one, replaced in one step."""
+        assert self.latest_filename is not None
+        link = Path(self.latest_filename.format(state))
+        new = link.with_name(f".{link.name}.partial")
+        new.unlink(missing_ok=True)
+        new.symlink_to(path.name)
+        os.replace(new, link)
+
+    def _remove_older(self, newest: Path) -> None:
+        if self.num_checkpoints_to_keep < 0:
+            return
+        older = [found for found in checkpoints_in(newest.parent) if found != newest]
+        for path in older[max(self.num_checkpoints_to_keep - 1, 0) :]:
+            path.unlink(missing_ok=True)
+            self.saved_checkpoints[:] = [saved for saved in self.saved_checkpoints if saved != str(path)]
+
+
+def _explained(error: Exception, path: Path) -> Exception:
+    """The system's error behind one of torch's, in one line; another error as it is."""
+    cause = next((cause for cause in causes_of(error) if isinstance(cause, OSError)), None)
+    if cause is None:
+        return error
+    older = next(iter(checkpoints_in(path.parent)), None)
+    fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
+    kept = f"{older} is whole, and the same command goes on from it" if older else "there was none before"
+    return WriteError(f"checkpoint: {path} could not be written ({cause.strerror or cause}); {fix}; {kept}")

@@ -1,0 +1,143 @@
+"""torch's restricted unpickler with what Composer's checkpoints need beside tensors, and nothing that runs code.
+
+NumPy's objects are not among it: NumPy rebuilds an array from whatever dtype and bytes a file names, and one that lies
+is a crash or worse. The only array in a checkpoint that Composer writes is the state of NumPy's random generator, which
+stand-ins read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import io
+import os
+import pickle
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import _weights_only_unpickler, serialization
+from torch.serialization import safe_globals
+
+from composer_speedups.core.replaced import replaced
+from composer_speedups.train.checkpoints.nesting import check_nesting
+
+__all__ = ["Words", "reason_of", "restricted_unpickling"]
+
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_COUNT = 624  # words of a Mersenne Twister
+
+
+class Words:
+    """In the place of ``numpy.ndarray``: the 624 words of 32 bits that NumPy's random generator is made of.
+
+    Attributes:
+        values: The words; empty until they were read.
+    """
+
+    values: tuple[int, ...] = ()
+
+    def __setstate__(self, state: Any) -> None:
+        version, shape, kind, column_major, raw = state
+        fits = version == 1 and shape == (_COUNT,) and type(kind) is _Kind and not column_major
+        if not fits or type(raw) is not bytes or len(raw) != 4 * _COUNT:
+            raise pickle.UnpicklingError(f"NumPy array of {shape!r:.80} other than NumPy's random state")
+        self.values = struct.unpack(f"<{_COUNT}I", raw)
+
+
+class _Kind:
+    """In the place of ``numpy.dtype``: unsigned words of 32 bits, the lowest byte first."""
+
+    def __init__(self, name: Any, align: Any = False, copy: Any = True) -> None:
+        if name != "u4":
+            raise pickle.UnpicklingError(f"NumPy dtype {name!r:.80} other than that of NumPy's random state")
+
+    def __setstate__(self, state: Any) -> None:
+        if state != (3, "<", None, None, None, -1, -1, 0):
+            raise pickle.UnpicklingError("NumPy dtype other than that of NumPy's random state")
+
+
+def _reconstruct(kind: Any, shape: Any, code: Any) -> Words:
+    """In the place of the function that NumPy pickles an array as."""
+    if kind is not Words:
+        raise pickle.UnpicklingError("NumPy array of a class of its own")
+    return Words()
+
+
+class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
+    """torch's reader of archives, which looks at the pickle before torch does."""
+
+    def get_record(self, name: str) -> bytes:
+        record: bytes = super().get_record(name)
+        if name == "data.pkl":
+            check_nesting(record)
+        return record
+
+
+_torch_legacy_load = serialization._legacy_load
+
+
+def _legacy_load(file: Any, *arguments: Any, **settings: Any) -> Any:
+    """In the place of torch's reader of the files that it wrote until 2020.
+
+    Ranks send one another storages in that format, as bytes in memory; a checkpoint is read from a file.
+    """
+    if isinstance(file, io.BytesIO):
+        return _torch_legacy_load(file, *arguments, **settings)
+    raise pickle.UnpicklingError("file of another kind than a zip archive")
+
+
+_torch_types = _weights_only_unpickler._get_allowed_globals
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    """What torch's unpickler allows by itself, without what takes memory by the number that a file names."""
+    allowed = _torch_types()
+    return {name: value for name, value in allowed.items() if value not in (bytearray, *torch._tensor_classes)}
+
+
+_ALLOWED: list[Any] = [
+    (Words, "numpy.ndarray"),
+    (_Kind, "numpy.dtype"),
+    (_reconstruct, "numpy._core.multiarray._reconstruct"),
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # before NumPy 2
+    datetime.timedelta,
+    torch.torch_version.TorchVersion,
+]
+
+
+@contextlib.contextmanager
+def restricted_unpickling() -> Iterator[None]:
+    """``torch.load`` inside unpickles tensors, plain values and the above only, whatever its caller asked for.
+
+    It is torch's own switch, in the environment, since Composer asks for unrestricted loading. What else a file holds
+    is a ``pickle.UnpicklingError``.
+    """
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with (
+            safe_globals(_ALLOWED),
+            replaced(_weights_only_unpickler, "_get_allowed_globals", _types),
+            replaced(torch._C, "PyTorchFileReader", _Reader),
+            replaced(serialization, "_legacy_load", _legacy_load),
+        ):
+            yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+def reason_of(error: pickle.UnpicklingError) -> str:
+    """Why a file was refused, in a few words."""
+    found = re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", str(error))
+    if found:
+        return f"loading it would import {found[1]}, which no checkpoint needs"
+    reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
+    return f"it holds more than weights and plain values ({reason.splitlines()[0][:200]})"

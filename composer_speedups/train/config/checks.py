@@ -1,0 +1,134 @@
+"""Checks of values: each against its bounds, then those that must agree with one another."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import typing
+import zipfile
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import urlsplit
+
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.files import with_working_directory
+from composer_speedups.core.settings import Origins, check_value
+from composer_speedups.train.config.schema import Config
+
+__all__ = ["MOST_BUILTIN", "check_bounds", "check_together", "checkpoint_fault"]
+
+_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # of Composer's, by an address alone
+MOST_BUILTIN = 1_000_000  # reviews; generating them takes minutes
+
+
+def check_bounds(config: Any, origin_of: Origins, prefix: str = "") -> None:
+    for field in dataclasses.fields(config):
+        value, dotted = getattr(config, field.name), prefix + field.name
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, origin_of, f"{dotted}.")
+        elif fault := check_value(field, value):
+            raise ConfigError(f"{origin_of[dotted]}: {dotted} {fault}")
+
+
+def check_together(config: Config, origin_of: Origins) -> None:
+    """Values that are fine alone but not together."""
+    model, data = config.model, config.data
+    for name in config.algorithms:
+        if name not in technique_names():
+            where = origin_of[f"algorithms.{name}"]
+            hint = did_you_mean(name, technique_names())
+            raise ConfigError(f"{where}: unknown technique 'algorithms.{name}'{hint}")
+
+    def refuse(name: str, text: str) -> typing.NoReturn:
+        where = origin_of[name]
+        raise ConfigError(f"{where}: {name} {text}")
+
+    if model.size is not None and model.init != "random":
+        refuse("model.size", "goes with model.init: random; a pretrained model has its own size")
+    if data.source == "files" and data.train_file is None:
+        refuse("data.train_file", "is missing; data.source: files needs the path of a parquet, csv or jsonl file")
+    if data.source == "mds" and data.train_file is None:
+        refuse("data.train_file", "is missing; data.source: mds needs the folder or address of its shards")
+    if data.streaming or data.source == "mds":
+        _check_streaming(config, refuse)
+    if data.source not in ("files", "mds") and (data.train_file or data.eval_file):
+        name = "data.train_file" if data.train_file else "data.eval_file"
+        refuse(name, f"has no effect with data.source: {data.source}; set data.source=files")
+    for name in ("train_samples", "eval_samples"):
+        count = getattr(data, name)
+        if data.source == "builtin" and count is not None and count > MOST_BUILTIN:
+            refuse(f"data.{name}", f"must be at most {MOST_BUILTIN:,} with data.source: builtin, not {count:,}")
+        if data.source == "random" and (count or 8000) * data.max_length >= 2**31:  # 32-bit offsets
+            refuse(f"data.{name}", "times data.max_length must be less than 2**31 with data.source: random")
+    if data.source == "random" and data.tokenizer == "wordpiece":
+        refuse("data.tokenizer", "wordpiece has no reviews to train on with data.source: random; name a tokenizer")
+    if config.loggers.wandb is not None and not all(isinstance(tag, str) for tag in config.loggers.wandb.tags):
+        refuse("loggers.wandb.tags", "must be words")
+    if data.workers == 0 and data.persistent_workers:
+        refuse("data.persistent_workers", "needs data.workers of at least 1")
+    if data.workers == 0 and data.prefetch_factor is not None:
+        refuse("data.prefetch_factor", "needs data.workers of at least 1")
+    if data.length_batching is not None and data.padding != "longest":
+        refuse("data.length_batching", "saves no padding with data.padding: max_length; set data.padding=longest")
+    if data.tokenizer is None and model.init == "random" and model.size is not None:
+        refuse("data.tokenizer", "is missing; a random model has none: name one, or wordpiece to train it")
+    if config.checkpoint.weights_only and config.checkpoint.load is None:
+        refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
+    # A run that goes on by itself may have pruned the one that it was begun with: RunFolder looks then.
+    goes_on = config.checkpoint.autoresume and config.checkpoint.interval is not None
+    pattern = "{" in str(config.checkpoint.load)  # of the run's name and rank
+    if not goes_on and not pattern and (fault := checkpoint_fault(config.checkpoint.load)):
+        refuse("checkpoint.load", fault)
+    if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
+        refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
+    if config.trainer.fsdp is not None:
+        if config.trainer.parallelism_config:
+            refuse("trainer.parallelism_config", "and trainer.fsdp both shard the model; remove one of them")
+        if config.trainer.microbatch_size == "auto":
+            refuse("trainer.microbatch_size", "auto is not for trainer.fsdp; give a number, or null")
+    unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
+    if unknown:
+        refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
+
+
+def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
+    data = config.data
+    if data.streaming and data.source not in ("hub", "files"):
+        refuse("data.streaming", f"is for data.source: hub or files, not {data.source}; leave it out")
+    if data.train_samples is not None:
+        refuse("data.train_samples", "draws at random, which a stream cannot; set data.train_samples=null")
+    if data.length_batching is not None:
+        refuse("data.length_batching", "needs all lengths beforehand, which a stream has not; leave it out")
+    if data.tokenizer == "wordpiece":
+        refuse("data.tokenizer", "wordpiece is trained on all reviews, which a stream has not; name a tokenizer")
+    times = {
+        "trainer.max_duration": config.trainer.max_duration,
+        "trainer.eval_interval": config.trainer.eval_interval,
+        "checkpoint.interval": config.checkpoint.interval or "",
+    }
+    for name, time in times.items():
+        if data.streaming and time.endswith("ep"):
+            refuse(name, f"is {time}, and a stream has no epochs; count in batches, such as 500ba")
+
+
+def checkpoint_fault(name: str | None) -> str | None:
+    """What is wrong with the address or the local file of a checkpoint, as far as can be told without loading it."""
+    if name is None or os.path.isdir(name):  # pathlib's raise where a name is too long
+        return None
+    kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer reads it
+    if "://" in name:
+        if kind.scheme not in _STORES:
+            return (
+                f"is an address of a kind that Composer loads no checkpoint from ({kind.scheme}): {name}; download it "
+                f"and give the file, or an address of {', '.join(_STORES)}"
+            )
+        return None if kind.netloc else f"names no bucket: {name}; give {kind.scheme}://BUCKET/PATH.pt"
+    if kind.scheme and os.path.exists(name):
+        return f"has a colon, by which Composer takes it for an address: {name}; give ./{name}"
+    if not os.path.isfile(name):
+        shown = with_working_directory(name)
+        return f"is no file: {shown}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
+    if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, with its directory last
+        return f"is no complete checkpoint: {name}; it is damaged or of another kind"
+    return None

@@ -1,0 +1,103 @@
+"""What a run ran on: hardware, versions, commit. Goes into every report and every benchmark row."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from composer_speedups.train.commands import output_of
+
+__all__ = ["environment", "gpu_state"]
+
+_PACKAGES = {
+    "composer": "mosaicml",
+    "transformers": "transformers",
+    "datasets": "datasets",
+    "triton": "triton",
+}
+
+_GPU_STATE = {  # name in a report → nvidia-smi's
+    "driver": "driver_version",
+    "gpu_power_limit_watts": "power.limit",
+    "gpu_sm_clock_mhz": "clocks.sm",
+    "gpu_max_sm_clock_mhz": "clocks.max.sm",
+}
+
+_CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # new rows beside it change no code
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, CPU, versions, and the commit of the code in use (None outside a git checkout)."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    uuid = getattr(torch.cuda.get_device_properties(), "uuid", None) if gpu else None
+    named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for a copy of the code without its git history
+    commit = named or _git("rev-parse", "HEAD")
+    return {
+        "gpu": gpu,
+        "gpu_count": torch.cuda.device_count(),
+        **(gpu_state(None if uuid is None else f"GPU-{uuid}") if gpu else dict.fromkeys(_GPU_STATE)),
+        "cuda": torch.version.cuda,
+        "cpu": _cpu(),
+        "cpu_count": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(package) for name, package in _PACKAGES.items()},
+        "composer_speedups": _version("composer_speedups"),
+        "commit": commit,
+        "uncommitted_changes": None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE)),
+    }
+
+
+def gpu_state(identity: str | None = None) -> dict[str, Any]:
+    """Driver, power limit and SM clocks as nvidia-smi has them now; None for what it does not say.
+
+    At the end of a run the clock is close to the one that the run had.
+
+    Args:
+        identity: UUID or number of the GPU; None takes the first.
+    """
+    command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
+    said = _run(*command, f"--id={identity}") if identity is not None else None
+    said = said or _run(*command)  # a part of a GPU has an identity that nvidia-smi's query does not take
+    fields = [field.strip() for field in (said or "").split(",")]
+    if len(fields) != len(_GPU_STATE):
+        return dict.fromkeys(_GPU_STATE)
+    driver, *numbers = fields
+    return dict(zip(_GPU_STATE, [driver, *map(_number, numbers)], strict=True))
+
+
+def _number(text: str) -> float | None:
+    """None where it says [N/A] or the like."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def _git(*arguments: str) -> str | None:
+    return _run("git", "-C", str(Path(__file__).parent), *arguments)
+
+
+def _run(*command: str) -> str | None:
+    """The first line of its output; None where there is none."""
+    return (output_of(*command) or "").split("\n")[0] or None

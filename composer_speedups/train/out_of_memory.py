@@ -1,0 +1,161 @@
+"""Out of memory → smaller micro-batches, the same effective batch, and a record that says so."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated, Any, ClassVar, Literal, TypedDict
+
+import torch
+from composer import Trainer
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.trainer.trainer import _clear_incomplete_train_states
+from composer.utils import dist
+
+from composer_speedups.core.ordering import techniques_of
+from composer_speedups.distributed.ddp import lean_ddp, overlap_steps, sums_of
+from composer_speedups.distributed.fsdp import offloading
+
+__all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
+
+
+class MicrobatchTrainer(Trainer):
+    """Composer's Trainer, which halves its micro-batch when a batch does not fit, and trains that batch again.
+
+    Composer does so with ``device_train_microbatch_size="auto"``, which asks all ranks after every forward pass
+    whether one ran out and so makes the host wait for the GPU. Here nothing is asked until memory runs out, and a
+    size given as a number may shrink too. The gradient is the mean over the whole batch at any size: Composer weighs
+    each micro-batch by its reviews, or by its masked tokens with ``by_tokens``. Dropout draws other numbers, as it
+    does under any other micro-batch.
+
+    It stops, with the size to set, where going on would not be the same run: on several ranks (the others wait in the
+    collective operations of the batch), with captured graphs, at one review, or once the optimizer's own update has
+    run out, which may have changed some weights already.
+
+    Attributes:
+        on_out_of_memory: ``"halve"`` or ``"stop"``.
+        by_tokens: Weigh micro-batches by their loss-generating tokens once there are several.
+    """
+
+    on_out_of_memory: Literal["halve", "stop"] = "halve"
+    by_tokens: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with lean_ddp():
+            super().__init__(*args, **kwargs)
+        overlap_steps(self.state)
+
+    def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
+        with offloading(self.state.fsdp_config):
+            super()._wrap_model_for_distributed(model, optimizers)
+
+    def _train_microbatches(
+        self, microbatches: Any, total_loss_dict: dict[str, torch.Tensor], ddp_sync: bool = True
+    ) -> torch.Tensor:
+        batch = self.state.batch  # Composer puts each micro-batch in its place
+        while True:
+            try:
+                return super()._train_microbatches(microbatches, total_loss_dict, ddp_sync)
+            except torch.OutOfMemoryError as error:
+                if self.state.auto_microbatching:
+                    raise
+                assert self._train_data_spec is not None
+                rows = self._train_data_spec.get_num_samples_in_batch(batch)
+                size = _half_of(self.state, int(rows), self.on_out_of_memory, error)
+            # Only now, outside the handler, is the failed pass's memory no longer held by its traceback.
+            self._shrink(size)
+            self.state.batch = batch
+            for loss in total_loss_dict.values():
+                loss.zero_()
+            microbatches = self._train_data_spec.split_batch(batch, size)
+
+    def _train_microbatch(self, *args: Any, **kwargs: Any) -> Any:
+        if (sums := sums_of(self.state.model)) is not None:
+            sums.settle()  # before a pass adds to what another has left in the buckets
+        return super()._train_microbatch(*args, **kwargs)
+
+    def go_on(self) -> None:
+        """After a checkpoint was loaded: with the size that its run had come to."""
+        for history in (c for c in self.state.callbacks if isinstance(c, MicrobatchHistory)):
+            if history.changes and not self.state.auto_microbatching:
+                self.state.device_train_microbatch_size = history.changes[-1]["to"]
+                self.accumulate_train_batch_on_tokens |= self.by_tokens
+
+    def _shrink(self, size: int) -> None:
+        state = self.state
+        warnings.warn(
+            f"trainer.microbatch_size: out of memory with {state.device_train_microbatch_size} reviews a forward pass "
+            f"in batch {state.timestamp.batch.value}; going on with {size}, the effective batch stays the same",
+            UserWarning,
+            stacklevel=4,
+        )
+        state.device_train_microbatch_size = size
+        self.accumulate_train_batch_on_tokens |= self.by_tokens
+        _clear_incomplete_train_states(state)
+        for metric in (state.train_metrics or {}).values():
+            metric.reset()
+
+
+_Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": Annotated[int, range(1, 2**31)]})
+
+
+class MicrobatchHistory(Callback):
+    """Keeps each change of the micro-batch size, Composer's automatic ones too.
+
+    Attributes:
+        changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` counts the batches trained before.
+    """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "changes": list[_Change],
+    }
+
+    def __init__(self) -> None:
+        self.changes: list[dict[str, Any]] = []
+        self._size: Any = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._size = state.device_train_microbatch_size
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        size = state.device_train_microbatch_size
+        if size != self._size:
+            self.changes.append({"batch": state.timestamp.batch.value - 1, "from": self._size, "to": size})
+            logger.log_hyperparameters({"microbatch_size": size})
+        self._size = size
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"changes": self.changes}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.changes = list(state["changes"])
+
+
+def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
+    """The size to go on with, in a batch of ``rows``.
+
+    Raises:
+        torch.OutOfMemoryError: There is none; the last line of the message says why and what to set.
+    """
+    assert state.device_train_microbatch_size is not None
+    rows = min(int(state.device_train_microbatch_size), rows)
+    half = max(1, rows // 2)
+    ranks = dist.get_world_size()
+    fixed = [t.name for t in techniques_of(state.algorithms) if t.engaged and t.fixed_shapes]
+    fix = f"set trainer.microbatch_size={half}"
+    if rows == 1:
+        reason, fix = "a smaller one there is not", "lower data.max_length, or take a smaller model"
+    elif ranks > 1:
+        reason, fix = f"{ranks} ranks cannot repeat a batch that one could not end", f"{fix}, or auto"
+    elif state.fsdp_config is not None:
+        reason = "FSDP cannot repeat a batch that it did not end"
+    elif fixed:
+        reason = f"{fixed[0]} replays graphs of that size"
+    elif wanted == "stop":
+        reason = "trainer.on_out_of_memory is stop"
+    else:
+        return half
+    first = next(iter(str(error).strip().splitlines()), "CUDA out of memory")
+    raise torch.OutOfMemoryError(
+        f"{first}\ntrainer.microbatch_size: {rows} reviews a forward pass do not fit, and {reason}; {fix}"
+    ) from error

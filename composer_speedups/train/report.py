@@ -1,0 +1,181 @@
+"""runs/<name>/report.json, the summary table on the console, and the plot beside them."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from typing import Any
+
+import psutil
+from composer import Trainer
+from composer.core import State
+from composer.utils import dist
+
+from composer_speedups.callbacks.divergence import DivergenceGuard
+from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.loss_scale import LossScaleMonitor
+from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_history import RunHistory
+from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.core.files import write_atomically
+from composer_speedups.distributed.ddp import sums_of
+from composer_speedups.tasks.metrics import final_metrics
+from composer_speedups.train.config import Config, written
+from composer_speedups.train.environment import environment
+from composer_speedups.train.out_of_memory import MicrobatchHistory
+from composer_speedups.train.plot import plot_throughput
+from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.startup_times import StartupTimes
+
+__all__ = ["build_report", "summary_table", "write_report"]
+
+
+def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[str, Any]:
+    """Write report.json and throughput.png, and print the summary; rank 0 does, every rank may call.
+
+    Args:
+        trainer: After ``fit``.
+        config: Of the run.
+        folder: The run's folder.
+
+    Returns:
+        The report.
+    """
+    wall_seconds = time.time() - psutil.Process().create_time()
+    report = build_report(trainer.state, config, wall_seconds)
+    if dist.get_global_rank() == 0:
+        monitor = _callback(trainer.state, ThroughputMonitor)
+        if config.plot and monitor is not None and monitor.batches:
+            plot_throughput(monitor, config.run_name, folder / "throughput.png", world=dist.get_world_size())
+        write_atomically(folder / "report.json", json.dumps(_plain(report), indent=2) + "\n")
+        print(summary_table(report, str(folder.path)), flush=True)
+    return report
+
+
+def build_report(state: State, config: Config, wall_seconds: float) -> dict[str, Any]:
+    """Everything the run measured, as report.json holds it."""
+    throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
+    engagement, startup = _callback(state, EngagementReport), _callback(state, StartupTimes)
+    history = _callback(state, RunHistory) or RunHistory()
+    microbatches = _callback(state, MicrobatchHistory)
+    changes = microbatches.changes if microbatches else []
+    sums = sums_of(state.model)
+    return {
+        "run_name": config.run_name,
+        "throughput": throughput.summary() if throughput else {},
+        "memory": memory.summary() if memory else {},
+        "startup": startup.summary() if startup else {},
+        "metrics": {**history.metrics, **final_metrics(state)},
+        "algorithms": EngagementReport.summary(state),
+        "numerics": engagement.numerics if engagement else {},
+        "guards": _guarded(state),
+        "ddp": sums.summary() if sums else None,
+        "training": {
+            "batches": state.timestamp.batch.value,
+            "samples": state.timestamp.sample.value,
+            "tokens": state.timestamp.token.value,
+            # FSDP leaves each rank a flattened shard with padding: no count of it would be the model's.
+            "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),
+            "microbatch_size": state.device_train_microbatch_size,
+            "microbatch_chosen": _chooser(state, changes),
+            "microbatch_changes": changes,
+            "ranks": dist.get_world_size(),
+        },
+        "environment": environment(),
+        "config": written(config),
+        "resumed": history.resumed,
+        "wall_seconds": history.wall_seconds + wall_seconds,
+    }
+
+
+def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
+    if state.auto_microbatching:
+        return "automatically"
+    return "after running out of memory" if changes else "by the config"
+
+
+def summary_table(report: dict[str, Any], folder: str) -> str:
+    """The report as a table for the console, at most 100 columns wide."""
+    throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
+    ddp = report["ddp"] or {}
+    ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
+    rows = [
+        ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
+        ("tokens/s", throughput.get("tokens_per_sec"), "real ones; padding left out"),
+        ("padding", throughput.get("padding_fraction"), "of all positions"),
+        ("MFU", throughput.get("mfu"), _peak(throughput.get("peak"))),
+        ("step", throughput.get("step_seconds"), "s, mean"),
+        ("data wait", throughput.get("data_seconds"), "s a batch, mean"),
+        ("warm-up", throughput.get("warmup_seconds"), "s, compilation included"),
+        ("evaluation", throughput.get("eval_seconds"), "s in all"),
+        ("checkpoints", throughput.get("checkpoint_seconds"), "s in all"),
+        (
+            "peak memory",
+            memory.get("peak_gib"),
+            f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
+        ),
+        *((name.replace("_", " "), value, "") for name, value in metrics.items()),
+        ("gradients", ddp.get("mib_a_step"), f"MiB that ranks add up a step, {_overlap(ddp, report['training'])}"),
+        (
+            "microbatch",
+            report["training"]["microbatch_size"],
+            f"reviews a forward pass and device, chosen {report['training']['microbatch_chosen']}",
+        ),
+        ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
+        ("wall time", report["wall_seconds"], f"s, start of the process to now{_resumed(report.get('resumed'))}"),
+    ]
+    lines = ["", f"{report['run_name']}: {folder}/report.json"]
+    lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
+    for name, entry in report["algorithms"].items():
+        evidence = ", ".join(f"{k} {v}" for k, v in entry["evidence"].items())
+        mark = "engaged" if entry["engaged"] else "NOT engaged"
+        lines.append(f"  {name:<18} {mark}: {evidence}"[:160])
+    return "\n".join(lines)
+
+
+def _phases(startup: dict[str, float]) -> str:
+    """The largest parts of the start-up."""
+    parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
+    largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
+    return f"s to the end of the first step: {', '.join(f'{name} {parts[name]:.1f}' for name in largest)}"
+
+
+def _overlap(ddp: dict[str, Any], training: dict[str, Any]) -> str:
+    return f"beside the optimizer's update in {ddp.get('overlapped_steps')} of {training['batches']} batches"
+
+
+def _resumed(entries: list[dict[str, Any]] | None) -> str:
+    if not entries:
+        return ""
+    return f", and of those before it: resumed after batch {', '.join(str(entry['batch']) for entry in entries)}"
+
+
+def _peak(peak: dict[str, Any] | None) -> str:
+    if peak is None:
+        return ""
+    return f"of {peak['flops_per_sec'] / 1e12:.3g} TFLOP/s ({peak['precision']}, {peak['source']})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def _guarded(state: State) -> dict[str, Any]:
+    """What those that watch over losses, weights and the loss scale have counted."""
+    guards = (_callback(state, cls) for cls in (FiniteLoss, LossScaleMonitor, DivergenceGuard))
+    return {name: value for guard in guards if guard for name, value in guard.summary().items()}
+
+
+def _callback(state: State, cls: type) -> Any:
+    return next((c for c in state.callbacks if isinstance(c, cls)), None)
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN; a number that is none becomes null."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

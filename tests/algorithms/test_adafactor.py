@@ -1,0 +1,87 @@
+"""Adafactor: the maths of the paper, factored state, and rates that are those of the schedule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from composer_speedups import AdafactorOptimizer, apply_adafactor
+from composer_speedups.core.errors import NotEngagedError
+from tests.helpers.common import make_trainer, plain_batches, tiny_bert
+
+
+def reference_update(gradients: list[Tensor], lr: float) -> Tensor:
+    """Algorithm 4 of arXiv 1804.04235 without relative steps, for a matrix that starts at 0."""
+    weight = torch.zeros_like(gradients[0])
+    rows, columns = torch.zeros(weight.shape[0]), torch.zeros(weight.shape[1])
+    for t, gradient in enumerate(gradients, 1):
+        decay = 1 - t**-0.8
+        squares = gradient.square() + 1e-30
+        rows = decay * rows + (1 - decay) * squares.sum(1)
+        columns = decay * columns + (1 - decay) * squares.sum(0)
+        update = gradient / (torch.outer(rows, columns) / rows.sum()).sqrt()
+        weight = weight - lr * update / max(1.0, float(update.square().mean().sqrt()))
+    return weight
+
+
+def test_the_update_is_the_papers() -> None:
+    weight = nn.Parameter(torch.zeros(5, 7))
+    optimizer = apply_adafactor(AdamW([weight], lr=1e-2, weight_decay=0.0))
+    gradients = [torch.randn(5, 7, generator=torch.Generator().manual_seed(i)) * 10**i for i in range(4)]
+    for gradient in gradients:
+        weight.grad = gradient.clone()
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), reference_update(gradients, 1e-2))
+
+
+@pytest.mark.parametrize("scale", [False, True])
+def test_a_step_is_of_the_size_of_the_rate(scale: bool) -> None:
+    weight = nn.Parameter(torch.full((6, 4), 0.05))
+    apply = apply_adafactor(AdamW([weight], lr=1e-3, weight_decay=0.0), scale)
+    weight.grad = torch.ones_like(weight) * 1e-4
+    apply.step()
+    expected = 1e-3 * (0.05 if scale else 1.0)
+    torch.testing.assert_close(weight.detach(), torch.full((6, 4), 0.05 - expected))
+
+
+def test_the_state_is_a_fraction_of_adamws() -> None:
+    technique = AdafactorOptimizer()
+    trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    evidence = technique.evidence
+    matrices = sum(p.ndim > 1 for p in tiny_bert().parameters())
+    assert evidence["factored"] == f"{matrices} of {matrices}"
+    assert evidence["adamw_state_bytes"] == 8 * sum(p.numel() for p in tiny_bert().parameters())
+    assert evidence["state_bytes"] < evidence["adamw_state_bytes"] / 8
+    assert set(evidence["state_dtypes"]) == {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}
+
+
+def test_the_scaled_variant_trains_and_resumes_under_its_own_name() -> None:
+    technique = AdafactorOptimizer(scale_parameter=True)
+    trainer = make_trainer([technique], batches=plain_batches(1))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["optimizer"] == "Adafactor(scale_parameter=True)"
+    state = trainer.state.optimizers[0].state_dict()
+    other = apply_adafactor(AdamW(tiny_bert().parameters()))
+    with pytest.raises(ValueError, match=r"that of Adafactor\(scale_parameter=True\), and this optimizer is Adaf"):
+        other.load_state_dict(state)
+
+
+def test_state_that_is_not_factored_is_noticed() -> None:
+    trainer = make_trainer([AdafactorOptimizer()])
+    optimizer: Any = trainer.state.optimizers[0]
+    optimizer._get_options = lambda group, shape: (False, False)  # as for vectors
+    with pytest.raises(NotEngagedError, match="no matrix has factored second moments"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_an_optimizer_without_a_matrix_is_refused() -> None:
+    with pytest.raises(ValueError, match="no matrix whose second moments could be factored; use AdamW"):
+        apply_adafactor(AdamW([nn.Parameter(torch.zeros(3))]))

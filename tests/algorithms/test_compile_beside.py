@@ -1,0 +1,115 @@
+"""Kernels compiled beside the imports: for the shapes that the model will have, and never in the run's way."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import BertConfig, BertForSequenceClassification
+
+from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers import beside
+from composer_speedups.algorithms.fused_layers.beside import compiling_beside, shape_of, wait_for
+from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.tasks.model_names import SIZES
+from composer_speedups.train.config import Config
+from tests.helpers.jobs import run
+from tests.helpers.models import FAMILIES, Family, tiny_model
+
+
+def fused_shape(model: Any) -> Shape:
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    layer = next(m for m in model.modules() if isinstance(m, FusedLayer))
+    return Shape.of_modules(layer, next(m for m in model.modules() if isinstance(m, FusedEmbeddings)))
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_shape_in_a_models_folder_is_that_of_its_modules(family: Family) -> None:
+    model = tiny_model(family, dropout=0.2, attention_dropout=0.3)
+    model.config.save_pretrained("saved")
+    assert shape_of({"name": "saved", "size": None, "dropout": None}) == fused_shape(model)
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0])
+def test_the_shape_of_a_size_is_that_of_such_a_bert(dropout: float | None) -> None:
+    layers, hidden, heads = SIZES["mini"]
+    config = BertConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * hidden
+    )
+    if dropout is not None:
+        config.hidden_dropout_prob = config.attention_probs_dropout_prob = dropout
+    found = shape_of({"name": "unused", "size": "mini", "dropout": dropout})
+    assert found == fused_shape(BertForSequenceClassification(config))
+
+
+def test_another_family_and_a_model_that_is_not_here_have_no_shape() -> None:
+    with pytest.raises(KeyError, match="gpt2"):
+        Shape.of_config({"model_type": "gpt2"})
+    with pytest.raises(FileNotFoundError, match="nobody/nothing"):
+        shape_of({"name": "nobody/nothing", "size": None, "dropout": None})
+
+
+def test_nothing_is_started_without_a_gpu_or_without_the_technique(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_start", lambda config: pytest.fail("started"))
+    config = Config()
+    with compiling_beside(config) as process:  # bert_imdb.yaml's techniques, without fused_layers
+        wait_for(process)
+    config.algorithms["fused_layers"] = None
+    config.trainer.device = "cpu"
+    with compiling_beside(config) as process:
+        wait_for(process)
+
+
+def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here it finds no GPU, and is waited for."""
+    started: list[subprocess.Popen[bytes]] = []
+    start = beside._start
+
+    def noted(config: Config) -> subprocess.Popen[bytes]:
+        started.append(start(config))
+        return started[0]
+
+    monkeypatch.setattr(beside, "_wanted", lambda config: True)
+    monkeypatch.setattr(beside, "_start", noted)
+    run("trainer.max_duration=1ba", "data.eval_samples=8")
+    assert started[0].returncode == 0
+
+
+def test_it_imports_what_the_run_would_and_nothing_from_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkout that is not installed and PYTHONPATH serve it too; a folder that a run is started in does not."""
+    for name in ("yaml", "torch"):
+        Path(f"{name}.py").write_text(f"open('{name}-ran', 'w').close()")
+    Path("own").mkdir()
+    Path("own/omegaconf.py").write_text("open('own-ran', 'w').close()")
+    monkeypatch.setenv("PYTHONPATH", str(Path("own").absolute()))
+    monkeypatch.setattr("sys.path", ["", str(Path("own").absolute()), *sys.path])
+    beside._start(Config()).wait(60)
+    assert sorted(path.name for path in Path().glob("*-ran")) == ["own-ran"]
+
+
+@pytest.mark.parametrize(("modes", "shared"), [("Default\nDefault", True), ("Default\nExclusive_Process", False)])
+def test_a_gpu_that_takes_one_process_is_left_to_the_run(
+    modes: str, shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nprintf '{modes}\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert beside._shared_gpus() is shared
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert not beside._shared_gpus()
+
+
+def test_a_run_that_ends_early_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(beside, "_wanted", lambda config: True)
+    with pytest.raises(ValueError, match="a mistake"), compiling_beside(Config()) as process:
+        raise ValueError("a mistake")
+    assert process is not None
+    assert process.returncode == -9

@@ -1,0 +1,266 @@
+"""The compile cache: found by the next process, carried as one file, given back, and never a reason to crash."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import TorchCompile
+from composer_speedups.algorithms.torch_compile.cache import FILE, KEY, CompileCache
+from composer_speedups.core.errors import ConfigError, TechniqueError
+from tests.helpers.common import Recorder, make_trainer, plain_batches, tiny_bert
+from tests.helpers.forks import Fork
+from tests.reference.tolerance import assert_near
+
+pytestmark = pytest.mark.slow
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def fit(cache: Path | str | None) -> tuple[list[float], dict[str, Any]]:
+    """Losses and evidence of three batches, with nothing compiled in this process before."""
+    torch._dynamo.reset()
+    model, losses = tiny_bert(), Recorder()
+    technique = TorchCompile(scope="blocks", dynamic=False, cache=None if cache is None else str(cache))
+    trainer = make_trainer([technique], model=model, batches=plain_batches(3), callbacks=[losses])
+    trainer.fit()
+    trainer.close()
+    return losses.losses, technique.evidence
+
+
+def eager() -> list[float]:
+    losses = Recorder()
+    trainer = make_trainer(model=tiny_bert(), batches=plain_batches(3), callbacks=[losses])
+    trainer.fit()
+    trainer.close()
+    return losses.losses
+
+
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Any]]:
+    """A folder that one run filled, its losses and its evidence."""
+    folder = tmp_path_factory.mktemp("cold") / "made" / "here"
+    torch.set_num_threads(1)  # as every test has them: torch's keys hold such settings
+    torch.set_float32_matmul_precision("highest")
+    return folder, *fit(folder)
+
+
+def carried(cold: Any) -> Path:
+    """A folder with the portable file alone, as on another machine."""
+    Path("carried").mkdir()
+    shutil.copy(cold[0] / FILE, "carried")
+    return Path("carried")
+
+
+@pytest.mark.pins
+def test_a_first_run_compiles_and_writes_both(cold: Any) -> None:
+    folder, losses, evidence = cold
+    assert_near(torch.tensor(losses), torch.tensor(eager()), what="losses of inductor's kernels")
+    assert evidence["cache_misses"] > 0
+    assert evidence["cache_hits"] == evidence["cache_bypasses"] == 0
+    assert evidence["cache_file"] == "written"
+    assert (folder / FILE).stat().st_size > 1000
+    assert [*(folder / "inductor").rglob("*.so")], "what was compiled is in the folder"
+    assert sorted(p.name for p in folder.iterdir()) == ["inductor", FILE], "no half-written file is left"
+
+
+@pytest.mark.pins
+def test_a_second_run_compiles_nothing_and_trains_the_same(cold: Any) -> None:
+    folder, losses, evidence = cold
+    written = (folder / FILE).stat().st_mtime_ns
+    again, found = fit(folder)
+    assert again == losses
+    assert (found["cache_hits"], found["cache_misses"]) == (evidence["cache_misses"], 0)
+    assert found["cache_file"] == "not needed"
+    assert (folder / FILE).stat().st_mtime_ns == written
+
+
+@pytest.mark.pins
+def test_the_file_alone_is_a_warm_cache(cold: Any) -> None:
+    again, found = fit(carried(cold))
+    assert again == cold[1]
+    assert (found["cache_hits"], found["cache_misses"]) == (cold[2]["cache_misses"], 0)
+    assert found["cache_file"] == "loaded"
+
+
+def _cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def _flipped(data: bytes) -> bytes:
+    return data[:-100] + bytes([data[-100] ^ 1]) + data[-99:]
+
+
+def _of_another_torch(data: bytes) -> bytes:
+    return data.replace(torch.__version__.encode(), b"1.13.0", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_cut, "it is damaged"),
+        (_flipped, "it is damaged"),
+        (lambda _: b"", "it is no compile cache"),
+        (lambda _: b"GIF89a\n{}", "it is no compile cache"),
+        (lambda data: data.split(b"\n")[0] + b"\nnot json\n", "Expecting value"),
+        (_of_another_torch, r"it was made with torch 1\.13\.0, device cpu .*, and this is torch"),
+    ],
+)
+def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, reason: str) -> None:
+    folder = carried(cold)
+    whole = (folder / FILE).read_bytes()
+    (folder / FILE).write_bytes(change(whole))
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match=f"portable.bin is not used, and compiling begins anew: {reason}") as warned:
+        cache.open()
+    assert len(warned) == 1
+    cache.save()
+    cache.close()
+    assert cache.file_state == "written"
+    assert (folder / FILE).read_bytes().startswith(whole.split(b"{")[0])
+    shutil.rmtree(folder / "inductor")
+    replaced = CompileCache(folder, torch.device("cpu"))
+    replaced.open()
+    replaced.close()
+    assert replaced.file_state == "loaded"
+
+
+def test_artifacts_that_torch_cannot_read_cost_one_warning(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = carried(cold)
+    monkeypatch.setattr("torch.compiler.load_cache_artifacts", lambda _: None)
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="torch cannot read its artifacts"):
+        cache.open()
+    cache.close()
+
+
+def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
+    folder = carried(cold)
+    (folder / FILE).write_bytes(b"nothing")
+    with pytest.warns(UserWarning, match="it is no compile cache"):
+        losses, evidence = fit(folder)
+    assert losses == cold[1]
+    assert evidence["cache_misses"] == cold[2]["cache_misses"]
+    assert evidence["cache_file"] == "written"
+
+
+def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = carried(cold)
+    (folder / FILE).write_bytes(b"old")
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match="it is no compile cache"):
+        cache.open()
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.warns(UserWarning, match="was not written .No space left on device"):
+        cache.save()
+    cache.close()
+    assert (folder / FILE).read_bytes() == b"old"
+
+
+@pytest.mark.pins
+def test_flags_and_variables_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        technique = TorchCompile(cache="here")
+        trainer = make_trainer([technique])
+        for _ in range(2):
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path("here/inductor").absolute())
+            assert torch._inductor.config.fx_graph_cache
+            technique.close()
+            assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
+            assert not torch._inductor.config.fx_graph_cache
+            technique._cache.open()
+        trainer.close()
+        assert not torch._inductor.config.fx_graph_cache
+    assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
+
+
+def test_the_folder_has_no_part_in_resuming() -> None:
+    assert repr(TorchCompile(cache="a")) == repr(TorchCompile(cache="b")) == repr(TorchCompile())
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="cache='x' must be the folder of inductor's cache"):
+        TorchCompile(backend="aot_eager", cache="x")
+    with pytest.raises(ValueError, match="cache='' must be"):
+        TorchCompile(cache="")
+    Path("file").touch()
+    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is no folder; choose a folder"):
+        make_trainer([TorchCompile(cache="file/cache")])
+    with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be made"):
+        CompileCache("file/cache", torch.device("cpu")).open()
+    with (
+        torch._inductor.config.patch(force_disable_caches=True),
+        pytest.raises(TechniqueError, match="inductor's caches are switched off; unset TORCHINDUCTOR_FORCE"),
+    ):
+        make_trainer([TorchCompile(cache="x")])
+
+
+def test_a_folder_that_others_can_write_to_is_refused() -> None:
+    Path("shared/cache/inductor").mkdir(parents=True)
+    Path("link").symlink_to("shared/cache")
+    Path("shared").chmod(0o777)  # whoever can write to a parent can exchange the folder
+    for folder in ("shared/cache", "link", "shared/new"):
+        with pytest.raises(ConfigError, match=f"{KEY}: others could put code into .*/shared is writable by others"):
+            CompileCache(folder, torch.device("cpu")).open()
+        with pytest.raises(TechniqueError, match=r"cache: others could put code.*only you can write to \(chmod 700\)"):
+            make_trainer([TorchCompile(cache=folder)])
+    assert "new" not in os.listdir("shared")
+    Path("shared").chmod(0o755)
+    cache = CompileCache("link", torch.device("cpu"))
+    cache.open()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path("shared/cache/inductor").absolute()), "no link to turn"
+    assert stat.S_IMODE(Path("shared/cache/inductor").stat().st_mode) == 0o700
+    cache.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_file_of_another_user_is_not_read(cold: Any) -> None:
+    folder = carried(cold)
+    os.chown(folder / FILE, 12345, 12345)
+    cache = CompileCache(folder, torch.device("cpu"))
+    with pytest.warns(UserWarning, match=r"others could have written it: .*portable.bin belongs to user 12345"):
+        cache.open()
+    cache.close()
+    assert cache.file_state == "refused"
+
+
+def test_inductors_own_folder_is_refused_where_another_user_could_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name under /tmp can be foreseen."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(Path.cwd()))
+    make_trainer([TorchCompile(scope="blocks")]).close()
+    [made] = Path().glob("torchinductor_*")
+    made.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"{KEY}: others could put code into .*{made}.* writable by others"):
+        make_trainer([TorchCompile(scope="blocks")])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")  # the user's own choice
+    make_trainer([TorchCompile(scope="blocks")]).close()
+
+
+def test_a_fresh_process_finds_what_another_compiled(cold: Any) -> None:
+    """One that has compiled nothing, and whose own inductor cache is a new one, as in a benchmark."""
+    folder = str(cold[0])
+
+    def fit_again() -> None:
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("highest")
+        Path("fitted.json").write_text(json.dumps(fit(folder)))
+
+    done = Fork(fit_again, TORCHINDUCTOR_CACHE_DIR=str(Path("own").absolute())).wait(300)
+    assert done.status == 0, done.stderr
+    losses, evidence = json.loads(Path("fitted.json").read_text())
+    assert losses == cold[1]
+    assert (evidence["cache_hits"], evidence["cache_misses"]) == (cold[2]["cache_misses"], 0)
+    assert not [*Path("own").rglob("*.so")]

@@ -1,0 +1,169 @@
+"""CUDA graphs: what is captured, what is left to the original, and what is refused; test_cuda_graphs_gpu.py replays."""
+
+from __future__ import annotations
+
+import copy
+from collections import UserDict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.ordering import refuse_clashes, screen
+from composer_speedups.core.requirements import Context
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.rerun import CannotRecord, Rerun, graphed
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+def grads_of(model: Any, *calls: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All forward passes first, then all backward passes."""
+    for loss in [model(**inputs).loss for inputs in calls]:
+        loss.backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_several_calls_add_up(set_to_none: bool) -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    calls = graphed(model)
+    for step in range(2):
+        for each in (reference, model):
+            each.zero_grad(set_to_none=set_to_none)
+            for seed, lengths in enumerate([[5, 4], [3, 5], [8, 8], [5, 5]]):
+                each(**batch(lengths, seed=10 * step + seed)).loss.backward()
+        assert_near(gradients(model), gradients(reference))
+    assert (calls.graphs, calls.replays) == (2, 8)
+
+
+def test_gradients_of_two_shapes_that_were_both_called_first_add_up() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    graphed(model)
+    inputs = [batch([5, 4]), batch([8, 8]), batch([9])]  # the last beyond max_graphs
+    assert_near(grads_of(model, *inputs), grads_of(reference, *inputs))
+
+
+def test_a_released_model_is_its_own_again() -> None:
+    model = tiny_bert()
+    original = model.forward
+    calls = GraphedCalls(model, original, 2, recorder=Rerun)
+    calls.install("forward")
+    model(**batch([4, 4]))
+    calls.release()
+    assert model.forward == original
+    assert calls.graphs == 0
+
+
+def test_a_call_goes_through_flat_tensors_and_comes_back_as_the_models_own_output() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    calls = graphed(model)
+    one = plain_batches(1)[0]
+    output, expected = model(**one), reference(**one)
+    assert type(output) is type(expected)
+    assert_near([output.loss, output.logits], [expected.loss, expected.logits])
+    output.loss.backward()
+    expected.loss.backward()
+    assert_near(gradients(model), gradients(reference))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 0)
+
+
+def test_each_shape_is_captured_once_and_no_more_than_allowed() -> None:
+    model = tiny_bert()
+    calls = graphed(model)
+    for lengths in ([4, 4], [6, 6], [4, 4], [8, 8], [8, 8]):
+        model(**batch(lengths))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 3, 2)
+
+
+def test_evaluation_and_calls_without_gradients_run_as_before() -> None:
+    model = tiny_bert()
+    calls = graphed(model)
+    with torch.no_grad():
+        model(**plain_batches(1)[0])
+    model.eval()
+    model(**plain_batches(1)[0])
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (0, 0, 0)
+
+
+def test_other_arguments_count_by_value_and_unknown_objects_are_left_alone() -> None:
+    model = tiny_bert()
+    calls = graphed(model, max_graphs=5)
+    one = batch([4, 4])
+    model(**one, output_hidden_states=True)
+    assert model(**one, output_hidden_states=False).hidden_states is None
+    assert calls.graphs == 2
+    model(**one, output_hidden_states=torch.device("cpu"))
+    assert (calls.graphs, calls.eager_calls) == (2, 1)
+    embedded = torch.zeros(2, 4, 32, requires_grad=True)
+    model(inputs_embeds=embedded)
+    assert (calls.graphs, calls.eager_calls) == (2, 2)
+
+
+def test_a_composer_batch_is_one_argument() -> None:
+    trainer = make_trainer()
+    composer_model: Any = trainer.state.model
+    calls = graphed(composer_model)
+    one = plain_batches(1)[0]
+    for each in (one, UserDict(one)):
+        assert composer_model(each).loss.isfinite()
+    assert (calls.graphs, calls.replays) == (1, 2)
+    trainer.close()
+
+
+def test_buffers_stay_what_they_were_after_a_capture() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    reference = copy.deepcopy(model)
+    graphed(model)
+    x = torch.randn(5, 3)
+    model(x)
+    reference(x)
+    assert_near(dict(model.named_buffers()), dict(reference.named_buffers()))
+
+
+def test_the_first_calls_can_be_left_to_the_original() -> None:
+    model = tiny_bert()
+    calls = graphed(model)
+    calls.eager_first = 1
+    for _ in range(3):
+        model(**batch([4, 4]))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
+
+
+def test_a_failed_capture_raises_or_gives_up_for_good() -> None:
+    model = tiny_bert()
+    calls = GraphedCalls(model, model.forward, 2, recorder=CannotRecord)
+    with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
+        calls(**batch([4, 4]))
+    seen: list[CaptureError] = []
+    calls.on_failure = seen.append
+    for _ in range(2):
+        assert calls(**batch([4, 4])).loss.isfinite()
+    assert (len(seen), calls.graphs, calls.replays, calls.eager_calls) == (1, 0, 0, 2)
+
+
+@pytest.mark.pins
+def test_it_is_refused_without_a_gpu_and_with_automatic_microbatches() -> None:
+    with pytest.raises(TechniqueError, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
+        make_trainer([CUDAGraphs()])
+    with pytest.raises(ValueError, match="this one is on the cpu"):
+        apply_cuda_graphs(tiny_bert())
+    with pytest.raises(ValueError, match="max_graphs must be at least 1"):
+        CUDAGraphs(max_graphs=0)
+    cpu = torch.device("cpu")
+    unmet = [
+        [r.reason for r in CUDAGraphs().requirements(context) if not r.met]
+        for context in (Context(cpu), Context(cpu, ranks=2), Context(cpu, microbatch_size="auto"))
+    ]
+    assert [len(reasons) for reasons in unmet] == [1, 1, 2], "several ranks are welcome"
+    assert "automatic micro-batches" in unmet[2][1]
+
+
+def test_a_compile_mode_with_graphs_of_its_own_clashes() -> None:
+    with pytest.raises(TechniqueError, match=r"clashes with cuda_graphs: modes reduce-overhead.*capture graphs"):
+        screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
+    refuse_clashes([CUDAGraphs(), TorchCompile()])

@@ -1,0 +1,226 @@
+"""Where a forward pass is cut for a backward pass in segments, what goes around a cut, and what is not cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_speedups.algorithms.cuda_graphs import capture
+from composer_speedups.algorithms.cuda_graphs.segments import Segments, blocks_to_cut, cut_points
+from composer_speedups.algorithms.cuda_graphs.shared_gradients import SharedGradients
+from composer_speedups.algorithms.cuda_graphs.stand_ins import StandIns
+from tests.helpers.rerun import Rerun, graphed
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+class Blocks(nn.Module):
+    """Linear blocks, called by ``run``, and an embedding and a head around them."""
+
+    def __init__(self, run: Callable[[Blocks, Tensor], Any], count: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.blocks = nn.Linear(3, 6), nn.ModuleList(Block() for _ in range(count))
+        self.head, self.run = nn.Linear(6, 2), run
+
+    def forward(self, x: Tensor) -> Any:
+        return self.run(self, self.first(x).tanh())
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return self.inner(x.tanh()), "more"
+
+
+def states(model: Blocks, x: Tensor) -> list[Tensor]:
+    """The input of the first block and the output of each."""
+    found = [x]
+    for block in model.blocks:
+        found.append(block(found[-1])[0])
+    return found
+
+
+def from_a_cut(model: Blocks, x: Tensor) -> Any:
+    found = states(model, x)
+    return (model.head(found[-1] * found[1]),)
+
+
+def from_within_a_segment(model: Blocks, x: Tensor) -> Any:
+    found = states(model, x)
+    return (model.head(found[-1] * found[0]),)
+
+
+def all_states(model: Blocks, x: Tensor) -> Any:
+    return (model.head(states(model, x)[-1]), *states(model, x)[1:])
+
+
+def every_state(model: Blocks, x: Tensor) -> Any:
+    found = states(model, x)
+    return (model.head(found[-1]), *found[1:])
+
+
+class Once(torch.autograd.Function):
+    """The square, whose backward pass overwrites what it keeps, where autograd would not notice a second one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.kept = 2 * x
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return ctx.kept.mul_(gradient).clone()
+
+
+def around_all_cuts(model: Blocks, x: Tensor) -> Any:
+    found = states(model, Once.apply(x.detach() + model.first.bias))
+    return (model.head(found[-1]) + found[0].sum(),)
+
+
+def twice(model: Blocks, x: Tensor) -> Any:
+    return (model.head(states(model, states(model, x)[-1])[-1]),)
+
+
+def backwards(model: Blocks, x: Tensor) -> Any:
+    for block in reversed(model.blocks):
+        x = block(x)[0]
+    return (model.head(x),)
+
+
+def in_place(model: Blocks, x: Tensor) -> Any:
+    for block in model.blocks:
+        x = block(x)[0]
+        x.add_(1)
+    return (model.head(x),)
+
+
+def unused(model: Blocks, x: Tensor) -> Any:
+    states(model, x)
+    return (model.head(model.blocks[-1].inner(x)),)
+
+
+@pytest.mark.parametrize(
+    ("run", "segments"),
+    [
+        (from_a_cut, 4),
+        (every_state, 4),
+        (from_within_a_segment, 1),
+        (around_all_cuts, 1),
+        (all_states, 1),
+        (twice, 1),
+        (backwards, 1),
+        (in_place, 1),
+        (unused, 1),
+    ],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_what_jumps_over_a_cut_gets_its_gradient_and_what_cannot_be_cut_has_one_segment(
+    run: Any, segments: int
+) -> None:
+    reference, model = Blocks(run), Blocks(run)
+    calls = graphed(model, segments=4)
+    for seed in range(3):
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(seed))
+        for each in (reference, model):
+            each.zero_grad()
+            outputs = each(x)
+            torch.stack([(i + 1) * output.square().sum() for i, output in enumerate(outputs)]).sum().backward()
+        assert_near(gradients(model), gradients(reference), what=f"seed {seed}")
+    assert (calls.replays, calls.backward_segments) == (3, segments)
+
+
+@pytest.mark.parametrize(("frozen", "segments"), [(0, 4), (1, 4), (2, 1), (4, 1)])
+def test_a_model_is_not_cut_where_no_gradients_go(frozen: int, segments: int) -> None:
+    reference, model = Blocks(from_a_cut), Blocks(from_a_cut)
+    for each in (reference, model):
+        for part in (each.first, *each.blocks)[:frozen]:
+            part.requires_grad_(False)
+        each.blocks[-1].inner.bias.requires_grad_(False)
+    calls = graphed(model, segments=4)
+    for each in (reference, model):
+        each(torch.ones(5, 3))[0].square().sum().backward()
+    assert_near(gradients(model), gradients(reference))
+    assert calls.backward_segments == segments
+
+
+def test_a_block_that_is_compiled_is_cut_outside_of_what_is_compiled() -> None:
+    reference, model = Blocks(from_a_cut), Blocks(from_a_cut)
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    compiled = [block._compiled_call_impl for block in model.blocks]
+    calls = graphed(model, segments=4)
+    for _ in range(2):
+        for each in (reference, model):
+            each.zero_grad()
+            each(torch.ones(5, 3))[0].square().sum().backward()
+        assert_near(gradients(model), gradients(reference))
+    assert calls.backward_segments == 4
+    assert [block._compiled_call_impl for block in model.blocks] == compiled
+
+
+def test_parameters_that_get_no_gradient_have_none() -> None:
+    model = Blocks(from_a_cut)
+    model.unused = nn.Linear(2, 2)
+    graphed(model, segments=4)
+    model(torch.ones(5, 3))[0].square().sum().backward()
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {"unused.weight", "unused.bias"}
+
+
+def test_where_a_model_is_cut() -> None:
+    model = Blocks(from_a_cut)
+    blocks = list(model.blocks)
+    assert blocks_to_cut(model, 1) == []
+    assert blocks_to_cut(model, 2) == [blocks[1]]
+    assert blocks_to_cut(model, 3) == [blocks[0], blocks[1]]
+    assert blocks_to_cut(model, 9) == blocks[:3]
+    assert blocks_to_cut(model) == [], "their gradients are small"
+    assert blocks_to_cut(nn.Linear(2, 2), 3) == []
+    compiled = copy.deepcopy(model)
+    compiled.compile()
+    assert blocks_to_cut(compiled, 3) == []
+
+
+@pytest.mark.parametrize(
+    ("sizes", "points"),
+    [
+        ([27] * 12, [1, 3, 5, 7, 9]),  # BERT-base
+        ([27] * 5, [2]),  # what is left over goes to the first segment
+        ([100] * 3, [0, 1]),
+        ([49, 49], []),
+        ([0, 0, 60, 60], [2]),  # frozen below
+        ([60, 0, 0, 60], [2]),
+        ([], []),
+    ],
+)
+def test_segments_are_worth_sending(sizes: list[int], points: list[int]) -> None:
+    assert cut_points([size * 2**20 for size in sizes]) == points
+
+
+def test_nothing_of_a_call_is_kept_when_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Blocks(every_state)
+    made: list[Segments] = []
+    shared, stand_ins = SharedGradients(model.parameters()), StandIns(model)
+
+    class Kept(Segments):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(capture, "Segments", Kept)
+
+    def call(x: Tensor) -> tuple[Tensor, ...]:
+        with stand_ins.in_place():
+            return tuple(model(x))
+
+    leaves, blocks = stand_ins.of(shared.parameters), blocks_to_cut(model, 4)
+    assert capture.capture_call(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
+    assert [(each._outputs, each._cuts, each._visited) for each in made] == [((), [], set())]

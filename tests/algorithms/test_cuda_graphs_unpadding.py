@@ -1,0 +1,107 @@
+"""CUDA graphs of an unpadded model: one set a number of packed tokens; with a stand-in for the capture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.core.ordering import refuse_clashes
+from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
+from tests.helpers.rerun import Rerun
+from tests.reference.loop import gradients, train_plainly
+from tests.reference.tolerance import assert_near
+
+
+def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
+    reference, model = tiny_bert(), tiny_bert()
+    for each in (reference, model):
+        each.config.problem_type = "single_label_classification"
+    apply_unpadding(model, 16)
+    calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
+    calls.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
+    calls.install("forward")
+    return reference, model, calls
+
+
+def step(reference: Any, model: Any, lengths: list[int], seed: int, *, planned: bool = True) -> None:
+    inputs = batch(lengths, 16, seed=seed)
+    plan_unpadding(model, inputs["attention_mask"] if planned else None)
+    for each in (reference, model):
+        each.zero_grad()
+        each(**inputs).loss.backward()
+    assert_near(gradients(model), gradients(reference), what=f"{lengths}")
+
+
+def test_each_number_of_packed_tokens_is_captured_once_and_its_replays_take_other_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted: list[str] = []
+    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: counted.append("inside the forward pass"))
+    reference, model, calls = graphed()
+    # 32, 32, 16, 48, 32, 16 and, beyond the bound, 64 packed tokens
+    for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 2], [10, 10, 1], [1, 1, 1]]):
+        step(reference, model, lengths, seed)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (3, 6, 0)
+    (encoder,) = unpadded_encoders(model)
+    assert encoder.ran == "unpadded"
+    given = batch([1, 1, 1], 16)["attention_mask"].bool()
+    assert torch.equal(encoder.plans[0][1].mask_BS, given)  # type: ignore[union-attr]
+    assert not counted
+
+
+def test_beyond_the_bound_and_without_a_plan_it_runs_eagerly() -> None:
+    reference, model, calls = graphed(max_graphs=1)
+    step(reference, model, [12, 7, 9], 0)
+    step(reference, model, [16, 16, 9], 1)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 1)
+    step(reference, model, [12, 7, 9], 2, planned=False)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 2)
+
+
+def test_rows_that_run_padded_have_a_graph_of_their_own() -> None:
+    reference, model, calls = graphed()
+    inputs = batch([12, 7, 9], 16)
+    inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
+    plan_unpadding(model, inputs["attention_mask"])
+    for each in (reference, model):
+        each(**inputs).loss.backward()
+    assert_near(gradients(model), gradients(reference))
+    assert unpadded_encoders(model)[0].ran == "padded"
+    step(reference, model, [12, 7, 9], 0)
+    assert (calls.graphs, calls.replays) == (2, 2)
+
+
+def test_a_replay_with_a_plan_of_another_mask_is_an_error() -> None:
+    reference, model, calls = graphed()
+    step(reference, model, [12, 7, 9], 0)
+    plan_unpadding(model, batch([9, 7, 12], 16)["attention_mask"])
+    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+        model(**batch([12, 7, 9], 16))
+    assert calls.graphs == 1
+
+
+def test_composers_batches_are_planned_before_their_replays() -> None:
+    model, recorder = tiny_bert(), Recorder()
+    batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [9, 9, 9]])]
+    expected = train_plainly(model, batches).losses
+    technique = Unpadding(16)
+    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
+    composer_model: Any = trainer.state.model
+    calls = GraphedCalls(composer_model, composer_model.forward, 2, recorder=Rerun)
+    calls.carries = [(encoder, "plans") for encoder in unpadded_encoders(composer_model)]
+    calls.eager_first = 1
+    calls.install("forward")
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, expected)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 3, 1)
+    assert technique.engaged
+
+
+def test_the_two_go_together() -> None:
+    refuse_clashes([CUDAGraphs(), Unpadding()])

@@ -1,0 +1,242 @@
+"""The loss read early: Composer's own numbers, from a copy of each micro-batch's; nobody else's calls are served."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import DataSpec, Event
+from composer.devices import DeviceCPU
+from composer.loggers import InMemoryLogger
+from composer.models import HuggingFaceModel
+from composer.utils import dist
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from composer_speedups import (
+    CUDAGraphs,
+    EarlyLoss,
+    FusedLayers,
+    FusedOptimizer,
+    MixedPrecision,
+    Unpadding,
+    apply_early_loss,
+)
+from composer_speedups.algorithms.early_loss import early_loss as module
+from composer_speedups.algorithms.early_loss import functional
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.distributed.host_scalars import Readback
+from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert
+
+
+class Watched:
+    """Copies that note what had been done when they were sent and received."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def mark(self) -> int:
+        self.done.append("mark")
+        return len(self.done)
+
+    def send(self, value: Tensor, mark: int) -> tuple[float, int]:
+        assert type(value) is Tensor
+        return float(value), mark
+
+    def receive(self, sent: tuple[float, int]) -> float:
+        self.done.append(f"received, known at {self.done[sent[1] - 1 : sent[1] + 1]}")
+        return sent[0]
+
+    def busy(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The technique on a CPU."""
+    watched = Watched()
+    monkeypatch.setattr(EarlyLoss, "requirements", lambda *_: ())
+    monkeypatch.setattr(module, "apply_early_loss", lambda device: functional._intercept(device, Readback(watched)))
+    return watched
+
+
+class Losses(HuggingFaceModel):
+    """Returns its loss as ``kind`` says."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(tiny_bert(), use_logits=True)
+        self.kind, self.calls = kind, 0
+
+    def loss(self, outputs: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, self.calls = super().loss(outputs, batch), self.calls + 1
+        if self.kind == "tuple":
+            return loss / 3, loss * 2 / 3
+        if self.kind == "dict" or (self.kind == "mixed" and self.calls % 3 == 0):
+            return {"total": loss, "half": loss / 2}
+        return loss
+
+
+def train(kind: str, rows: int, algorithms: Any = ()) -> tuple[Trainer, dict[str, list[float]]]:
+    """Four batches a rank; the Trainer and what it logged of losses and time."""
+    memory, batches = InMemoryLogger(), Batches(plain_batches(4 * dist.get_world_size()))
+    loader = DataLoader(batches, batch_size=None, sampler=dist.get_sampler(batches))
+    trainer = make_trainer(
+        algorithms,
+        model=Losses(kind),
+        train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda b: len(b["labels"])),
+        device_train_microbatch_size=rows,
+        loggers=[memory],
+    )
+    trainer.fit()
+    trainer.close()
+    names = [name for name in memory.data if name.startswith(("loss/", "time/"))]
+    return trainer, {name: [value for _, value in memory.data[name]] for name in names}
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "mixed"])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@pytest.mark.pins
+def test_what_is_logged_and_trained_is_composers_own(kind: str, rows: int, copies: Watched) -> None:
+    technique = EarlyLoss()
+    trainer, logged = train(kind, rows, [technique])
+    stock, expected = train(kind, rows)
+    assert logged == expected
+    assert len(logged["loss/train/total"]) == 4
+    torch.testing.assert_close(final_weights(trainer), final_weights(stock), rtol=0, atol=0)
+    reads = {"tensor": 4, "tuple": 12, "dict": 8}.get(kind)
+    if reads is not None:
+        assert technique.evidence == {"losses_read": reads, "read_before_the_batch_was_over": reads}
+    assert "tensor_to_device" not in vars(trainer.state.device), "given back"
+
+
+def test_a_loss_is_known_before_its_backward_pass_and_others_when_all_is_done(
+    copies: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = Tensor.backward
+
+    def noted(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        copies.done.append("backward")
+        backward(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tensor, "backward", noted)
+    train("tensor", 2, [EarlyLoss()])
+    assert copies.done[:6] == ["mark", "backward"] * 2 + ["received, known at ['mark', 'backward']"] * 2
+    copies.done.clear()
+    train("dict", 4, [EarlyLoss()])
+    assert copies.done[:4] == ["backward", "mark", "mark", "received, known at ['mark', 'mark']"]
+
+
+def test_a_micro_batch_does_not_take_the_mark_of_the_one_before(copies: Watched) -> None:
+    train("mixed", 1, [EarlyLoss()])  # of each three losses, the third is a dict, whose backward pass is not noticed
+    dicts = 16 // 3
+    assert copies.done.count("mark") == (16 - dicts) + 2 * dicts
+
+
+def test_others_who_move_tensors_of_the_same_shapes_are_not_served(copies: Watched) -> None:
+    device = DeviceCPU()
+    interception = functional._intercept(device, Readback(copies))
+    for tensor in (torch.zeros(1), torch.tensor(3), torch.zeros(2)):
+        assert type(device.tensor_to_device(tensor)) is Tensor
+    moved: Any = device.batch_to_device({"a": torch.zeros(1)})
+    assert type(moved["a"]) is Tensor
+    interception.undo()
+    interception.undo()
+    assert device.tensor_to_device.__func__ is DeviceCPU.tensor_to_device  # type: ignore[attr-defined]
+
+
+def test_what_composer_reads_at_each_batch_is_not_sent_to_the_device(
+    copies: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    senders: set[str] = set()
+    moved = DeviceCPU.tensor_to_device
+
+    def noted(self: DeviceCPU, tensor: Tensor) -> Tensor:
+        senders.update(sys._getframe(depth).f_code.co_name for depth in (1, 2))
+        return moved(self, tensor)
+
+    monkeypatch.setattr(DeviceCPU, "tensor_to_device", noted)
+    read = {"_train_batch", "_train_microbatches", "_train_microbatch", "_accumulate_time_across_ranks"}
+    read.add("_iter_dataloader")
+    train("tensor", 4)
+    assert read <= senders
+    senders.clear()
+    train("tensor", 4, [EarlyLoss()])
+    assert not read & senders
+
+
+def test_a_loop_that_reads_nothing_through_it_is_noticed(copies: Watched) -> None:
+    trainer = make_trainer([EarlyLoss()])
+    trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]
+    with pytest.raises(NotEngagedError, match=r"early_loss: .*Composer read no loss through it"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_wrong_number_is_noticed(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "receive", lambda sent: sent[0] + 1)
+    trainer = make_trainer([EarlyLoss()])
+    with pytest.raises(NotEngagedError, match=r"early_loss: .*it read .*, and the GPU has"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_gpu_that_is_always_done_first_is_noted(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "busy", lambda: False)
+    technique = EarlyLoss()
+    train("tensor", 4, [technique])
+    assert "does not keep this GPU waiting" in technique.evidence["note"]
+
+
+@pytest.mark.pins
+def test_it_is_refused_without_a_gpu_and_with_another_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TechniqueError, match=r"early_loss: reading the loss .* needs a CUDA GPU"):
+        make_trainer([EarlyLoss()])
+    with pytest.raises(ValueError, match="this device is the cpu"):
+        apply_early_loss(DeviceCPU())
+    monkeypatch.setattr(Trainer, "_train_microbatch", SimpleNamespace())
+    with pytest.raises(ValueError, match="early_loss does not know this version of Composer"):
+        functional._intercept(DeviceCPU(), Readback(Watched()))
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
+def test_a_steady_batch_of_the_fast_set_waits_for_nothing_but_the_loss() -> None:
+    """Under torch's debug mode, in which whatever waits for the GPU raises; Composer's whole loop is inside."""
+
+    class Strict(EarlyLoss):
+        def apply(self, event: Event, state: Any, logger: Any) -> None:
+            super().apply(event, state, logger)
+            strict = event == Event.BEFORE_FORWARD and state.timestamp.batch.value in range(4, 8)
+            torch.cuda.set_sync_debug_mode("error" if strict else "default")
+
+    technique = Strict()
+    algorithms = [technique, MixedPrecision(), Unpadding(512), FusedLayers(), FusedOptimizer(), CUDAGraphs()]
+    one = plain_batches(1)[0]
+    trainer = make_trainer(algorithms, batches=[one] * 9, model=tiny_bert(dropout=0.1), gpu=True)
+    try:
+        trainer.fit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        trainer.close()
+    assert technique.evidence["losses_read"] == 9
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_losses_are_composers_own_and_come_before_the_batch_is_over() -> None:
+    runs = []
+    for algorithms in ([], [technique := EarlyLoss()]):
+        memory = InMemoryLogger()
+        trainer = make_trainer(algorithms, batches=plain_batches(8), loggers=[memory], gpu=True)
+        if algorithms:  # a backward pass that takes its time
+            trainer.state.model.model.classifier.weight.register_hook(lambda _: torch.cuda._sleep(10_000_000))
+        trainer.fit()
+        trainer.close()
+        runs.append(([value for _, value in memory.data["loss/train/total"]], final_weights(trainer)))
+    assert runs[1][0] == runs[0][0]
+    torch.testing.assert_close(runs[1][1], runs[0][1], rtol=0, atol=0)
+    assert technique.evidence["losses_read"] == 8
+    assert technique.evidence["read_before_the_batch_was_over"] >= 6

@@ -1,0 +1,245 @@
+"""Float8 Linears: torchao's numbers at any number of rows, and the matmuls are seen to run."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchao.float8 import Float8LinearConfig
+from torchao.float8.float8_linear import Float8Linear as TorchaoLinear
+
+from composer_speedups import Float8Linear, MixedPrecision, TorchCompile, apply_float8_linear
+from composer_speedups.algorithms.float8_linear.modules import (
+    Float8Recorder,
+    RowPaddedFloat8Linear,
+    float8_config,
+    to_float8,
+)
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.ordering import screen
+from composer_speedups.core.requirements import Context
+from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import train_plainly
+from tests.reference.tolerance import assert_near
+
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+every_recipe = pytest.mark.parametrize("recipe", RECIPES)
+
+
+def bf16() -> MixedPrecision:
+    return MixedPrecision("bf16", allow_cpu=True)
+
+
+def linear(recipe: Any, *, emulate: bool = True, device: str = "cpu") -> tuple[nn.Linear, nn.Linear]:
+    """A plain Linear and the same in float8."""
+    torch.manual_seed(0)
+    block = nn.Sequential(nn.ModuleList([nn.Linear(32, 64)])).to(device)
+    plain: Any = copy.deepcopy(block[0][0])
+    assert apply_float8_linear(block, recipe, emulate=emulate) == ["0.0"]
+    return plain, block[0][0]
+
+
+def run(module: nn.Module, x: Tensor) -> list[Tensor]:
+    """Output and the gradients of input, weight and bias."""
+    output = module(x)
+    upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
+    return [output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], upstream)]
+
+
+def sample(*shape: int, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).to(device).requires_grad_()
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.float() - expected.float()).norm() / expected.float().norm())
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(16, 32), (2, 16, 32), (3, 32, 32)])
+def test_it_is_torchaos_linear_where_rows_fit(recipe: str, shape: tuple[int, ...]) -> None:
+    plain, float8 = linear(recipe)
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    torchaos = TorchaoLinear.from_float(plain, config)
+    torch.testing.assert_close(run(float8, sample(*shape)), run(torchaos, sample(*shape)), rtol=0, atol=0)
+
+
+@every_recipe
+@pytest.mark.parametrize("shape", [(1, 32), (7, 1, 32), (2, 15, 32), (17, 32), (5, 13, 32)])
+@pytest.mark.pins
+def test_rows_that_do_not_fit_give_what_torchao_gives_without_hardware(recipe: str, shape: tuple[int, ...]) -> None:
+    plain, float8 = linear(recipe)
+    emulated = copy.deepcopy(float8)
+    emulated.__class__ = TorchaoLinear  # emulation multiplies any number of rows
+    x = sample(*shape)
+    with Float8Recorder() as recorder:
+        padded = run(float8, x)
+    assert recorder.counts["float8_mm"] == (2 if recipe == "rowwise_with_gw_hp" else 3)
+    assert_near(padded, run(emulated, x), what="with and without rows of zeros")
+    assert all(error(a, b) < 0.07 for a, b in zip(padded, run(plain, x), strict=True)), "3 bits of mantissa"
+    assert error(padded[0], run(plain, x)[0]) > 0.01, "and no more"
+
+
+@every_recipe
+def test_the_matmuls_get_multiples_of_16_rows(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = TorchaoLinear.forward
+
+    def noting_rows(module: Any, x: Tensor) -> Any:
+        seen.append(x.shape[:-1].numel())
+        return original(module, x)
+
+    monkeypatch.setattr(TorchaoLinear, "forward", noting_rows)
+    _, float8 = linear(recipe)
+    for shape in [(1, 32), (3, 5, 32), (32, 32), (2, 9, 32)]:
+        assert float8(sample(*shape)).shape == (*shape[:-1], 64)
+    assert seen == [16, 16, 32, 32]
+
+
+def test_the_recorder_sees_the_kernel_inside_torchaos_tensors() -> None:
+    module = nn.Linear(32, 64)
+    to_float8(module, float8_config("tensorwise"))
+    with Float8Recorder() as recorder, torch.no_grad():
+        module(torch.ones(5, 32))  # this kernel runs on the CPU too; that of the backward pass may not
+    assert recorder.counts["_scaled_mm"] == recorder.counts["float8_mm"] == 1
+
+
+def test_no_rows_at_all_have_gradients_of_zero() -> None:
+    _, float8 = linear("tensorwise")
+    assert [g.abs().sum().item() for g in run(float8, sample(0, 32))] == [0, 0, 0, 0]
+
+
+def test_modules_keep_everything_but_their_forward() -> None:
+    model = tiny_bert().eval()
+    query = model.bert.encoder.layer[0].attention.self.query
+    query.weight.requires_grad_(False)
+    calls: list[int] = []
+    query.register_forward_hook(lambda *_: calls.append(1))
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    changed = apply_float8_linear(model, emulate=True)
+    assert len(changed) == 12
+    assert all(isinstance(modules[n], RowPaddedFloat8Linear) for n in changed)
+    assert all(modules[n] is m for n, m in model.named_modules())
+    assert all(parameters[n] is p for n, p in model.named_parameters())
+    assert not any(m.training for m in model.modules())
+    assert not query.weight.requires_grad
+    model(**plain_batches(1)[0])
+    assert calls == [1]
+    assert type(model.classifier) is type(model.bert.pooler.dense) is nn.Linear, "outside of the blocks"
+    assert apply_float8_linear(model, emulate=True) == []
+    again = pickle.loads(pickle.dumps(copy.deepcopy(tiny_float8())))
+    assert isinstance(again.bert.encoder.layer[0].output.dense, RowPaddedFloat8Linear)
+
+
+def tiny_float8(recipe: Any = "tensorwise") -> Any:
+    model = tiny_bert()
+    apply_float8_linear(model, recipe, emulate=True)
+    return model
+
+
+def test_small_and_odd_linears_are_left_out() -> None:
+    assert all("attention" not in n for n in apply_float8_linear(tiny_bert(), min_features=33, emulate=True))
+    assert len(apply_float8_linear(tiny_bert(), min_features=64, emulate=True)) == 0
+    odd = nn.ModuleList([nn.Linear(24, 32), nn.Linear(32, 24), nn.Linear(32, 48)])
+    assert apply_float8_linear(odd, emulate=True) == ["2"]
+
+
+@every_recipe
+def test_gradients_of_a_whole_model_point_the_same_way(recipe: Any) -> None:
+    plain = train_plainly(tiny_bert(), awkward_batches())
+    float8 = train_plainly(tiny_float8(recipe), awkward_batches())
+    one, other = (torch.cat([g.flatten() for g in t.first_gradients.values()]) for t in (float8, plain))
+    assert float(torch.cosine_similarity(one, other, dim=0)) > 0.93
+
+
+# In a Trainer.
+
+
+@pytest.mark.parametrize("batches", [awkward_batches(), plain_batches(2)], ids=["awkward", "plain"])
+def test_it_counts_the_matmuls_of_the_first_forward_pass(batches: Any) -> None:
+    technique = Float8Linear(emulate=True)
+    trainer = make_trainer([bf16(), technique], batches=batches)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence == {
+        "modules": 12,
+        "recipe": "tensorwise",
+        "emulated": True,
+        "float8_matmuls": 12,
+        "float8_kernels": 0,
+        "seen_in": "forward pass",
+    }
+
+
+def test_linears_that_went_back_are_noticed() -> None:
+    trainer = make_trainer([bf16(), Float8Linear(emulate=True)])
+    for module in trainer.state.model.modules():
+        if isinstance(module, RowPaddedFloat8Linear):
+            module.forward = lambda x, m=module: nn.functional.linear(x, m.weight, m.bias)  # type: ignore
+    with pytest.raises(NotEngagedError, match="forward pass had no matmul of float8 tensors"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_kernel_that_is_not_float8s_is_noticed() -> None:
+    technique = Float8Linear(emulate=True)
+    trainer = make_trainer([bf16(), technique])
+    technique.emulate = False  # as if torchao had fallen back to emulation
+    with pytest.raises(NotEngagedError, match="ran no float8 kernel"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_kernel_that_cannot_run_is_one_line_in_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer([bf16(), Float8Linear(emulate=True)])
+
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no such kernel\nhere")
+
+    monkeypatch.setattr(RowPaddedFloat8Linear, "forward", fail)
+    with pytest.raises(TechniqueError, match=r"cannot run here \(no such kernel\); try another recipe") as raised:
+        trainer.fit()
+    assert "\n" not in str(raised.value)
+    trainer.close()
+
+
+def test_requirements_name_what_is_missing() -> None:
+    cpu = Context(torch.device("cpu"))
+    with pytest.raises(TechniqueError, match=r"float8_linear: tensorwise float8 needs a CUDA GPU .* 8\.9"):
+        screen([bf16(), Float8Linear()], cpu)
+    with pytest.raises(TechniqueError, match=r"rowwise float8 needs a CUDA GPU .* 9\.0"):
+        screen([bf16(), Float8Linear("rowwise")], cpu)
+    with pytest.raises(TechniqueError, match=r"needs mixed precision, and this run is fp32; add mixed_precision"):
+        screen([Float8Linear(emulate=True)], cpu)
+    with pytest.raises(ValueError, match="recipe must be one of"):
+        Float8Linear("blockwise")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8\.9 .* on the cpu; set emulate"):
+        apply_float8_linear(tiny_bert())
+    with pytest.raises(ValueError, match="recipe must be one of"):
+        apply_float8_linear(tiny_bert(), "blockwise")  # type: ignore[arg-type]
+    with pytest.raises(TechniqueError, match=r"at least min_features=1000; take it out"):
+        make_trainer([bf16(), Float8Linear(min_features=1000, emulate=True)])
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_compiled_it_gives_what_eager_gives_and_a_probe_is_the_evidence(scope: Any) -> None:
+    check_compiled("tensorwise", scope, "aot_eager", gpu=False)
+
+
+def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
+    losses = []
+    for others in ([], [TorchCompile(scope, backend)]):
+        recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
+        batches = [*plain_batches(2), *awkward_batches()[:2]]  # the last with rows that do not fit
+        trainer = make_trainer([bf16(), technique, *others], batches=batches, callbacks=[recorder], gpu=gpu)
+        trainer.fit()
+        trainer.close()
+        losses.append(recorder.losses)
+        assert technique.evidence["seen_in"] == ("probe" if others else "forward pass")
+        assert technique.evidence["float8_matmuls"] > 0
+        assert bool(technique.evidence["float8_kernels"]) == gpu
+    assert_near(losses[1], losses[0], torch.bfloat16, "losses")

@@ -1,0 +1,224 @@
+"""fused_layers on the CPU: the layer in torch's own operators, the last layer's shortcut, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.unpadding import encoders
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.recommendation import RECOMMENDED
+from composer_speedups.train.config import load_config
+from tests.conftest import ROOT
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
+from tests.helpers.masks import masked_batch, random_masks, real_logits
+from tests.helpers.models import FAMILIES, HEADS, tiny_model
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+def fused(model: Any, last_layer: Any = "needed") -> Any:
+    copied = copy.deepcopy(model)
+    apply_unpadding(copied)
+    assert apply_fused_layers(copied, last_layer)
+    return copied
+
+
+def without_labels(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def layers_of(model: nn.Module) -> list[FusedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_outputs_and_gradients_are_the_untouched_models(family: Any, head: Any) -> None:
+    model = tiny_model(family, head)
+    ours = fused(model)
+    for seed, mask in enumerate(random_masks(40)):
+        inputs = masked_batch(mask, head, seed=seed)
+        if not mask.any():
+            continue
+        for each in (model, ours):
+            each.zero_grad()
+        expected, actual = model(**inputs), ours(**inputs)
+        expected.loss.backward()
+        actual.loss.backward()
+        assert_near(real_logits(actual, mask), real_logits(expected, mask), what="logits")
+        assert_near(gradients(ours), gradients(model), what="gradients")
+    ran = [layer.ran for layer in layers_of(ours)]
+    assert set(ran) <= {"torch", "first tokens", "stock"}
+    assert "torch" in ran or ran[-1] in ("first tokens", "stock")
+
+
+def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = batch([5, 0, 9])  # whose second row is ignored by its label
+    last_states: list[torch.Tensor] = []
+    scatter = encoders.scatter_tokens
+
+    def scattered(*arguments: Any) -> torch.Tensor:
+        last_states.append(scatter(*arguments))
+        return last_states[-1]
+
+    monkeypatch.setattr(encoders, "scatter_tokens", scattered)
+    for head, last, expected in [
+        ("classification", "needed", "first tokens"),
+        ("classification", "all", "torch"),
+        ("mlm", "needed", "torch"),
+    ]:
+        model = fused(tiny_model("bert", head), last)  # type: ignore[arg-type]
+        model(**(inputs if head == "classification" else without_labels(inputs)))
+        hidden = last_states.pop().view(3, 9, -1)
+        assert [layer.ran for layer in layers_of(model)] == ["torch", expected]
+        assert bool(hidden[:, 1:].any()) == (expected == "torch")  # zeros where nothing was computed
+        assert hidden[0, 0].any()
+        assert not hidden[1].any()  # a row without a token
+
+
+def test_a_model_of_ones_own_around_the_encoder_gets_every_token() -> None:
+    class Mine(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bert = tiny_bert().bert
+
+    mine = Mine()
+    with pytest.warns(UserWarning, match="your own code may read them"):
+        apply_unpadding(mine)
+    apply_fused_layers(mine)
+    inputs = without_labels(batch([5, 9]))
+    assert mine.bert(**inputs).last_hidden_state[:, 1:].any()
+    assert [layer.ran for layer in layers_of(mine)] == ["torch", "torch"]
+
+
+def test_dropout_is_the_models_own_and_stops_in_eval_mode() -> None:
+    model = fused(tiny_bert(dropout=0.5)).train()
+    inputs = batch([6, 9, 12])
+    assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+    model.eval()
+    assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+    assert_near([model(**inputs).logits], [tiny_bert(dropout=0.5).eval()(**inputs).logits])
+
+
+def test_hidden_states_come_from_the_stock_layers() -> None:
+    model, inputs = tiny_bert(), batch([6, 9])
+    ours = fused(model)
+    expected = model(**inputs, output_hidden_states=True).hidden_states
+    assert_near(list(ours(**inputs, output_hidden_states=True).hidden_states), list(expected))
+    assert [layer.ran for layer in layers_of(ours)] == ["stock", "stock"]
+
+
+def test_a_second_call_changes_nothing_and_another_setting_is_refused() -> None:
+    model = fused(tiny_bert())
+    assert apply_fused_layers(model) == []
+    with pytest.raises(ValueError, match="already, with last_layer='needed' and not last_layer='all'"):
+        apply_fused_layers(model, "all")
+
+
+def test_refusals_are_one_line() -> None:
+    with pytest.raises(ValueError, match="add unpadding"):
+        apply_fused_layers(tiny_bert())
+    with pytest.raises(ValueError, match="must be 'needed' or 'all', not 'some'"):
+        apply_fused_layers(tiny_bert(), "some")  # type: ignore[arg-type]
+    relu = AutoModelForSequenceClassification.from_config(tiny_config(hidden_act="relu"))
+    apply_unpadding(relu)
+    with pytest.raises(ValueError, match="activation is 'relu'"):
+        apply_fused_layers(relu)
+    odd = BertConfig(vocab_size=64, hidden_size=24, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    model = AutoModelForSequenceClassification.from_config(odd)
+    apply_unpadding(model)
+    with pytest.raises(ValueError, match="16, 32, 64, 128 units, and these have 12"):
+        apply_fused_layers(model)
+    with pytest.raises(TechniqueError, match="fused_layers: it computes packed tokens, and nothing packs them"):
+        make_trainer([FusedLayers()])
+
+
+def test_evidence_says_how_each_layer_ran() -> None:
+    technique = FusedLayers()
+    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence == {"layers": 2, "layers_ran": "1 first tokens, 1 torch", "embeddings_ran": "stock"}
+
+
+class NoAttention(Algorithm):
+    """Layers that attend to nothing, as PyTorch sees it; with ``ran`` they say that a kernel of their own ran."""
+
+    def __init__(self, ran: str) -> None:
+        self.ran = ran
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.FIT_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        def forward(layer: FusedLayer, hidden: Any) -> Any:
+            layer.ran = self.ran
+            return hidden
+
+        for layer in layers_of(state.model):
+            layer.forward = lambda hidden, *_, layer=layer, **__: forward(layer, hidden)  # type: ignore
+
+
+def test_unpadding_takes_a_layers_word_for_an_attention_that_pytorch_does_not_see() -> None:
+    unpadding = Unpadding()
+    trainer = make_trainer([NoAttention("triton"), FusedLayers("all"), unpadding])
+    trainer.fit()
+    trainer.close()
+    assert unpadding.evidence["attention"] == "fused_layers' own"
+    trainer = make_trainer([NoAttention("torch"), FusedLayers("all"), Unpadding()])
+    with pytest.raises(NotEngagedError, match="no variable-length attention ran"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_it_is_not_engaged_where_the_stock_layers_ran() -> None:
+    model = tiny_bert()
+    technique = FusedLayers(on_unavailable="warn")
+    trainer = make_trainer([technique, Unpadding(on_unavailable="warn")], batches=plain_batches(2), model=model)
+    model.config._attn_implementation = "eager"  # the encoder then leaves every batch padded
+    with pytest.warns(UserWarning, match="going on although"):
+        trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert "2 of 2 layers ran as the stock model's" in technique.evidence["unavailable"]
+
+
+def test_the_recommended_set_is_that_of_the_fast_yaml() -> None:
+    algorithms = load_config(ROOT / "yamls" / "bert_imdb_fast.yaml").algorithms
+    assert {name: dict(settings or {}) for name, settings in algorithms.items()} == RECOMMENDED
+    techniques = recommended()
+    assert sorted(technique.name for technique in techniques) == sorted(RECOMMENDED)
+    assert isinstance(techniques[1], TF32Matmul)
+    assert recommended()[0] is not techniques[0]
+    assert {t.on_unavailable for t in recommended("warn")} == {"warn"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_are_forked_when_no_thread_compiles(workers: int) -> None:
+    class Compiling:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    technique: Any = FusedLayers()
+    state: Any = SimpleNamespace(train_dataloader=DataLoader(plain_batches(1), num_workers=workers))
+    assert not technique.match(Event.FIT_START, state), "nothing is compiled"
+    technique._compiling = Compiling()
+    assert technique.match(Event.FIT_START, state)
+    technique.apply(Event.FIT_START, state, None)
+    assert technique._compiling.closed == (workers > 0)

@@ -1,0 +1,89 @@
+"""LayerNorms that a fused kernel cannot take over, and machines that cannot run it: left alone or refused, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from torch import nn
+
+from composer_speedups import FastLayerNorm, apply_fast_layernorm
+from composer_speedups.algorithms.fast_layernorm import functional
+from composer_speedups.core.errors import TechniqueError
+from tests.helpers.common import make_trainer, tiny_bert
+from tests.reference import apex
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No demand for a GPU, and Apex's stand-in."""
+    apex.install(monkeypatch)
+    monkeypatch.setattr(functional, "requirements_of", lambda *_: ())
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_layernorms_that_do_not_fit_are_left_alone_by_name() -> None:
+    def model() -> nn.Module:
+        return nn.ModuleDict(
+            {
+                "whole": nn.LayerNorm(4),
+                "no_bias": nn.LayerNorm(4, bias=False),
+                "no_weight": nn.LayerNorm(4, elementwise_affine=False),
+                "two_dimensions": nn.LayerNorm((2, 4)),
+            }
+        )
+
+    for implementation, expected in {"triton": ["whole"], "apex": ["whole", "two_dimensions"]}.items():
+        changed: Any = model()
+        with pytest.warns(NoEffectWarning, match=rf"left alone, for {implementation} wants.*: no_bias, no_weight"):
+            assert apply_fast_layernorm(changed, implementation=implementation) == expected  # type: ignore
+        assert type(changed["no_bias"]) is nn.LayerNorm
+    assert len(apply_fast_layernorm(model())) == 4
+    lowered = model()
+    apply_fast_layernorm(lowered)
+    with pytest.raises(ValueError, match="fast LayerNorms already, with implementation='low_precision' and not"):
+        apply_fast_layernorm(lowered, implementation="triton")
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_what_is_left_alone_is_evidence_and_nothing_that_fits_is_an_error() -> None:
+    model: Any = tiny_bert()
+    model.bert.embeddings.LayerNorm = nn.LayerNorm(32, bias=False)
+    technique = FastLayerNorm("apex")
+    trainer = make_trainer([technique], model=model)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["left_alone"] == ["model.bert.embeddings.LayerNorm"]
+    assert technique.evidence["modules"] == 4
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.__class__, module.bias = nn.LayerNorm, None
+    with pytest.raises(TechniqueError, match=r"no torch\.nn\.LayerNorm that fits: apex wants a weight, a bias; take"):
+        make_trainer([FastLayerNorm("apex")], model=model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+@pytest.mark.parametrize("implementation", ["triton", "apex"])
+def test_without_a_gpu_it_is_refused(implementation: Any) -> None:
+    with pytest.raises(TechniqueError, match=r"fast_layernorm: .*needs a CUDA GPU.*on_unavailable"):
+        make_trainer([FastLayerNorm(implementation)])
+    with pytest.raises(ValueError, match="needs a CUDA GPU"):
+        apply_fast_layernorm(tiny_bert(), implementation=implementation)
+
+
+def test_without_apex_the_fix_is_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    met = (True, "", "")
+    monkeypatch.setattr(functional, "needs_cuda", lambda *_: met)
+    with pytest.raises(ValueError, match=r"Apex is not installed with its CUDA extensions; build .* NVIDIA/apex"):
+        apply_fast_layernorm(tiny_bert(), implementation="apex")
+    apex.install(monkeypatch)
+    assert len(apply_fast_layernorm(tiny_bert(), implementation="apex")) == 5
+
+
+def test_other_words_are_refused() -> None:
+    wrong: Any = "liger"
+    for make in (FastLayerNorm, lambda i: apply_fast_layernorm(tiny_bert(), implementation=i)):
+        with pytest.raises(ValueError, match="implementation must be one of low_precision, triton, apex, not 'liger'"):
+            make(wrong)

@@ -1,0 +1,73 @@
+"""torchao's compiled step beside torch.compile: what it compiles is not counted as the model's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_speedups import LowBitOptimizer, TorchCompile, apply_lowbit_optimizer
+from composer_speedups.core.operator_recorder import compile_counts, counted_apart
+from tests.helpers.common import final_weights, make_trainer
+
+every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
+
+
+def test_what_is_compiled_apart_is_not_the_models() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    before = compile_counts()
+    with counted_apart():
+        torch.compile(double, backend="aot_eager")(torch.ones(3))
+    assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
+    torch.compile(lambda x: x * 3, backend="aot_eager")(torch.ones(3))
+    assert compile_counts().since(before).graphs == 1
+
+
+def _train_compiled(bits: Any, *, backend: str, gpu: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    torch._dynamo.reset()
+    compiler = TorchCompile(backend=backend)
+    lowbit = [LowBitOptimizer(bits, min_size=1024)] if bits else []
+    trainer = make_trainer([compiler, *lowbit], gpu=gpu)
+    trainer.fit()
+    trainer.close()
+    assert all(t.engaged for t in [compiler, *lowbit])
+    return compiler.evidence, final_weights(trainer)
+
+
+def test_the_model_stays_compiled_beside_it_on_the_cpu() -> None:
+    assert (
+        _train_compiled(8, backend="aot_eager")[0]["graphs"] == _train_compiled(None, backend="aot_eager")[0]["graphs"]
+    )
+
+
+@pytest.mark.gpu
+@every_width
+def test_on_a_gpu_its_compiled_step_is_not_counted_as_the_models(bits: Any) -> None:
+    alone, _ = _train_compiled(None, backend="inductor", gpu=True)
+    both, _ = _train_compiled(bits, backend="inductor", gpu=True)
+    assert [both[k] for k in ("graphs", "recompiles")] == [alone[k] for k in ("graphs", "recompiles")]
+
+
+@pytest.mark.gpu
+@every_width
+def test_the_compiled_step_is_the_eager_one(bits: Any) -> None:
+    weights = []
+    for compiled in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(64, 256, generator=generator).cuda())
+        optimizer = torch.optim.AdamW([weight], lr=1e-3, foreach=False)
+        optimizer = apply_lowbit_optimizer(nn.Module(), optimizer, bits, compiled=compiled)
+        before = compile_counts()
+        for _ in range(3):
+            weight.grad = torch.randn(64, 256, generator=generator).cuda()
+            optimizer.step()
+        assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
+        weights.append(weight.detach())
+    # a value on the border of two codes may fall to either side; no update is as large as twice the rate
+    close = (weights[0] - weights[1]).abs() < 1e-5
+    assert close.float().mean() > 0.99
+    assert (weights[0] - weights[1]).abs().max() < 3 * 2e-3

@@ -1,0 +1,205 @@
+"""torchao's low-bit AdamW: why embeddings keep float32 state, what the state really is, and when it silently is not."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForSequenceClassification
+
+from composer_speedups import LowBitOptimizer, TorchCompile, apply_lowbit_optimizer
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.optimizer_state import state_bits
+from composer_speedups.core.ordering import screen
+from composer_speedups.core.requirements import Context
+from tests.helpers.common import make_trainer, tiny_bert
+from tests.reference.loop import EPS
+
+every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
+
+
+def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups = [{"params": parameters[::2], "lr": 2e-3}, {"params": parameters[1::2], "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
+
+
+# Why embeddings jump.
+
+
+def moved_after_a_step_without_gradient(bits: Any, small: float) -> float:
+    """How far the second step moves a value that had gradient ``small``, in a block with 1, and then none."""
+    weight = nn.Parameter(torch.zeros(16, 256))
+    optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, foreach=False)
+    if bits != 32:
+        optimizer = apply_lowbit_optimizer(nn.Module(), optimizer, bits, min_size=0)
+    for gradient in (small, 0.0):
+        before = weight.detach()[0, 1].clone()
+        weight.grad = torch.full_like(weight, gradient)
+        weight.grad[:, 0] = 1.0
+        optimizer.step()
+    return float((weight.detach()[0, 1] - before).abs())
+
+
+@pytest.mark.parametrize(("bits", "flushed", "kept"), [(8, 3e-4, 1e-2), ("fp8", 1e-3, 1e-2)])
+def test_the_second_moment_is_flushed_to_zero_before_the_first_is(bits: Any, flushed: float, kept: float) -> None:
+    """g/max is kept in the first moment, (g/max)² is zero in the second: the next update is first moment / eps."""
+    assert moved_after_a_step_without_gradient(32, flushed) < 1e-3
+    assert moved_after_a_step_without_gradient(bits, flushed) > 1000 * 1e-3
+    assert moved_after_a_step_without_gradient(bits, kept) < 1e-3
+
+
+def test_four_bits_have_no_code_for_zero_in_the_second_moment() -> None:
+    for small in (1e-1, 1e-2, 1e-3, 3e-4, 1e-5):
+        assert moved_after_a_step_without_gradient(4, small) < 1e-3
+
+
+@cache
+def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
+    """The furthest that a word embedding moves in 16 steps at 1e-3, words drawn by Zipf's law."""
+    torch.set_num_threads(1)  # on tensors this small, two wait for one another
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=128,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = BertForSequenceClassification(config)
+    words = model.bert.embeddings.word_embeddings.weight
+    start = words.detach().clone()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    if bits != 32:
+        optimizer = apply_lowbit_optimizer(model, optimizer, bits, embeddings_32bit)
+    generator, frequencies = torch.Generator().manual_seed(1), 1 / torch.arange(10, 522)
+    for _ in range(16):
+        ids = torch.multinomial(frequencies, 16 * 32, True, generator=generator).view(16, 32)
+        model(ids, labels=(ids[:, 0] > 60).long()).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float((words.detach() - start).abs().max())
+
+
+@pytest.mark.parametrize(("bits", "jump"), [(8, 0.9), ("fp8", 3.7)])
+def test_embeddings_jump_with_low_bit_state_and_not_without(bits: Any, jump: float) -> None:
+    """The figures are those of the card."""
+    assert embedding_moved(32) == pytest.approx(0.013, rel=0.2)
+    assert embedding_moved(bits, embeddings_32bit=False) == pytest.approx(jump, rel=0.25)
+    assert embedding_moved(bits) == pytest.approx(embedding_moved(32), rel=0.2)
+
+
+def test_four_bit_embeddings_do_not_jump() -> None:
+    assert embedding_moved(4, embeddings_32bit=False) < 2 * embedding_moved(32)
+
+
+# What the state is, and when it is not what was asked for.
+
+
+@every_width
+def test_state_is_quantised_but_for_embeddings_and_small_tensors(bits: Any) -> None:
+    technique = LowBitOptimizer(bits, min_size=1024)
+    trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    optimizer = trainer.state.optimizers[0]
+    model: Any = trainer.state.model.model
+    width = 4 if bits == 4 else 8
+    for name, parameter in model.named_parameters():
+        matrix = "embeddings" not in name and parameter.numel() >= 1024
+        assert state_bits(optimizer, parameter) == (width if matrix else 32), name
+    evidence = technique.evidence
+    matrices = sum(p.numel() for n, p in model.named_parameters() if "embeddings" not in n and p.numel() >= 1024)
+    assert evidence["values_by_state_bits"][str(width)] == matrices
+    assert evidence["embedding_state_bits"] == [32]
+    at_most = matrices * (8 - width / 4)  # less scales, and a look-up table a tensor
+    saved = 8 * sum(p.numel() for p in model.parameters()) - evidence["state_bytes"]
+    assert 0.7 * at_most < saved < at_most
+
+
+def test_a_model_too_small_for_it_is_noticed() -> None:
+    trainer = make_trainer([LowBitOptimizer(8)])  # its largest matrix has 2048 values
+    with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_size \(4096 now\)"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_embeddings_that_lost_their_float32_state_are_noticed() -> None:
+    trainer = make_trainer([LowBitOptimizer("fp8", min_size=1024)])
+    trainer.state.optimizers[0].full_precision = frozenset()
+    with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_embeddings_get_low_bit_state_where_that_is_asked_for() -> None:
+    technique = LowBitOptimizer(4, embeddings_32bit=False, min_size=1024)
+    trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["embedding_state_bits"] == [4, 32]  # the two token types are too few values
+
+
+# AdamW otherwise.
+
+
+@every_width
+def test_with_float32_state_throughout_it_is_adamw(bits: Any) -> None:
+    models = [tiny_bert(), tiny_bert()]
+    optimizers: list[Any] = [grouped_adamw(model) for model in models]
+    optimizers[1] = apply_lowbit_optimizer(models[1], optimizers[1], bits)  # nothing has 4096 values
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+            optimizer.step()
+    torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
+
+
+def test_a_closure_runs_once_with_gradients() -> None:
+    model = tiny_bert()
+    optimizer = apply_lowbit_optimizer(model, grouped_adamw(model), min_size=1024)
+    losses: list[Tensor] = []
+
+    def closure() -> Tensor:
+        losses.append(sum(p.square().sum() for p in model.parameters()))
+        losses[-1].backward()
+        return losses[-1]
+
+    assert optimizer.step(closure) is losses[0]
+    assert len(losses) == 1
+    assert all(len(optimizer.state[p]) for p in model.parameters())
+
+
+def test_a_second_call_changes_nothing_and_other_settings_are_refused() -> None:
+    model = tiny_bert()
+    optimizer = apply_lowbit_optimizer(model, grouped_adamw(model), 8)
+    assert apply_lowbit_optimizer(model, optimizer, 8) is optimizer
+    with pytest.raises(ValueError, match="already"):
+        apply_lowbit_optimizer(model, optimizer, 4)
+
+
+@pytest.mark.parametrize("wrong", [16, "8", None])
+def test_other_widths_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="bits must be 8, 4 or 'fp8'"):
+        LowBitOptimizer(wrong)
+    with pytest.raises(ValueError, match="bits must be 8, 4 or 'fp8'"):
+        apply_lowbit_optimizer(nn.Module(), torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), wrong)
+
+
+def test_compiled_fp8_needs_ada_or_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = Context(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pytest.raises(TechniqueError, match=r"fp8 state needs .* 8\.9 or newer, and an A100 is 8\.0"):
+        screen([LowBitOptimizer("fp8")], context)
+    screen([LowBitOptimizer("fp8", compiled=False), TorchCompile()], context)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    screen([LowBitOptimizer("fp8")], context)

@@ -1,0 +1,123 @@
+"""bf16 and fp16: what the forward pass really computes in, and who says no."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.models import ComposerClassifier
+
+from composer_speedups import MixedPrecision, apply_mixed_precision
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from tests.helpers.common import awkward_batches, make_trainer, tiny_bert
+from tests.reference.loop import eval_logits, gradients
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.pins
+def test_the_function_computes_in_bf16_and_keeps_fp32_weights() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    scaler = apply_mixed_precision(model, "bf16")
+    assert not scaler.is_enabled()
+    batches = awkward_batches()
+    assert model(**batches[0]).logits.dtype == torch.bfloat16
+    assert_near(eval_logits(model, batches), eval_logits(reference, batches), torch.bfloat16)
+    for each in (reference, model):
+        each(**batches[0]).loss.backward()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert_near(gradients(model), gradients(reference), torch.bfloat16)
+
+
+def test_applying_twice_wraps_once() -> None:
+    model: Any = tiny_bert()
+    original = model.forward
+    apply_mixed_precision(model)
+    apply_mixed_precision(model)
+    assert model.forward.without_autocast == original
+
+
+def test_the_cpu_is_refused_unless_allowed() -> None:
+    with pytest.raises(TechniqueError, match=r"bf16 needs a CUDA GPU .* this run is on the cpu"):
+        make_trainer([MixedPrecision("bf16")])
+    technique = MixedPrecision("bf16", on_unavailable="warn")
+    with pytest.warns(UserWarning, match="going on without mixed_precision"):
+        trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert trainer.state.outputs.logits.dtype == torch.float32
+
+
+@pytest.mark.pins
+def test_on_the_cpu_bf16_really_runs() -> None:
+    technique = MixedPrecision("bf16", allow_cpu=True)
+    trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert "bfloat16" in technique.evidence["dtypes_seen"]
+    assert trainer.state.outputs.logits.dtype == torch.bfloat16
+
+
+@pytest.mark.pins
+def test_fp16_needs_a_gpu() -> None:
+    with pytest.raises(TechniqueError, match="fp16 needs a CUDA GPU"):
+        make_trainer([MixedPrecision("fp16")], device="cpu")
+    with pytest.raises(ValueError, match="fp16 needs a CUDA GPU"):
+        apply_mixed_precision(tiny_bert(), "fp16")
+
+
+def test_precision_lost_after_init_is_noticed() -> None:
+    trainer = make_trainer([MixedPrecision("bf16", allow_cpu=True)])
+    model: Any = trainer.state.model
+    model.forward = model.forward.without_autocast
+    with pytest.raises(NotEngagedError, match="gave float32 and no bfloat16"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_model_that_gives_float32_is_judged_by_its_linear_layers() -> None:
+    class Casting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).float()
+
+    data: Any = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.randint(0, 2, (8,)))
+    technique = MixedPrecision("bf16", allow_cpu=True)
+    model = ComposerClassifier(Casting(), num_classes=2)
+    trainer = Trainer(
+        model=model,
+        train_dataloader=torch.utils.data.DataLoader(data, batch_size=4),
+        optimizers=torch.optim.AdamW(model.parameters()),
+        max_duration="2ba",
+        algorithms=[technique],
+        device="cpu",
+        progress_bar=False,
+    )
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["dtypes_seen"] == ["bfloat16", "float32"]
+
+
+def test_other_dtypes_are_refused() -> None:
+    wrong: Any = "fp8"
+    with pytest.raises(ValueError, match="dtype must be"):
+        MixedPrecision(wrong)
+    with pytest.raises(ValueError, match="dtype must be"):
+        apply_mixed_precision(tiny_bert(), wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_on_a_gpu_it_sets_composers_precision(dtype: Any) -> None:
+    technique = MixedPrecision(dtype)
+    trainer = make_trainer([technique], gpu=True)
+    trainer.fit()
+    trainer.close()
+    assert trainer.state.precision.value == f"amp_{dtype}"
+    assert technique.evidence["dtypes_seen"]
+    assert ("loss_scale" in technique.evidence) == (dtype == "fp16")

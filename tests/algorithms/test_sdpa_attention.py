@@ -1,0 +1,228 @@
+"""SDPA from an eager baseline: outputs, gradients, and the kernel that ran."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms.warnings import NoEffectWarning
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import BertForMultipleChoice, DebertaV2Config, MPNetConfig, PreTrainedModel
+from transformers.models.auto import AutoModelForSequenceClassification
+from transformers.models.bert import modeling_bert
+
+from composer_speedups import SDPAAttention, apply_sdpa_attention
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from tests.helpers.common import (
+    VOCABULARY,
+    Batch,
+    awkward_batches,
+    batch,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    tiny_config,
+)
+from tests.reference.loop import eval_logits, gradients
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.pins
+def test_outputs_and_gradients_match_eager(backend: Any) -> None:
+    eager, model = tiny_bert(), tiny_bert()
+    assert eager.config._attn_implementation == "eager"
+    assert apply_sdpa_attention(model, backend) == {"": "eager"}
+    batches = awkward_batches()
+    assert_near(eval_logits(model, batches), eval_logits(eager, batches))
+    for shape in batches:
+        for each in (eager, model):
+            each.zero_grad()
+            each(**shape).loss.backward()
+        assert_near(gradients(model), gradients(eager))
+
+
+def test_the_mask_reaches_a_forced_kernel() -> None:
+    """transformers gives a custom attention no mask unless a mask function is registered with it."""
+    model = tiny_bert().eval()
+    apply_sdpa_attention(model, "math")
+    padded = plain_batches(1)[0]
+    row, tokens = 1, 7
+    alone = model(input_ids=padded["input_ids"][row : row + 1, :tokens]).logits[0]
+    assert padded["attention_mask"][row].sum() == tokens
+    assert_near([model(**padded).logits[row]], [alone])
+
+
+def test_a_module_around_the_model_is_changed_inside() -> None:
+    outer = nn.ModuleDict({"encoder": tiny_bert(), "head": nn.Linear(2, 2)})
+    assert apply_sdpa_attention(outer) == {"encoder": "eager"}
+    assert apply_sdpa_attention(outer) == {"encoder": "sdpa"}
+    with pytest.warns(NoEffectWarning, match="no Hugging Face model"):
+        assert apply_sdpa_attention(nn.Linear(2, 2)) == {}
+
+
+def test_the_kernel_is_recorded() -> None:
+    for technique, kernel in [(SDPAAttention(), "flash"), (SDPAAttention("math"), "math")]:
+        trainer = make_trainer([technique])
+        trainer.fit()
+        trainer.close()
+        assert kernel in technique.evidence["kernel"]
+        assert technique.evidence["kernel_seen_in"] == "forward pass"
+        assert technique.evidence["implementation_before"] == "eager"
+
+
+def test_looking_at_the_kernel_draws_no_random_numbers() -> None:
+    states = []
+    for algorithms in ([SDPAAttention()], []):
+        trainer = make_trainer(algorithms)
+        trainer.fit()
+        trainer.close()
+        states.append(torch.random.get_rng_state())
+    torch.testing.assert_close(states[0], states[1], rtol=0, atol=0)
+
+
+def test_bad_backends_and_models_are_refused() -> None:
+    wrong: Any = "fast"
+    with pytest.raises(ValueError, match="backend must be one of"):
+        SDPAAttention(wrong)
+    with pytest.raises(ValueError, match="backend must be one of"):
+        apply_sdpa_attention(tiny_bert(), wrong)
+    with pytest.raises(TechniqueError, match="the flash kernel needs a CUDA GPU"):
+        make_trainer([SDPAAttention("flash")])
+
+
+def without_sdpa(config: type[DebertaV2Config] | type[MPNetConfig]) -> PreTrainedModel:
+    """A tiny classifier of a family that transformers has no scaled_dot_product_attention for."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    settings = config(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)  # type: ignore[arg-type]
+    return AutoModelForSequenceClassification.from_config(settings)
+
+
+@pytest.mark.parametrize("config", [DebertaV2Config, MPNetConfig])
+@pytest.mark.parametrize("backend", ["auto", "math"])
+def test_a_model_without_sdpa_is_refused_at_init_by_its_class(config: Any, backend: Any) -> None:
+    model = without_sdpa(config)
+    name = type(model).__name__
+    with pytest.raises(ValueError, match=f"^{name} does not support"):
+        apply_sdpa_attention(model, backend)
+    with pytest.raises(TechniqueError, match=f"^sdpa_attention: {name} does not support"):
+        make_trainer([SDPAAttention(backend)], model=model)
+    assert model.config._attn_implementation == "eager"
+    technique = SDPAAttention(backend, on_unavailable="warn")
+    with pytest.warns(UserWarning, match=f"going on without sdpa_attention: {name} does not support"):
+        make_trainer([technique], model=model).close()
+    assert technique.engaged is False
+
+
+def test_when_one_of_several_models_refuses_all_keep_the_attention_that_they_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bert = tiny_bert()
+    both = nn.ModuleDict({"bert": bert, "mpnet": without_sdpa(MPNetConfig)})
+    with pytest.raises(ValueError, match=r"^MPNetForSequenceClassification does not support"):
+        apply_sdpa_attention(both)
+    assert bert.config._attn_implementation == "eager"
+    assert not hasattr(bert.config, "_attn_was_changed")
+
+    # transformers only logs a warning where it cannot read a class's source, as in a notebook
+    fixed = tiny_bert(seed=1)
+    monkeypatch.setattr(fixed, "_can_set_attn_implementation", lambda: False)
+    with pytest.raises(ValueError, match=r"^BertForSequenceClassification keeps eager attention"):
+        apply_sdpa_attention(nn.ModuleDict({"bert": bert, "fixed": fixed}), "math")
+    assert [m.config._attn_implementation for m in (bert, fixed)] == ["eager", "eager"]
+
+
+def choices(rows: int, count: int, mask: bool) -> Batch:
+    """``count`` candidate answers for each of ``rows`` questions: token ids (rows, choices, tokens)."""
+    flat = batch([9, 4, 7, 12, 5, 8][: rows * count], 12)
+    found = {name: value.view(rows, count, -1) for name, value in flat.items() if value.ndim == 2}
+    if not mask:
+        del found["attention_mask"]
+    return {**found, "labels": torch.arange(rows) % count}
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_multiple_choice_batches_of_three_dimensions_are_trained_and_probed(mask: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = BertForMultipleChoice._from_config(tiny_config(), attn_implementation="eager")
+    technique, batches = SDPAAttention(), [choices(2, 3, mask)]
+    trainer = make_trainer([technique], model=model, batches=batches)
+    probed = []
+    observe = technique.observe
+
+    def watch(event: Any, state: Any) -> None:
+        observe(event, state)
+        probed.append(technique._kernel)
+
+    technique.observe = watch  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    assert probed[0] == technique.evidence["kernel"], "the probe reads the shapes that the forward pass has"
+    assert technique.evidence["kernel_seen_in"] == "forward pass"
+
+
+def test_attention_changed_back_after_init_is_noticed() -> None:
+    trainer = make_trainer([SDPAAttention()])
+    trainer.state.model.model.set_attn_implementation("eager")  # type: ignore[union-attr, operator]
+    with pytest.raises(NotEngagedError, match="the model's attention is eager"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_model_whose_attention_ignores_the_setting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting says SDPA, the forward pass runs something else: what ran decides."""
+    eager = modeling_bert.eager_attention_forward
+
+    class AlwaysEager:
+        def get_interface(self, *_: Any) -> Any:
+            return eager
+
+    technique = SDPAAttention()
+    trainer = make_trainer([technique])
+    monkeypatch.setattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS", AlwaysEager())
+    with pytest.raises(NotEngagedError, match="ran none of its kernels"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_forward_pass_that_raises_leaves_no_recorder_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer([SDPAAttention()])
+    monkeypatch.setattr(modeling_bert.BertPooler, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    trainer.close()
+    assert not _get_current_dispatch_mode_stack()
+
+
+@pytest.mark.gpu
+def test_flash_is_refused_on_padded_batches_and_runs_on_full_ones() -> None:
+    bf16: dict[str, Any] = {"gpu": True, "precision": "amp_bf16"}
+    trainer = make_trainer([SDPAAttention("flash")], **bf16)
+    with pytest.raises(TechniqueError, match="flash kernel cannot run on the first batch"):
+        trainer.fit()
+    trainer.close()
+    full = plain_batches(2)
+    for each in full:
+        each["attention_mask"].fill_(1)
+    technique = SDPAAttention("flash")
+    trainer = make_trainer([technique], batches=full, **bf16)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["kernel"] == "scaled_dot_product_flash_attention"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["efficient", "cudnn", "math"])
+def test_a_forced_kernel_runs_in_bf16_and_is_recorded(backend: Any) -> None:
+    reference, technique = tiny_bert(), SDPAAttention(backend)
+    batches = [batch([32, 17, 5, 32], seed=i) for i in range(2)]
+    trainer = make_trainer([technique], batches=batches, gpu=True, precision="amp_bf16")
+    on_gpu = [{k: v.cuda() for k, v in b.items()} for b in batches]
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = [x.cpu() for x in eval_logits(trainer.state.model.model, on_gpu)]
+    assert_near(logits, eval_logits(reference, batches), torch.bfloat16)
+    trainer.fit()
+    trainer.close()
+    assert backend in technique.evidence["kernel"]

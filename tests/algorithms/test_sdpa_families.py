@@ -1,0 +1,156 @@
+"""SDPA on BERT, RoBERTa, DistilBERT and ELECTRA, with a classifier or a masked-LM head, by every kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import SDPAAttention, TorchCompile, apply_sdpa_attention
+from composer_speedups.core.errors import TechniqueError
+from tests.helpers.common import Recorder, awkward_batches, batch, final_weights, make_trainer, plain_batches
+from tests.helpers.models import FAMILIES, HEADS, Family, Head, fit_batches, real_logits, tiny_model
+from tests.reference.loop import gradients, train_plainly
+from tests.reference.tolerance import assert_near
+
+every_model = pytest.mark.parametrize(("family", "head"), [(f, h) for f in FAMILIES for h in HEADS])
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@every_model
+@pytest.mark.parametrize("backend", ["auto", "math"])
+@pytest.mark.pins
+def test_outputs_and_gradients_match_eager(family: Family, head: Head, backend: Any) -> None:
+    eager, model = tiny_model(family, head), tiny_model(family, head)
+    assert apply_sdpa_attention(model, backend) == {"": "eager"}
+    batches = fit_batches(model, awkward_batches())
+    assert_near(real_logits(model, batches), real_logits(eager, batches), what="logits")
+    for shape in batches:
+        for each in (eager, model):
+            each.zero_grad()
+            each(**shape).loss.backward()
+        assert_near(gradients(model), gradients(eager), what="gradients")
+
+
+@every_model
+def test_padding_is_not_attended_to(family: Family, head: Head) -> None:
+    """A row by itself and the same row padded in a batch; RoBERTa counts its positions from the padding."""
+    model = tiny_model(family, head)
+    apply_sdpa_attention(model, "math")
+    (padded,) = fit_batches(model, plain_batches(1))
+    row, tokens = 1, int(padded["attention_mask"][1].sum())
+    assert tokens < padded["input_ids"].shape[1]
+    alone = {name: value[row : row + 1, :tokens] for name, value in padded.items() if value.ndim == 2}
+    alone["labels"] = padded["labels"][row : row + 1, :tokens] if head == "mlm" else padded["labels"][row : row + 1]
+    whole = {name: value[row : row + 1] for name, value in padded.items()}
+    assert_near(real_logits(model, [whole]), real_logits(model, [alone]))
+
+
+@every_model
+@pytest.mark.pins
+def test_a_run_engages_with_the_kernel_of_its_forward_pass(family: Family, head: Head) -> None:
+    model, technique, recorder = tiny_model(family, head), SDPAAttention(), Recorder()
+    batches = fit_batches(model, plain_batches(3))
+    expected = train_plainly(model, batches)
+    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["implementation_before"] == "eager"
+    assert technique.evidence["kernel"].startswith("scaled_dot_product_flash_attention")
+    assert technique.evidence["kernel_seen_in"] == "forward pass"
+    assert_near(recorder.losses, expected.losses, what="losses")
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    assert_near(trained, expected.weights, what="weights after training")
+
+
+@every_family
+def test_compiled_code_is_probed(family: Family) -> None:
+    """The probe reads heads, sizes and dropout from configs that name them differently."""
+    model, technique = tiny_model(family, dropout=0.1), SDPAAttention()
+    batches = fit_batches(model, plain_batches(2))
+    trainer = make_trainer([technique, TorchCompile(backend="aot_eager")], model=model, batches=batches)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["kernel"] == "scaled_dot_product_attention_math", "the CPU's kernel with dropout"
+    assert technique.evidence["kernel_seen_in"] == "probe"
+
+
+@pytest.mark.parametrize("given", ["inputs_embeds", "mask of queries and keys"])
+def test_a_batch_that_cannot_be_probed_is_recorded_all_the_same(given: str) -> None:
+    model, technique = tiny_model("bert"), SDPAAttention()
+    batches = plain_batches(2)
+    for each in batches:
+        if given == "inputs_embeds":
+            each["inputs_embeds"] = model.get_input_embeddings()(each.pop("input_ids")).detach()
+        else:
+            width = each["input_ids"].shape[1]
+            each["attention_mask"] = each["attention_mask"].bool()[:, None, None, :].expand(-1, 1, width, -1)
+    trainer = make_trainer([technique], model=model, batches=batches)
+    trainer.fit()
+    trainer.close()
+    assert "flash" in technique.evidence["kernel"]
+    assert technique.evidence["kernel_seen_in"] == "forward pass"
+
+
+@pytest.mark.gpu
+@every_model
+@pytest.mark.parametrize("backend", ["efficient", "cudnn", "math"])
+def test_every_kernel_that_takes_padding_runs_on_every_family(family: Family, head: Head, backend: Any) -> None:
+    _check_on_gpu(family, head, backend, [[32, 17, 5, 32], [9, 30, 32, 1]])
+
+
+@pytest.mark.gpu
+@every_model
+def test_flash_runs_on_every_family_without_padding(family: Family, head: Head) -> None:
+    _check_on_gpu(family, head, "flash", [[32] * 4, [32] * 4])
+
+
+@pytest.mark.gpu
+@every_family
+def test_flash_is_refused_on_every_family_with_padding(family: Family) -> None:
+    model = tiny_model(family)
+    batches = fit_batches(model, plain_batches(1))
+    trainer = make_trainer([SDPAAttention("flash")], model=model, batches=batches, gpu=True, precision="amp_bf16")
+    with pytest.raises(TechniqueError, match="flash kernel cannot run on the first batch"):
+        trainer.fit()
+    trainer.close()
+
+
+def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[int]]) -> None:
+    """Logits and first gradients in bf16 as near to float32's as eager attention's in bf16, and the kernel that ran.
+
+    A ReLU (DistilBERT's head has one) whose input rounds to the other side of zero changes whole gradients, so one
+    of three models must show it.
+    """
+    excess = []
+    for seed in range(3):
+        exact, technique = tiny_model(family, head, seed=seed), SDPAAttention(backend)
+        batches = fit_batches(exact, [batch(each, 32, seed=i) for i, each in enumerate(lengths)])
+        expected = [*real_logits(exact, batches), *train_plainly(exact, batches).first_gradients.values()]
+        by_kernel, by_eager = (
+            _distance(_in_bf16(tiny_model(family, head, seed=seed), batches, t), expected) for t in ([technique], [])
+        )
+        excess.append(by_kernel - 1.5 * by_eager)
+        assert by_eager < 0.05
+        assert backend in technique.evidence["kernel"].split("_")
+        assert technique.evidence["kernel_seen_in"] == "forward pass"
+    assert min(excess) < 2e-3, excess
+
+
+def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torch.Tensor]:
+    """Logits of every batch, then the gradients of the first."""
+    recorder, bf16 = Recorder(), {"gpu": True, "precision": "amp_bf16"}
+    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder], **bf16)
+    on_gpu = [{name: value.cuda() for name, value in each.items()} for each in batches]
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = real_logits(trainer.state.model.model, on_gpu)
+    trainer.fit()
+    trainer.close()
+    return [x.cpu() for x in (*logits, *recorder.first_gradients.values())]
+
+
+def _distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    """Norm of the difference over the norm, of all together."""
+    one, other = (torch.cat([x.flatten() for x in each]) for each in (actual, expected))
+    return float((one - other).norm() / other.norm())

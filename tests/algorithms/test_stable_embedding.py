@@ -1,0 +1,118 @@
+"""bitsandbytes' StableEmbedding around weights that are kept: norm, groups, ties, and a stock export."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.models import HuggingFaceModel
+from torch import nn
+from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
+
+from composer_speedups import BnbOptimizer, apply_bnb_optimizer
+from composer_speedups.algorithms.bnb_optimizer.stable_embedding import apply_stable_embedding, folded_weights
+from composer_speedups.core.errors import NotEngagedError
+from composer_speedups.core.optimizer_state import state_bits
+from composer_speedups.core.requirements import Context
+from composer_speedups.tasks.export import export_model
+from tests.algorithms.test_bnb_optimizer import EIGHT, grouped_adamw
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import eval_logits
+from tests.reference.tolerance import assert_near
+
+
+def test_the_rows_are_normalised_and_the_weight_is_kept() -> None:
+    model = tiny_bert()
+    words = model.bert.embeddings.word_embeddings
+    weight, before = words.weight, words.weight.detach().clone()
+    gain, bias = apply_stable_embedding(model)
+    assert apply_stable_embedding(model) == []
+    assert model.bert.embeddings.word_embeddings is words
+    assert words.weight is weight
+    torch.testing.assert_close(weight.detach(), before, rtol=0, atol=0)
+    torch.testing.assert_close(gain.detach(), before.std(1, correction=0).mean().expand(32))
+    rows = words(torch.arange(1, 9))
+    expected = nn.functional.layer_norm(before[1:9], (32,), gain, bias)
+    torch.testing.assert_close(rows, expected)
+
+
+def test_its_norm_is_trained_in_the_group_of_the_other_norms() -> None:
+    model = tiny_bert()
+    technique = BnbOptimizer(**EIGHT, stable_embedding=True)
+    trainer = make_trainer([technique], model=model, optimizer=grouped_adamw(model))
+    norm = model.bert.embeddings.word_embeddings.norm
+    start = norm.weight.detach().clone()
+    groups = trainer.state.optimizers[0].param_groups
+    assert [any(p is norm.bias for p in g["params"]) for g in groups] == [False, True]
+    trainer.fit()
+    trainer.close()
+    assert (norm.weight != start).all()
+    assert technique.evidence["stable_embedding"] == ["model.bert.embeddings.word_embeddings"]
+
+
+def test_a_stable_embedding_that_is_not_trained_is_noticed() -> None:
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=(model := tiny_bert()))
+    for parameter in model.bert.embeddings.word_embeddings.norm.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(NotEngagedError, match="no stable embedding was trained"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_the_export_is_the_stock_model_with_the_rows_normalised(tmp_path: Path) -> None:
+    model = tiny_bert()
+    trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=model)
+    trainer.fit()
+    export_model(trainer.state, tmp_path / "export")
+    trainer.close()
+    loaded: Any = BertForSequenceClassification.from_pretrained(
+        tmp_path / "export", attn_implementation="eager", output_loading_info=True
+    )
+    stock, info = loaded
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    batches = plain_batches(2)
+    assert_near(eval_logits(stock, batches), eval_logits(model, batches), what="logits of the export")
+    assert "bert.embeddings.word_embeddings.norm.weight" in model.state_dict(), "the model itself is left alone"
+
+
+def masked_lm() -> BertForMaskedLM:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+    return BertForMaskedLM._from_config(config, attn_implementation="eager")
+
+
+def test_a_tied_decoder_stays_tied_and_its_export_is_not_folded() -> None:
+    model = masked_lm()
+    batches = [batch([12, 7, 16, 10], seed=i) for i in range(2)]
+    for each in batches:
+        each["labels"] = each["input_ids"].clone()
+    trainer = make_trainer(
+        [BnbOptimizer(**EIGHT, stable_embedding=True)], model=HuggingFaceModel(model, use_logits=True), batches=batches
+    )
+    trainer.fit()
+    trainer.close()
+    words, decoder = model.bert.embeddings.word_embeddings, model.cls.predictions.decoder
+    assert decoder.weight is words.weight
+    assert state_bits(trainer.state.optimizers[0], words.weight) == 32
+    weights = model.state_dict()
+    assert folded_weights(model, weights) is weights
+
+
+def test_what_cannot_be_made_stable_is_refused_before_anything_changes() -> None:
+    model = tiny_bert()
+    model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
+    optimizer = grouped_adamw(model)
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match="the word embedding is frozen"):
+        apply_bnb_optimizer(model, optimizer, stable_embedding=True)
+    assert type(model.bert.embeddings.word_embeddings) is nn.Embedding
+    assert optimizer.state_dict() == before
+    two = nn.ModuleList([nn.Embedding(4, 4), nn.Embedding(4, 4)])
+    with pytest.raises(ValueError, match="which of its 2 embeddings holds the words"):
+        apply_stable_embedding(two)
+    context = Context(torch.device("cpu"), techniques=frozenset({"lora"}))
+    unmet = [r.reason for r in BnbOptimizer(stable_embedding=True).requirements(context) if not r.met]
+    assert unmet == ["lora freezes the word embedding, and a stable embedding is for training it"]

@@ -1,0 +1,183 @@
+"""Compiled in place: what is compiled, what is counted, and what happens when nothing is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups import TorchCompile, apply_torch_compile
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.requirements import Context
+from tests.helpers.common import awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.reference.loop import eval_logits, gradients
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_the_function_keeps_names_outputs_and_gradients(scope: Any) -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    names = apply_torch_compile(model, scope, backend="aot_eager")
+    assert names == ([""] if scope == "model" else ["bert.encoder.layer.0", "bert.encoder.layer.1"])
+    assert apply_torch_compile(model, scope, backend="aot_eager") == []
+    assert list(model.state_dict()) == list(reference.state_dict())
+    batches = awkward_batches()[:3]
+    assert_near(eval_logits(model, batches), eval_logits(reference, batches))
+    for each in (reference, model):
+        each(**batches[0]).loss.backward()
+    assert_near(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("backend", sorted({*torch._dynamo.list_backends(), "eager", "aot_eager"} - {"inductor"}))
+@pytest.mark.pins
+def test_every_public_backend_trains_or_is_refused_with_what_it_lacks(backend: str) -> None:
+    technique, model = TorchCompile(backend=backend), tiny_bert()
+    model.config.problem_type = "single_label_classification"  # or transformers sets it in the first forward pass
+    lacks = [r for r in technique.requirements(Context(torch.device("cpu"))) if not r.met]
+    if lacks:
+        assert "pip install" in lacks[0].fix or "CUDA GPU" in lacks[0].reason
+        with pytest.raises(TechniqueError, match="torch_compile: "):
+            make_trainer([technique], model=model)
+        return
+    trainer = make_trainer([technique], model=model, batches=plain_batches(2))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graphs"] >= 1
+    assert technique.evidence["graph_breaks"] == technique.evidence["recompiles"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # of a part without kernels
+@pytest.mark.parametrize("arguments", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
+def test_compile_with_graphs_of_its_own_trains_on_a_gpu(arguments: Any) -> None:
+    technique = TorchCompile(**arguments)
+    assert technique.makes_graphs
+    trainer = make_trainer([technique], batches=plain_batches(4), gpu=True)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graphs"] >= 1
+
+
+@pytest.mark.slow
+def test_inductor_matches_eager() -> None:
+    """The default backend, once: its first compilation takes half a minute on two cores."""
+    reference, technique = tiny_bert(), TorchCompile(scope="blocks", dynamic=False)
+    batches = plain_batches(2)
+    trainer = make_trainer([technique], batches=batches)
+    assert_near(eval_logits(trainer.state.model.model, batches), eval_logits(reference, batches))
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graphs"] >= 1
+    assert technique.evidence["compile_seconds"] > 0
+
+
+def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
+    technique = TorchCompile(scope="blocks", backend="aot_eager")
+    same = make_trainer([technique], batches=plain_batches(3))
+    same.fit()
+    same.close()
+    assert (technique.evidence["modules"], technique.evidence["graphs"]) == (2, 1)
+    assert technique.evidence["recompiles"] == 0
+    torch._dynamo.reset()
+    technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
+    ragged = make_trainer([technique], batches=awkward_batches()[:2])
+    ragged.fit()
+    ragged.close()
+    assert technique.evidence["graphs"] == 2
+    assert technique.evidence["recompiles"] == 1
+
+
+def test_a_process_that_compiled_much_before_is_counted_right() -> None:
+    """torch keeps metrics of its last 64 compilations only."""
+    for _ in range(40):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+        for size in (2, 3):
+            compiled(torch.ones(size))
+    technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
+    trainer = make_trainer([technique], batches=awkward_batches()[:2])
+    trainer.fit()
+    trainer.close()
+    assert (technique.evidence["graphs"], technique.evidence["recompiles"]) == (2, 1)
+    assert technique.evidence["compile_seconds"] > 0
+
+
+def test_graph_breaks_are_counted() -> None:
+    model: Any = tiny_bert()
+    inner = model.bert.pooler
+
+    class Printing(nn.Module):
+        def forward(self, hidden: Any) -> Any:
+            torch._dynamo.graph_break()
+            return inner(hidden)
+
+    model.bert.pooler = Printing()
+    technique = TorchCompile(backend="aot_eager")
+    trainer = make_trainer([technique], model=model)
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["graph_breaks"] >= 1
+
+
+def test_a_second_trainer_may_reuse_what_the_first_compiled() -> None:
+    for _ in range(2):
+        technique = TorchCompile(backend="aot_eager")
+        trainer = make_trainer([technique])
+        trainer.fit()
+        trainer.close()
+        assert technique.engaged
+        assert technique.evidence["graphs"] > 0 or technique.evidence["reused_from_this_process"]
+
+
+@pytest.mark.parametrize("compiled_before", [False, True])
+def test_a_run_without_a_compiled_graph_stops(compiled_before: bool) -> None:
+    """Not in pins: torch 2.7 would compile nothing afterwards, as it remembers what it ran while switched off."""
+    if compiled_before:  # by an earlier run of the process, whose code would be found
+        earlier = make_trainer([TorchCompile(backend="aot_eager")])
+        earlier.fit()
+        earlier.close()
+    trainer = make_trainer([TorchCompile(backend="aot_eager")])
+    said = r"without a compiled graph: torch\._dynamo\.config\.disable is set; unset torch\._dynamo\.config\.disable"
+    with torch._dynamo.config.patch(disable=True), pytest.raises(NotEngagedError, match=said):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
+@pytest.mark.pins
+def test_a_process_that_compiles_nothing_is_refused_before_anything_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(TechniqueError, match=f"torch_compile: {name} is set, and torch compiles nothing; unset it"):
+        make_trainer([TorchCompile(backend="aot_eager")])
+    with pytest.raises(ValueError, match=f"{name} is set"):
+        apply_torch_compile(tiny_bert(), backend="aot_eager")
+    monkeypatch.delenv(name)
+    technique = TorchCompile(backend="aot_eager", on_unavailable="warn")
+    with (
+        torch._dynamo.config.patch(disable=True),
+        pytest.warns(UserWarning, match=r"going on without torch_compile: torch\._dynamo\.config\.disable is set"),
+    ):
+        make_trainer([technique]).close()
+    assert technique.engaged is False
+
+
+def test_bad_settings_are_refused() -> None:
+    wrong: Any = "layers"
+    with pytest.raises(ValueError, match="scope must be"):
+        TorchCompile(scope=wrong)
+    with pytest.raises(ValueError, match="mode='max-autotune' is inductor's"):
+        TorchCompile(backend="eager", mode="max-autotune")
+    with pytest.raises(TechniqueError, match="torch has no backend 'fastest'; use one of"):
+        make_trainer([TorchCompile(backend="fastest")])
+    with pytest.raises(ValueError, match="no ModuleList"):
+        apply_torch_compile(nn.Sequential(nn.Linear(2, 2)), "blocks")
+
+
+def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(TechniqueError, match="needs a C\\+\\+ compiler; install g\\+\\+"):
+        make_trainer([TorchCompile()])

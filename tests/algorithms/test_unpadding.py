@@ -1,0 +1,235 @@
+"""Unpadded encoders against the untouched model: every family, head and kind of mask."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
+
+from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.unpadding.attention import unpadded_attention
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.algorithms.unpadding.plan import make_plan
+from composer_speedups.core.operator_recorder import compile_counts
+from tests.helpers.common import batch, tiny_bert
+from tests.helpers.masks import masked_batch, random_masks, real_logits
+from tests.helpers.models import HEADS, UNPADDED, tiny_model
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Matrices this small gain nothing from a second one."""
+    torch.set_num_threads(1)
+
+
+def pair(family: str, head: str = "classification", multiple: int = 8) -> tuple[Any, Any]:
+    """An untouched model and an unpadded one with the same weights."""
+    reference = tiny_model(family, head)
+    model = copy.deepcopy(reference)
+    assert len(apply_unpadding(model, multiple)) == 1
+    return reference, model
+
+
+def compare(reference: Any, model: Any, inputs: dict[str, Tensor]) -> None:
+    """Logits of real tokens, the loss and all gradients."""
+    expected, actual = reference(**inputs), model(**inputs)
+    mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
+    if mask.any():
+        assert_near([real_logits(actual, mask), actual.loss], [real_logits(expected, mask), expected.loss])
+        for each, output in ((reference, expected), (model, actual)):
+            each.zero_grad()
+            output.loss.backward()
+        assert_near(gradients(model), gradients(reference))
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.pins
+def test_outputs_and_gradients_over_random_masks(family: str, head: str) -> None:
+    reference, model = pair(family, head)
+    ways = set()
+    for seed, mask in enumerate(random_masks(40)):
+        compare(reference, model, masked_batch(mask, head, seed=seed))
+        ways.add(encoder_of(model).ran)
+    assert ways == {"unpadded", *(["padded"] if head != "mlm" or family == "modernbert" else [])}
+
+
+def encoder_of(model: nn.Module) -> UnpaddedEncoder:
+    (encoder,) = unpadded_encoders(model)
+    return encoder
+
+
+def test_names_weights_and_settings_stay() -> None:
+    reference, model = tiny_bert(), tiny_bert().eval()
+    model.bert.embeddings.requires_grad_(False)
+    seen: list[int] = []
+    assert apply_unpadding(model) == ["bert.encoder"]
+    assert apply_unpadding(model) == []
+    model.bert.encoder.register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
+    assert not model.bert.encoder.training
+    assert not any(p.requires_grad for p in model.bert.embeddings.parameters())
+    copied = copy.deepcopy(model)
+    assert encoder_of(copied) is not encoder_of(model)
+    copied(**batch([3, 5]))
+    assert (encoder_of(copied).ran, encoder_of(model).ran, seen) == ("unpadded", None, [1])
+
+
+@pytest.mark.parametrize("multiple", [1, 8, 64, 200])
+def test_unused_slots_and_padding_influence_nothing(multiple: int) -> None:
+    reference, model = pair("bert", "mlm", multiple)
+    inputs = masked_batch(random_masks(3)[2], "mlm")
+    compare(reference, model, inputs)
+    packed = make_plan(inputs["attention_mask"], int(inputs["attention_mask"].sum()), multiple).indices_T
+    assert len(packed) % multiple == 0
+    hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
+    mask = inputs["attention_mask"].bool()
+    output = encoder_of(model)(hidden, attention_mask=mask).last_hidden_state
+    assert_near(output[~mask], torch.zeros_like(output[~mask]))
+    noise = torch.where(mask[..., None], hidden, 100.0).detach()
+    torch.testing.assert_close(encoder_of(model)(noise, attention_mask=mask).last_hidden_state, output)
+    (output**2).sum().backward()
+    assert hidden.grad is not None
+    assert not hidden.grad[~mask].any()
+    assert hidden.grad[mask].abs().amin(-1).all()
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_batch_of_nothing_but_padding_gives_no_nan(head: str) -> None:
+    _, model = pair("bert", head)
+    output = model(**masked_batch(torch.zeros(3, 5, dtype=torch.long), head))
+    assert output.logits.isfinite().all()
+    output.logits.sum().backward()
+    assert all(g.isfinite().all() for g in gradients(model).values())
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_without_a_mask_every_token_is_real(family: str) -> None:
+    reference, model = pair(family)
+    inputs = masked_batch(torch.ones(3, 7, dtype=torch.long), "classification")
+    del inputs["attention_mask"]
+    compare(reference, model, inputs)
+    assert encoder_of(model).ran == "unpadded"
+
+
+def test_a_plan_serves_its_own_mask_only() -> None:
+    reference, model = pair("bert")
+    planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
+    plan_unpadding(model, planned["attention_mask"])
+    compare(reference, model, planned)
+    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+        model(**other)
+    without = {k: v for k, v in planned.items() if k != "attention_mask"}
+    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+        model(**without)
+    compare(reference, model, batch([5, 7], 8))  # of another shape: it makes its own
+    plan_unpadding(model, None)
+    compare(reference, model, other)
+    with pytest.raises(ValueError, match="0 unpadded encoders"):
+        plan_unpadding(reference, planned["attention_mask"])
+
+
+def test_a_mask_of_pairs_runs_padded() -> None:
+    reference, model = pair("bert")
+    inputs = batch([6, 6, 6], 6)
+    causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
+    for mask in (causal, torch.zeros(3, 1, 6, 6).masked_fill(~causal, -1e9)):
+        added = mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -1e9)
+        expected = reference(**{**inputs, "attention_mask": added}).logits
+        assert_near(model(**{**inputs, "attention_mask": mask}).logits, expected)
+        assert encoder_of(model).ran == "padded"
+
+
+def test_another_attention_set_later_is_the_stock_model_again() -> None:
+    reference, model = pair("bert")
+    model.set_attn_implementation("sdpa")
+    compare(reference, model, batch([3, 7, 2], 9))
+    assert encoder_of(model).ran == "padded"
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_attention_drops_weights_in_training_only(family: str) -> None:
+    model = tiny_model(family, attention_dropout=0.5)
+    apply_unpadding(model)
+    inputs = batch([6, 9, 12])
+    assert not torch.equal(model.train()(**inputs).logits, model(**inputs).logits)
+    torch.testing.assert_close(model.eval()(**inputs).logits, model(**inputs).logits, rtol=0, atol=0)
+
+
+def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
+    """Over values of one, a row's output is the sum of the weights kept, over the probability of keeping."""
+    mask = torch.ones(8, 32, dtype=torch.bool)
+    plan = make_plan(mask, mask.numel(), 64)
+    query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
+    torch.manual_seed(0)
+    sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, unpadding=plan)
+    assert weights is None
+    expected_deviation = (0.25 / 0.75 / 32) ** 0.5  # of 32 weights of 1/32, each kept with 0.75
+    assert abs(float(sums.mean()) - 1) < 0.02
+    assert abs(float(sums[..., 0].std()) - expected_deviation) < 0.02
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_recomputes_packed_layers(reentrant: bool) -> None:
+    reference, model = pair("bert")
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    for each in (reference, model):
+        each.train()
+    compare(reference, model, batch([3, 9, 12, 1]))
+    assert encoder_of(model).ran == "unpadded"
+
+
+def test_low_rank_adapters_train_on_packed_tokens() -> None:
+    peft = pytest.importorskip("peft")
+    adapted = []
+    for each in pair("bert"):
+        torch.manual_seed(0)
+        adapted.append(peft.get_peft_model(each, peft.LoraConfig(target_modules=["query", "value"], r=2)))
+    compare(adapted[0], adapted[1], batch([3, 9, 12, 1]))
+    assert any("lora_B" in name for name in gradients(adapted[1]))
+    assert encoder_of(adapted[1]).ran == "unpadded"
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_one_graph_serves_every_number_of_tokens(scope: Any) -> None:
+    reference, model = pair("bert", multiple=1)
+    for each in (reference, model):
+        each.config.problem_type = "single_label_classification"
+    apply_torch_compile(model, scope, backend="aot_eager")
+    before = compile_counts()
+    for length in range(15, 5, -1):
+        inputs = batch([12, 7, 16, length], seed=length)
+        plan_unpadding(model, inputs["attention_mask"])
+        compare(reference, model, inputs)
+    since = compile_counts().since(before)
+    assert (since.graphs, since.breaks, since.recompiles, since.failed) == (1, 0, 0, 0)
+    plan_unpadding(model, batch([12, 8, 16, 6])["attention_mask"])
+    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+        model(**inputs)
+
+
+def test_what_it_cannot_serve_is_refused_and_left_alone() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = BertConfig(vocab_size=64, **sizes)
+    decoder = BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=True, **sizes))
+    chunked = tiny_bert()
+    chunked.config.chunk_size_feed_forward = 2
+    for model, reason in [
+        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss is over padding"),
+        (decoder, "decoder"),
+        (chunked, "chunk_size_feed_forward=0"),
+        (tiny_bert().bert.encoder, "BertEncoder stands alone"),
+        (nn.Linear(2, 2), "without transformers' modules"),
+    ]:
+        with pytest.raises(ValueError, match=reason):
+            apply_unpadding(model)
+        assert not unpadded_encoders(model)
+    for build in (lambda: apply_unpadding(tiny_bert(), 0), lambda: Unpadding(0)):
+        with pytest.raises(ValueError, match="pad_to_multiple_of must be 1 to 65536"):
+            build()

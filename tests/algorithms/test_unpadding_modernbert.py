@@ -1,0 +1,158 @@
+"""ModernBERT on real tokens, where it differs from the others: windows, positions and heads that pool."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.unpadding.attention import unpadded_attention
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.algorithms.unpadding.plan import Plan
+from composer_speedups.core.errors import NotEngagedError
+from composer_speedups.core.operator_recorder import compile_counts
+from tests.algorithms.test_unpadding_properties import values
+from tests.helpers.common import Recorder, batch, make_trainer
+from tests.helpers.masks import draw_mask, masked_batch
+from tests.helpers.models import HEADS, tiny_model
+from tests.reference.loop import train_plainly
+from tests.reference.tolerance import assert_near
+
+
+def pair(head: Any = "classification", **settings: Any) -> tuple[Any, Any, Any]:
+    """An untouched model, an unpadded one with the same weights, and the latter's encoder."""
+    reference = tiny_model("modernbert", head, **settings)
+    model = copy.deepcopy(reference)
+    assert apply_unpadding(model, 8) == ["model"]
+    assert apply_unpadding(model, 8) == []
+    return reference, model, *unpadded_encoders(model)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("kind", ["right padding", "left padding"])
+def test_either_pooling_is_the_untouched_models(pooling: str, kind: str) -> None:
+    reference, model, encoder = pair(classifier_pooling=pooling)
+    for seed in range(8):
+        mask = draw_mask(kind, seed)
+        inputs = masked_batch(mask, "classification", seed=seed)
+        assert_near(values(model, inputs), values(reference, inputs), what=f"seed {seed}")
+        begins_with_padding = bool((mask[:, 0] == 0).any())
+        assert encoder.ran == ("padded" if pooling == "cls" and begins_with_padding else "unpadded")
+
+
+def test_windows_matter_and_rows_with_holes_wider_than_one_run_padded() -> None:
+    mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
+    inputs = masked_batch(mask, "mlm")
+    logits = []
+    for width, way in [(8, "padded"), (24, "unpadded")]:
+        reference, model, encoder = pair("mlm", local_attention=width)
+        assert encoder.count(mask) == [12, -7 if way == "padded" else 7]
+        assert_near(values(model, inputs), values(reference, inputs))
+        assert encoder.ran == way
+        logits.append(reference(**inputs).logits)
+    assert (logits[0] - logits[1]).abs().max() > 1e-2
+
+
+def test_embeddings_shared_positions_and_masks_by_kind_of_layer() -> None:
+    reference, model, encoder = pair("mlm")
+    inputs = masked_batch(draw_mask("right padding", 3), "mlm")
+    shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
+    assert_near(values(model, shared), values(reference, shared))
+    embedded = []
+    for each in (reference, model):
+        given = each.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+        each(**{k: v for k, v in inputs.items() if k != "input_ids"}, inputs_embeds=given).loss.backward()
+        embedded.append(given.grad)
+    assert_near([embedded[1]], [embedded[0]])
+    assert encoder.ran == "unpadded"
+    width = inputs["input_ids"].shape[1]
+    masks = dict.fromkeys(["full_attention", "sliding_attention"], torch.zeros(1, 1, width, width))
+    both = {"input_ids": inputs["input_ids"], "attention_mask": masks}
+    assert_near([model(**both).logits], [reference(**both).logits])
+    assert encoder.ran == "padded"
+    with pytest.raises(ValueError, match="exactly one of input_ids or inputs_embeds"):
+        model()
+
+
+def test_the_saved_folder_is_the_stock_models(tmp_path: Path) -> None:
+    saved = []
+    for name, each in zip(("stock", "unpadded"), pair()[:2], strict=True):
+        each.save_pretrained(tmp_path / name)
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        saved.append((config, load_file(tmp_path / name / "model.safetensors")))
+    assert saved[0][0] == saved[1][0]
+    assert saved[0][0]["architectures"] == ["ModernBertForSequenceClassification"]
+    torch.testing.assert_close(saved[1][1], saved[0][1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_it_trains_under_composer_as_in_plain_pytorch(head: Any) -> None:
+    model, technique, recorder = tiny_model("modernbert", head), Unpadding(8), Recorder()
+    batches = [masked_batch(draw_mask("right padding", seed), head, seed=seed) for seed in range(4)]
+    expected = train_plainly(model, batches).losses
+    trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, expected)
+    assert technique.evidence["layers"] == 2
+    assert "scaled_dot_product" in technique.evidence["attention"]
+
+
+@pytest.mark.parametrize(("scope", "graphs"), [("model", 1), ("blocks", 2)])  # the first block has no norm
+def test_one_set_of_graphs_serves_every_number_of_tokens(scope: Any, graphs: int) -> None:
+    reference, model, _ = pair()
+    for each in (reference, model):
+        each.config.problem_type = "single_label_classification"
+    apply_torch_compile(model, scope, backend="aot_eager")
+    before = compile_counts()
+    for length in range(16, 5, -1):
+        inputs = batch([12, 7, 16, length], seed=length)
+        plan_unpadding(model, inputs["attention_mask"])
+        assert_near(values(model, inputs), values(reference, inputs))
+    since = compile_counts().since(before)
+    assert (since.graphs, since.breaks, since.recompiles, since.failed) == (graphs, 0, graphs - 1, 0)
+
+
+def test_a_first_batch_with_holes_stops_a_run() -> None:
+    mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
+    trainer = make_trainer([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
+    with pytest.raises(NotEngagedError, match=r"have holes, which move tokens.*without holes"):
+        trainer.fit()
+    trainer.close()
+
+
+class Windows(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if "flash" in str(func):
+            name = func.overloadpacket.__name__
+            self.seen.append((name, kwargs.get("window_size_left"), kwargs.get("window_size_right")))
+        return func(*args, **kwargs)
+
+
+def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, torch's meta kernel takes the call."""
+    monkeypatch.setattr("composer_speedups.algorithms.unpadding.attention.takes_flash", lambda *_: True)
+    meta: dict[str, Any] = {"device": "meta"}
+    mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
+    plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
+    windows = Windows()
+    with windows:
+        for window in (5, None):
+            out, _ = unpadded_attention(nn.Identity(), query, query, query, None, 0.0, 0.25, plan, window)
+            out.sum().backward()
+    names = ["_flash_attention_forward", "_flash_attention_backward"]
+    assert windows.seen == [(name, each, each) for each in (4, None) for name in names]

@@ -1,0 +1,59 @@
+"""Where real tokens lie, and moving them out and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups.algorithms.unpadding.attention import takes_flash, unpadded_attention
+from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
+from tests.helpers.masks import random_masks
+
+
+def test_a_plan_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]])
+    assert row_counts(mask) == [2, 0, 2, -2]
+    plan = make_plan(mask, 6, 4)
+    assert plan.indices_T.tolist() == [0, 1, 6, 8, 10, 11, 12, 12]
+    assert plan.cu_seqlens.tolist() == [0, 2, 2, 4, 6, 8]
+    assert plan.cu_seqlens.dtype == torch.int32
+    assert plan.longest >= 3
+    assert make_plan(mask, 6, 3).indices_T.tolist() == [0, 1, 6, 8, 10, 11]
+    for wrong in (5, 7, 0, 40):
+        with pytest.raises(RuntimeError, match="changed after its tokens were counted"):
+            make_plan(mask, wrong, 4)
+
+
+def test_moving_tokens_out_and_back_has_the_right_gradients() -> None:
+    plan = make_plan(random_masks(3)[2], int(random_masks(3)[2].sum()), 4)
+    slots, indices = plan.mask_BS.numel(), plan.indices_T
+    x_NH = torch.randn(slots, 3, dtype=torch.double, requires_grad=True)
+    x_TH = torch.randn(len(indices), 3, dtype=torch.double, requires_grad=True)
+    real_T = (indices < slots)[:, None]
+    assert torch.autograd.gradcheck(lambda x: gather_tokens(x, indices) * real_T, x_NH)
+    assert torch.autograd.gradcheck(lambda x: scatter_tokens(x, indices, slots), x_TH)
+    back = scatter_tokens(gather_tokens(x_NH, indices), indices, slots)
+    torch.testing.assert_close(back, x_NH * plan.mask_BS.flatten()[:, None])
+
+
+def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, torch's meta kernel takes the call and gives the shapes."""
+    monkeypatch.setattr("composer_speedups.algorithms.unpadding.attention.takes_flash", lambda *_: True)
+    meta: dict[str, Any] = {"device": "meta"}
+    mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
+    plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
+    query = torch.empty(1, 2, 64, 16, dtype=torch.bfloat16, **meta, requires_grad=True)
+    output, weights = unpadded_attention(nn.Identity(), query, query, query, None, 0.1, 0.25, plan)
+    assert (output.shape, output.dtype, weights) == ((1, 64, 2, 16), torch.bfloat16, None)
+    output.sum().backward()
+    assert query.grad is not None
+    assert query.grad.shape == query.shape
+
+
+def test_the_flash_kernel_is_for_half_precision_on_a_gpu() -> None:
+    assert not takes_flash(torch.device("cpu"), torch.bfloat16, 64)
+    assert not takes_flash(torch.device("cuda"), torch.float32, 64)
+    assert not takes_flash(torch.device("cuda"), torch.bfloat16, 20)

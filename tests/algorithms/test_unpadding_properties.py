@@ -1,0 +1,90 @@
+"""Unpadding over a thousand generated masks: logits, loss and gradients are those of the untouched model.
+
+Each case is drawn from a seed, which the test's failure names: kind of mask, batch, positions and token types.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_speedups import apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from tests.helpers.common import Batch
+from tests.helpers.masks import KINDS, draw_mask, masked_batch, real_logits
+from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+CASES = 20 * len(KINDS)  # of each family and head
+
+
+def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
+    """Tokens, labels, positions in any order, and token types where the model knows them."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = masked_batch(mask, head, seed=seed)
+    inputs["input_ids"] = inputs["input_ids"].masked_fill((mask == 0) & bool(seed % 2), model.config.pad_token_id)
+    if seed % 3:
+        inputs["position_ids"] = torch.randint(2, 80, mask.shape, generator=generator)
+    if hasattr(model.config, "type_vocab_size"):
+        inputs["token_type_ids"] = torch.randint(0, 2, mask.shape, generator=generator)
+    return inputs
+
+
+def values(model: Any, inputs: Batch) -> dict[str, Tensor]:
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    logits = real_logits(output, inputs["attention_mask"])
+    return {"logits": logits.detach(), "loss": output.loss.detach(), **gradients(model)}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", UNPADDED)
+def test_every_kind_of_mask_gives_the_untouched_models_values(family: Family, head: Head) -> None:
+    reference = tiny_model(family, head, layers=1)
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8)
+    (encoder,) = unpadded_encoders(model)
+    ways = dict.fromkeys(KINDS, 0)
+    for seed in range(CASES):
+        kind = KINDS[seed % len(KINDS)]
+        mask = draw_mask(kind, seed)
+        inputs = draw_batch(mask, reference, head, seed)
+        plan_unpadding(model, mask if seed % 4 else None)
+        assert_near(values(model, inputs), values(reference, inputs), what=f"{family}, {head}, {kind}, seed {seed}")
+        ways[kind] += encoder.ran == "unpadded"
+    # A classifier's head reads the first slot of each row, which left padding leaves to the padded model.
+    never = {kind for kind, count in ways.items() if count == 0}
+    assert never <= ({"left padding"} if head == "classification" else set())
+
+
+def test_masks_are_what_their_kind_says() -> None:
+    drawn = {kind: [draw_mask(kind, seed) for seed in range(40)] for kind in KINDS}
+    assert all(mask.any() for masks in drawn.values() for mask in masks)
+    assert all((mask.diff(dim=-1) <= 0).all() for mask in drawn["right padding"])
+    assert any((mask[:, 0] == 0).any() for mask in drawn["left padding"])
+    assert all((mask.diff(dim=-1) >= 0).all() for mask in drawn["left padding"])
+    assert any((mask.diff(dim=-1) > 0).any() for mask in drawn["holes"])
+    assert all((mask.sum(-1) == 0).any() for mask in drawn["rows of nothing"])
+    assert all((mask.sum(-1) == 1).any() for mask in drawn["rows of one token"])
+    assert sum(int(mask.sum()) % 8 in (6, 7) for mask in drawn["short of a multiple of 8"]) >= 20
+    assert {mask.shape[1] for mask in drawn["width 1"]} == {1}
+    assert {len(mask) for mask in drawn["one row"]} == {1}
+    assert all(mask.all() for mask in drawn["no padding"])
+
+
+def test_positions_and_token_types_matter_to_the_models() -> None:
+    """What these tests vary would otherwise prove nothing."""
+    mask = torch.ones(2, 6, dtype=torch.long)
+    for family in UNPADDED:
+        model = tiny_model(family, layers=1)
+        inputs = draw_batch(mask, model, "classification", 1)
+        base = model(**inputs).logits
+        for name in {"position_ids", "token_type_ids"} & set(inputs):
+            changed = inputs[name].flip(-1) if name == "position_ids" else 1 - inputs[name]
+            assert not torch.allclose(model(**{**inputs, name: changed}).logits, base, atol=1e-3), (family, name)

@@ -1,0 +1,89 @@
+"""Unpadded models record the hidden states and attention weights of the untouched model, however they are asked for."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import transformers
+from packaging.version import Version
+
+from composer_speedups import apply_unpadding
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from tests.helpers.common import batch
+from tests.helpers.masks import masked_batch
+from tests.helpers.models import HEADS, UNPADDED, tiny_model
+from tests.reference.tolerance import assert_near
+
+pytestmark = pytest.mark.pins
+BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"), reason="hidden states by index")
+
+
+def pair(family: str, head: str = "classification") -> tuple[Any, Any, Any]:
+    """An untouched model, an unpadded one with the same weights, and the latter's encoder."""
+    reference = tiny_model(family, head)
+    model = copy.deepcopy(reference)
+    assert len(apply_unpadding(model, 8)) == 1
+    return reference, model, *unpadded_encoders(model)
+
+
+def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:
+    """Two transformers' outputs, with the number of tensors that each should hold."""
+    for name, count in (("hidden_states", states), ("attentions", attentions)):
+        theirs, ours = getattr(expected, name), getattr(actual, name)
+        assert (theirs is None) == (ours is None) == (count == 0), name
+        if count:
+            assert len(theirs) == len(ours) == count, name
+            assert [each is None for each in ours] == [each is None for each in theirs], name
+            assert_near([each for each in ours if each is not None], [each for each in theirs if each is not None])
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", UNPADDED)
+def test_both_asked_for_in_the_call(family: str, head: str) -> None:
+    reference, model, encoder = pair(family, head)
+    inputs = masked_batch(batch([3, 7, 1], 9)["attention_mask"], head)
+    asked = {"output_hidden_states": True, "output_attentions": True}
+    assert_same_records(model(**inputs, **asked), reference(**inputs, **asked), states=3, attentions=2)
+    assert encoder.ran == "padded"
+    model(**inputs)
+    assert encoder.ran == "unpadded"
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_hidden_states_asked_for_in_the_configuration(family: str) -> None:
+    reference, model, encoder = pair(family)
+    inputs = batch([3, 7, 1], 9)
+    for each in (reference, model):
+        each.config.output_hidden_states = True
+    assert_same_records(model(**inputs), reference(**inputs), states=3, attentions=0)
+    assert encoder.ran == "padded"
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_attention_weights_asked_for_in_the_configuration(family: str) -> None:
+    """Before the surgery: later, transformers refuses to, as it does for every attention but the eager one."""
+    reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8)
+    assert_same_records(model(**inputs), reference(**inputs), states=0, attentions=2)
+
+
+@BY_INDEX
+@pytest.mark.parametrize("family", UNPADDED)
+def test_hidden_states_asked_for_by_index(family: str) -> None:
+    reference, model, encoder = pair(family)
+    inputs = batch([3, 7, 1], 9)
+    actual, expected = (each(**inputs, output_hidden_states=[1]) for each in (model, reference))
+    assert_same_records(actual, expected, states=len(expected.hidden_states), attentions=0)
+    assert encoder.ran == "padded"
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_a_model_that_recorded_before_it_was_unpadded(family: str) -> None:
+    """transformers installs the hooks that record at the first call that asks, and only then."""
+    model, inputs, asked = tiny_model(family), batch([3, 7, 1], 9), {"output_hidden_states": True}
+    expected = model(**inputs, **asked)
+    apply_unpadding(model, 8)
+    assert_same_records(model(**inputs, **asked), expected, states=3, attentions=0)

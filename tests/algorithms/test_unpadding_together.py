@@ -1,0 +1,105 @@
+"""Unpadding with what shards, recomputes or compiles the model, and outside of training."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from composer.core import DataSpec
+from torch.utils.data import DataLoader
+
+from composer_speedups import (
+    GradientCheckpointing,
+    TorchCompile,
+    Unpadding,
+    apply_gradient_checkpointing,
+    apply_torch_compile,
+    apply_unpadding,
+    plan_unpadding,
+)
+from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.core.operator_recorder import compile_counts
+from tests.algorithms.test_unpadding_properties import values
+from tests.helpers.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.models import UNPADDED, Family, tiny_model
+from tests.helpers.ranks import on_ranks
+from tests.reference.loop import train_plainly
+from tests.reference.tolerance import assert_near
+from tests.reference.two_ranks import both_ways
+
+
+def pair(family: Family = "bert") -> tuple[Any, Any]:
+    reference = tiny_model(family)
+    reference.config.problem_type = "single_label_classification"
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8)
+    return reference.train(), model.train()
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
+    reference, model = pair(family)
+    blocks = apply_gradient_checkpointing(model)
+    inputs = batch([3, 9, 16, 1, 8])
+    assert_near(values(model, inputs), values(reference, inputs))
+    assert [recomputations(model.get_submodule(name)) for name in blocks] == [1, 1]
+    assert unpadded_encoders(model)[0].ran == "unpadded"
+
+
+@pytest.mark.parametrize(("scope", "recomputed"), [("model", False), ("blocks", True)])
+def test_nothing_is_compiled_again_after_the_first_batches(scope: Any, recomputed: bool) -> None:
+    """Over ten more batches of other numbers of tokens, rows and slots."""
+    reference, model = pair()
+    if recomputed:
+        apply_gradient_checkpointing(model)
+    apply_torch_compile(model, scope, backend="eager")
+    lengths = torch.randint(1, 25, (13, 9), generator=torch.Generator().manual_seed(2)).tolist()
+    batches = [batch(each[: 3 + i % 7], seed=i) for i, each in enumerate(lengths)]
+    assert len({int(each["attention_mask"].sum()) // 8 for each in batches[3:]}) >= 6
+    warm = compile_counts()
+    for i, inputs in enumerate(batches):
+        if i == 3:
+            warm = compile_counts()
+        plan_unpadding(model, inputs["attention_mask"])
+        assert_near(values(model, inputs), values(reference, inputs), what=f"batch {i}")
+    assert warm.graphs
+    assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
+
+
+def test_checkpointing_and_compile_and_unpadding_train_as_plain_pytorch() -> None:
+    model, recorder, batches = tiny_bert(), Recorder(), [batch([12, 7, 16, 16 - i], seed=i) for i in range(10)]
+    model.config.problem_type = "single_label_classification"
+    expected = train_plainly(model, batches)
+    compiled = TorchCompile(scope="blocks", backend="aot_eager")
+    techniques = [Unpadding(8), GradientCheckpointing(), compiled]
+    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, expected.losses)
+    assert (compiled.evidence["graph_breaks"], compiled.evidence["recompiles"]) == (0, 0)
+
+
+def test_predictions_and_evaluation_are_those_of_the_untouched_model() -> None:
+    model, batches = tiny_bert(), [*plain_batches(2), batch([1, 16, 5])]
+    expected = [model.eval()(**each).logits.detach() for each in batches]
+    trainer = make_trainer([Unpadding(8)], model=copy.deepcopy(model))
+    loader = DataSpec(
+        DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: len(b["labels"])
+    )
+    predicted = trainer.predict(loader)
+    assert_near([output["logits"] for output in predicted], expected)
+    (encoder,) = unpadded_encoders(trainer.state.model)
+    assert encoder.ran == "unpadded"
+    assert encoder.plans == ()
+    trainer.close()
+
+
+def test_two_ranks_train_as_one_padded_process() -> None:
+    """DDP and torch's own fully_shard over gloo; losses and weights are compared there."""
+    for found in on_ranks(both_ways)[0].values():
+        assert len(found["losses"]) == 3
+        assert found["weights"] == len(list(tiny_bert().parameters()))
+        assert all(one != other for one, other in zip(*found["packed"], strict=True))

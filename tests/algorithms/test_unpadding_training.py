@@ -1,0 +1,228 @@
+"""Unpadding under Composer: evidence, its absence, micro-batches, evaluation, and no wait for a GPU."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from transformers import AutoModelForQuestionAnswering
+from transformers.models.bert import modeling_bert
+from transformers.models.bert.modeling_bert import BertEncoder
+
+from composer_speedups import SDPAAttention, TorchCompile, Unpadding
+from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.train import application
+from tests.conftest import ROOT
+from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.jobs import SHORT
+from tests.helpers.masks import masked_batch
+from tests.helpers.models import UNPADDED, Family, tiny_model
+from tests.helpers.ranks import on_ranks
+from tests.reference.loop import train_plainly
+from tests.reference.tolerance import assert_near
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def fit(technique: Unpadding, **kwargs: Any) -> Any:
+    trainer = make_trainer([technique], **kwargs)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+    return trainer
+
+
+@pytest.mark.pins
+def test_the_evidence_counts_layers_tokens_and_names_the_attention() -> None:
+    technique = Unpadding(8)
+    batches = [batch([12, 7, 16, 10]), batch([16, 16, 16, 16])]
+    fit(technique, batches=batches)
+    evidence = technique.evidence
+    assert (evidence["encoders"], evidence["layers"]) == (1, 2)
+    assert "scaled_dot_product" in evidence["attention"]
+    assert evidence["attention_seen_in"] == "forward pass"
+    counts = ("first_batch_slots", "first_batch_tokens", "first_batch_packed")
+    assert [evidence[key] for key in counts] == [64, 45, 48]
+    assert evidence["padding_of_the_run"] == round(1 - (45 + 64) / 128, 4)
+    assert "note" not in evidence
+
+
+def test_a_run_without_padding_says_so() -> None:
+    technique = Unpadding()
+    fit(technique, batches=[batch([8, 8], seed=i) for i in range(2)])
+    assert technique.evidence["note"] == "the first batch has no padding to leave out"
+    assert technique.evidence["padding_of_the_run"] == 0
+
+
+class Sabotage(Algorithm):
+    """Undoes unpadding after INIT, in one of several ways."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.FIT_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        model: Any = state.model.model
+        if self.way == "attention":
+            model.set_attn_implementation("eager")
+        elif self.way == "class":
+            model.bert.encoder.__class__ = BertEncoder
+        elif self.way == "outputs":
+            model.config.output_hidden_states = True
+        elif self.way == "layer":
+            layer = model.bert.encoder.layer[1]
+            original = layer.forward
+            layer.forward = lambda hidden, *args, **kwargs: original(hidden, *args, **kwargs)
+            layer.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, {k: v for k, v in kwargs.items() if k != "unpadding"}),
+                with_kwargs=True,
+                prepend=True,
+            )
+
+
+@pytest.mark.parametrize(
+    ("way", "reason"),
+    [
+        ("attention", "the first forward pass ran padded"),
+        ("class", "the first forward pass ran without its encoder"),
+        ("outputs", "the first forward pass ran padded"),
+        ("layer", "1 of 2 layers ran on packed tokens"),
+    ],
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_run_whose_encoder_was_put_back_stops(way: str, reason: str, compiled: bool) -> None:
+    if compiled and way in ("layer", "outputs"):
+        pytest.skip("compiled layers are not watched; output hooks break the graph")
+    others = [TorchCompile(backend="aot_eager")] if compiled else []
+    trainer = make_trainer([Unpadding(), Sabotage(way), *others])
+    with pytest.raises(NotEngagedError, match=reason):
+        trainer.fit()
+    trainer.close()
+
+
+def test_rows_that_begin_with_padding_stop_a_classifier_and_not_a_masked_lm() -> None:
+    left = masked_batch(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "classification")
+    with pytest.raises(NotEngagedError, match=r"rows begin with it.*pad on the right"):
+        fit(Unpadding(), batches=[left])
+    technique = Unpadding()
+    fit(technique, model=tiny_model("bert", "mlm"), batches=[masked_batch(left["attention_mask"], "mlm")])
+    assert technique.engaged
+    later = Unpadding()
+    fit(later, batches=[batch([3, 4]), left])  # a later batch runs padded, and right
+    assert later.engaged
+    assert later.evidence["micro_batches_left_padded"] == 1
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_question_answering_is_refused_in_one_line_and_left_alone(family: Family) -> None:
+    model = AutoModelForQuestionAnswering.from_config(tiny_model(family).config)
+    encoder = next(type(m) for m in model.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
+    with pytest.raises(TechniqueError) as error:
+        make_trainer([Unpadding()], model=model)
+    head = type(model).__name__
+    assert str(error.value) == (
+        f"unpadding: cannot serve {head}, whose loss is over padding positions too; take it out for this model"
+    )
+    assert any(type(m) is encoder for m in model.modules())
+    assert not unpadded_encoders(model)
+
+
+def test_sdpa_clashes() -> None:
+    with pytest.raises(TechniqueError, match="unpadding brings its own"):
+        make_trainer([Unpadding(), SDPAAttention()])
+
+
+class Shorten(Algorithm):
+    """Another algorithm that changes batches after they were loaded."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.AFTER_DATALOADER
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        state.batch["attention_mask"][:, 5:] = 0
+
+
+def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
+    batches = plain_batches(2)
+    expected = copy.deepcopy(batches)
+    for each in expected:
+        each["attention_mask"][:, 5:] = 0
+    recorder = Recorder()
+    trainer = make_trainer([Unpadding(8), Shorten()], batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
+
+
+def test_a_forward_pass_that_raises_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer([Unpadding()])
+    monkeypatch.setattr(modeling_bert.BertPooler, "forward", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        trainer.fit()
+    (encoder,) = unpadded_encoders(trainer.state.model)
+    trainer.close()
+    assert not _get_current_dispatch_mode_stack()
+    assert "plans" not in vars(encoder)
+    assert not any(layer._forward_pre_hooks for layer in encoder.layer)
+    assert not unpadded_encoders(trainer.state.model)
+
+
+@pytest.mark.parametrize("scope", ["model", "blocks"])
+def test_a_compiled_run_has_one_graph_and_says_which_way_it_went(scope: Any) -> None:
+    unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
+    batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
+    model, recorder = tiny_bert(), Recorder()
+    model.config.problem_type = "single_label_classification"
+    expected = train_plainly(model, batches).losses
+    trainer = make_trainer([unpadding, compiled], model=model, batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, expected)
+    assert unpadding.evidence["attention_seen_in"] == "probe"
+    assert "scaled_dot_product" in unpadding.evidence["attention"]
+    counted = [compiled.evidence[key] for key in ("graphs", "graph_breaks", "recompiles")]
+    assert counted == [1, 0, 0]
+
+
+def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
+    """The quickstart's report, cut down to seconds, with a technique in place of SDPA."""
+    text = (ROOT / "yamls" / "quickstart.yaml").read_text()
+    Path("job.yaml").write_text(text.replace("sdpa_attention", technique))
+    settings = [*SHORT, "trainer.device=cpu", *overrides]
+    name = next(o.split("=")[1] for o in overrides if o.startswith("run_name="))
+    application.main(["-f", "job.yaml", *settings])
+    return json.loads((Path("runs") / name / "report.json").read_text())
+
+
+def test_micro_batches_and_evaluation_never_count_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    padded = job("run_name=padded", technique="sdpa_attention")
+    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
+    for name, size in [("whole", "8"), ("micro", "3")]:
+        report = job(f"run_name={name}", f"trainer.microbatch_size={size}")
+        assert report["algorithms"]["unpadding"]["engaged"]
+        assert report["metrics"] == pytest.approx(padded["metrics"], rel=1e-3)
+        assert report["throughput"]["padding_fraction"] == pytest.approx(padded["throughput"]["padding_fraction"])
+        saved = report["algorithms"]["unpadding"]["evidence"]["padding_of_the_run"]
+        assert 0 < saved < 1
+
+
+def test_two_ranks_end_where_one_does() -> None:
+    one = job("run_name=one", "trainer.max_duration=1ep")
+    two, _ = on_ranks(lambda: job("run_name=two", "trainer.max_duration=1ep"))
+    assert two["training"]["ranks"] == 2
+    assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-3)
+    assert two["algorithms"]["unpadding"]["engaged"]

@@ -1,0 +1,197 @@
+"""The benchmark runner: arms, overrides, rows with their spread, and runs that fail or are stopped."""
+
+from __future__ import annotations
+
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from benchmarks import run as runner
+from benchmarks.failures import failure
+from benchmarks.peers.job import read_arguments
+from benchmarks.worker import Worker, Workers
+from composer_speedups.core.ordering import refuse_clashes, techniques_of
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.train.cli import read_command_line
+from tests.conftest import ROOT
+
+REPORT: dict[str, Any] = {
+    "throughput": {"samples_per_sec": 100.0, "warmup_seconds": 2.0, "step_seconds_p10_p50_p90": [1, 2, 3]},
+    "memory": {"peak_gib": 3.0},
+    "metrics": {"accuracy": 0.9},
+    "startup": {"imports_seconds": 4.0},
+    "algorithms": {"x": {"engaged": True}},
+    "environment": {"gpu": None, "torch": "2"},
+}
+
+
+def table(**changes: Any) -> Path:
+    path = Path("table.yaml")
+    content = {
+        "base": "yamls/quickstart.yaml",
+        "set": ["a=1"],
+        "repeats": 2,
+        "matrix": {"data.batch_size": [40, 128]},
+        "cumulative": True,
+        "arms": {"plain": [], "+ x": ["x=1"], "+ y": ["y=1"]},
+    }
+    path.write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
+    return path
+
+
+def test_arms_add_up_over_the_matrix() -> None:
+    arms = runner.arms_of(runner.read_table(table()))
+    assert [(a.name, a.point["data.batch_size"]) for a in arms][:4] == [
+        ("plain", 40),
+        ("+ x", 40),
+        ("+ y", 40),
+        ("plain", 128),
+    ]
+    assert arms[2].overrides == ["a=1", "data.batch_size=40", "x=1", "y=1"]
+    apart = runner.arms_of(runner.read_table(table(cumulative=False)))
+    assert apart[2].overrides == ["a=1", "data.batch_size=40", "y=1"]
+
+
+def test_a_warm_arm_fills_its_cache_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches: list[Path | None] = []
+
+    def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        caches.append(cache)
+        if cache is not None:
+            cache.mkdir(exist_ok=True)
+        return {**REPORT, "process_seconds": 5.0, "losses": [0.7, 0.6]}
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    arms = {"cold": [], "warm": {"warm": True}}
+    rows = runner.run_table(runner.read_table(table(matrix={}, arms=arms)), "table", Path("results"))
+    assert [cache is not None for cache in caches] == [False, True, True, False, True]
+    assert len({cache for cache in caches if cache}) == 1
+    assert [len(row["process_seconds"]["runs"]) for row in rows] == [2, 2]
+    assert [(row["peer"], row["warm"], row["losses"]) for row in rows] == [(None, w, [0.7, 0.6]) for w in (False, True)]
+
+
+def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+
+    def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        order.append(arm.overrides[-1])
+        if arm.overrides[-1] == "y=1":
+            return failure(1, "CUDA out of memory")
+        rate = 100.0 + len(order)
+        return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    rows = runner.run_table(runner.read_table(table(matrix={})), "table", Path("results"))
+    assert order == ["a=1", "x=1", "y=1"] * 2
+    assert rows[0]["startup"] == REPORT["startup"]
+    written = [json.loads(line) for line in Path("results/cpu/table.jsonl").read_text().splitlines()]
+    assert written == rows
+    assert len({row["call"] for row in written}) == 1
+    assert written[0]["samples_per_sec"] == {"median": 102.5, "min": 101.0, "max": 104.0, "runs": [101.0, 104.0]}
+    assert written[1]["accuracy"]["median"] == 0.9
+    assert written[2]["samples_per_sec"] is None
+    assert written[2]["errors"] == ["exit status 1: CUDA out of memory"] * 2
+    assert "| + y | out of memory" in "\n".join(runner.markdown(rows))
+
+
+def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        if arm.overrides[-1] == "x=1":
+            raise KeyboardInterrupt
+        return REPORT
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    with pytest.raises(KeyboardInterrupt):
+        runner.run_table(runner.read_table(table(matrix={})), "table", Path("results"))
+    rows = Path("results/cpu/table.jsonl").read_text().splitlines()
+    assert [json.loads(row)["arm"] for row in rows] == ["plain"]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "tables").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys, and that its techniques go together; a GPU is assumed."""
+    monkeypatch.setenv("IMDB_DIR", "imdb")
+    read = runner.read_table(path)
+    for arm in runner.arms_of(read):
+        read_config = read_arguments if arm.peer else read_command_line
+        config, _ = read_config(["-f", str(ROOT / read["base"]), *arm.overrides])
+        refuse_clashes(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
+
+
+def test_the_command_leaves_rows_a_page_and_a_chart(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_table, leave_page = runner.run_table, runner.leave_page
+    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    monkeypatch.setattr(runner, "run_table", partial(run_table, results=Path("results")))
+    monkeypatch.setattr(runner, "leave_page", partial(leave_page, results=Path("results")))
+    runner.main([str(table(matrix={})), "repeats=1"])
+    said = capsys.readouterr()
+    assert "| + x | 100 | 1.00 |" in said.out
+    assert "written: results/cpu/table.md results/cpu/table.png" in said.out
+    assert said.err == ""  # the bar is for terminals
+    assert {path.name for path in Path("results/cpu").iterdir()} == {"table.jsonl", "table.md", "table.png"}
+
+
+def test_unknown_tables_and_keys_are_refused() -> None:
+    with pytest.raises(SystemExit, match="needs base and arms"):
+        runner.read_table(table(more=1))
+    with pytest.raises(SystemExit, match="--repeat: must be key=value, like repeats=2"):
+        runner.main(["finetune", "--repeat"])
+    with pytest.raises(SystemExit) as ended:
+        runner.main(["finetune", "--help"])
+    assert ended.value.code == 0
+    with pytest.raises(SystemExit, match=r"no such table; there are batch_sizes, .*ladder, leave_one_out"):
+        runner.main(["nothing"])
+
+
+def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
+    rows = runner.run_table(runner.read_table(table(matrix={}), ["jobs=3"]), "table", Path("results"))
+    assert [row["jobs"] for row in rows] == [3, 3, 3]
+    assert [row["samples_per_sec"] for row in rows] == [None] * 3
+    assert [row["accuracy"]["runs"] for row in rows] == [[0.9, 0.9]] * 3
+    assert "| plain | not timed |  |  |  |  |  | 0.9000 |" in "\n".join(runner.markdown(rows))
+
+
+@pytest.mark.slow
+def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
+    brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
+    workers = Workers(ahead=2)
+    arm = runner.Arm("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
+    asked = time.perf_counter()
+    report = runner.run_once("yamls/quickstart.yaml", arm, workers)
+    assert len(report["losses"]) == 1
+    assert "process_seconds" not in report
+    assert 0 < report["run_seconds"] < time.perf_counter() - asked - 1  # the imports came before its turn
+    assert "wall_seconds" not in report
+    assert report["training"]["batches"] == 1
+    error = runner.run_once("yamls/quickstart.yaml", runner.Arm("typo", {}, ["data.bach_size=1"]), workers)["error"]
+    assert error.startswith("exit status 2: ")
+    assert "data.bach_size" in error
+    workers.close()
+    ended = Worker()
+    ended._process.kill()
+    with pytest.raises(RuntimeError, match="a worker ended with status -9 before its run"):
+        ended.wait_until_ready()
+    ended.close()
+
+
+@pytest.mark.long
+def test_a_cold_run_finds_bytecode_and_is_timed_from_its_start() -> None:
+    brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
+    arm = runner.Arm("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
+    cold = Workers(fresh=True, bytecode=Path("bytecode").absolute())
+    peer = runner.run_once("yamls/quickstart.yaml", arm._replace(peer="bare_loop"), cold)
+    assert peer["algorithms"]["bare_loop"]["engaged"]
+    report = runner.run_once("yamls/quickstart.yaml", arm, cold)
+    assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
+    assert [*Path("bytecode").rglob("trainer.cpython-*.pyc")]
+    # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.
+    assert report["process_seconds"] + 1 > report["startup"]["to_first_step_seconds"] > 1
+    cold.close()

@@ -1,0 +1,169 @@
+"""The peers train the job that train.py trains, step for step, and are measured by the same code."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.peers import bare_loop, stock_composer
+from benchmarks.peers.job import plan_of, read_arguments
+from composer_speedups import EmptyCache
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train.config import load_config
+from tests.conftest import ROOT
+from tests.helpers.jobs import SHORT, run
+
+pytest.importorskip("accelerate", reason="HF Trainer needs accelerate; pip install 'composer_speedups[bench]'")
+
+from benchmarks.peers import hf_trainer  # behind importorskip
+
+QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
+JOB = ["data.train_samples=24", "data.eval_samples=16", "trainer.max_duration=2ep", "loggers.file={}"]
+
+
+def peer(module: Any, *overrides: str, name: str = "peer") -> dict[str, Any]:
+    module.main([*QUICKSTART, *JOB, f"run_name={name}", *overrides])
+    return json.loads((Path("runs") / name / "report.json").read_text())
+
+
+def losses_of_ours() -> list[float]:
+    log = Path("runs/quickstart/log-rank0.txt").read_text()
+    return [float(value) for value in re.findall(r"loss/train/total: ([\d.]+)", log)]
+
+
+@pytest.mark.parametrize("overrides", [[], ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"]])
+def test_all_train_the_same_steps(overrides: list[str]) -> None:
+    ours = run(*JOB, *overrides)
+    for module in (bare_loop, hf_trainer, stock_composer):
+        report = peer(module, *overrides)
+        assert len(report["losses"]) == ours["training"]["batches"] == 6
+        torch.testing.assert_close(report["losses"], losses_of_ours(), atol=6e-5, rtol=0)  # the log has four digits
+        for name in ("loss", "accuracy", "train_loss"):
+            assert report["metrics"][name] == pytest.approx(ours["metrics"][name], abs=2e-5)
+
+
+def test_a_peers_report_has_the_shape_of_ours() -> None:
+    ours = run(*JOB)
+    for module in (bare_loop, hf_trainer, stock_composer):
+        report = peer(module)
+        assert set(report) - {"losses"} == set(ours)
+        for section in ("throughput", "memory", "training", "environment", "numerics"):
+            assert set(report[section]) == set(ours[section])
+        for name in ("tokens_per_sec", "mfu", "samples_per_sec", "step_seconds"):
+            assert report["throughput"][name] > 0
+        assert report["throughput"]["eval_seconds"] > 0
+        assert report["throughput"]["padding_fraction"] == pytest.approx(ours["throughput"]["padding_fraction"])
+        assert report["training"] | {"microbatch_size": 8} == ours["training"]
+        assert report["memory"]["peak_gib"] > 0
+        assert report["wall_seconds"] > 0
+
+
+def test_the_bare_loop_trains_with_the_files_techniques() -> None:
+    techniques = [
+        "algorithms={unpadding: {}, foreach_optimizer: {}, torch_compile: {scope: blocks, backend: eager}}",
+        "algorithms.sdpa_attention=null",
+        "algorithms.fused_optimizer=null",
+    ]
+    ours = run(*JOB, *techniques)
+    torch._dynamo.reset()  # else the second would find the code compiled
+    bare = peer(bare_loop, *techniques)
+    torch.testing.assert_close(bare["losses"], losses_of_ours(), atol=6e-5, rtol=0)
+    assert bare["metrics"]["accuracy"] == pytest.approx(ours["metrics"]["accuracy"])
+    evidence = bare["algorithms"]["bare_loop"]["evidence"]
+    assert [name.partition("(")[0] for name in evidence["techniques"]] == [
+        "Unpadding",
+        "ForEachOptimizer",
+        "TorchCompile",
+    ]
+    assert evidence["graphs"] == ours["algorithms"]["torch_compile"]["evidence"]["graphs"] > 0
+
+
+def test_hf_trainers_flags_reach_it() -> None:
+    flags = ["peer.torch_compile=true", "peer.torch_compile_backend=eager", "peer.regional_compile=true"]
+    report = peer(hf_trainer, *flags, "peer.attention=eager", "peer.grad_norm=false", "optimizer.max_grad_norm=null")
+    evidence = report["algorithms"]["hf_trainer"]["evidence"]
+    assert evidence["graphs"] > 0
+    assert evidence["fused"]
+    assert evidence["torch_compile"]
+    assert evidence["attention"] == "eager"
+    assert evidence["regional_compile"]
+    assert peer(hf_trainer, "peer.preset=plain", "peer.optim=adamw_torch")["algorithms"]["hf_trainer"]["evidence"] == {
+        **evidence,
+        "preset": "plain",
+        "attention": "sdpa",
+        "regional_compile": False,
+        "grad_norm": True,
+        "fused": False,
+        "torch_compile": False,
+        "graphs": 0,
+        "max_grad_norm": 1.0,
+    }
+
+
+@pytest.mark.parametrize(
+    ("module", "argument", "message"),
+    [
+        (hf_trainer, "peer.torch_compil=true", "unknown key 'peer.torch_compil'; did you mean 'torch_compile'?"),
+        (hf_trainer, "peer.preset=fast", "peer.preset: must be best or plain, not 'fast'"),
+        (hf_trainer, "peer.attention=none", "peer.attention: 'none' cannot be used"),
+        (hf_trainer, "peer.optim=sgdd", "peer: TrainingArguments refused its flags"),
+        (bare_loop, "peer.preset=best", "unknown key 'peer.preset'; the bare loop has none"),
+        (bare_loop, "trainer.max_duration=64sp", "trainer.max_duration: a peer counts epochs and batches"),
+        (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers under"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(module: Any, argument: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as raised:
+        peer(module, argument)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_bare_loop_refuses_what_acts_between_batches() -> None:
+    config = load_config(None, ["algorithms.empty_cache={every: 2}"])
+    with pytest.raises(ConfigError, match=r"algorithms\.empty_cache\.every: the bare loop cannot do it"):
+        bare_loop.apply_all([EmptyCache(every=2)], config, None, None)
+    config.algorithms = {"empty_cache": {}}
+    with pytest.raises(ConfigError, match=r"algorithms\.empty_cache: the bare loop cannot do it"):
+        bare_loop.apply_all([EmptyCache()], config, None, None)
+
+
+def test_the_plan_evaluates_at_each_interval_and_at_the_end() -> None:
+    def plan(*overrides: str) -> Any:
+        return plan_of(load_config(None, ["scheduler.warmup=1ba", *overrides]), batches_an_epoch=5)
+
+    assert plan("trainer.max_duration=2ep").evaluate_after == {5, 10}
+    assert plan("trainer.max_duration=7ba", "trainer.eval_interval=3ba").evaluate_after == {3, 6, 7}
+    assert plan("trainer.max_duration=7ba").epochs == 2
+    constant = plan("trainer.max_duration=4ba", "scheduler.name=constant", "scheduler.warmup=2ba")
+    assert [constant.rate(batch) for batch in range(5)] == [0.0, 0.0, 0.5, 1.0, 1.0]
+
+
+def test_arguments_of_a_peer_are_apart_from_the_configs() -> None:
+    config, flags = read_arguments([*QUICKSTART, "peer.a=true", "seed=3", "peer.b=x"])
+    assert flags == {"a": True, "b": "x"}
+    assert config.seed == 3
+    assert "benchmarks.peers.hf_trainer" in sys.modules
+
+
+def test_stock_composer_has_the_posts_settings_and_refuses_others() -> None:
+    compiled = peer(stock_composer, "peer.compile={backend: aot_eager}", "trainer.max_duration=1ba", name="compiled")
+    evidence = compiled["algorithms"]["stock_composer"]["evidence"]
+    assert evidence["graphs"] > 0
+    assert evidence["foreach"]
+    assert evidence["optimizer"] == "torch.optim.adamw.AdamW"
+    assert evidence["attention"] == "sdpa"
+    plain = peer(stock_composer, "peer.attention=eager", "trainer.max_duration=1ba", name="plain")
+    assert plain["algorithms"]["stock_composer"]["evidence"]["graphs"] == 0
+    for flag, line in (
+        ("peer.compil=true", "unknown key 'peer.compil'; did you mean 'compile'"),
+        ("peer.precision=fp8", "peer.precision: must be fp32, amp_fp16, amp_bf16, not 'fp8'"),
+        ("peer.compile=3", "peer.compile: must be true, false or a mapping, not 3"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            peer(stock_composer, flag, name="refused")

@@ -1,0 +1,142 @@
+"""The profile of a step: kinds of kernels, time without one, and the floor of the matrix products."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import profile
+from benchmarks.gemm_floor import gemm_floor, linear_shapes
+from benchmarks.kernels import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
+from composer_speedups.core.errors import ConfigError
+from tests.conftest import ROOT
+from tests.helpers.common import tiny_bert
+from tests.helpers.jobs import SHORT
+from tests.helpers.ranks import on_ranks
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_2x1_v_bz_coopA_bias_TNT", "GEMM"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x256x64", "GEMM"),
+        ("void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128>", "GEMM"),
+        (
+            "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, cutlass::bfloat16_t>>",
+            "attention",
+        ),
+        ("fmha_cutlassB_bf16_aligned_64x64_k64_dropout_sm80", "attention"),
+        ("triton_per_fused__to_copy_add_native_dropout_native_layer_norm_3", "LayerNorm, dropout, residual"),
+        ("void at::native::(anonymous namespace)::GammaBetaBackwardCUDAKernel<float>", "LayerNorm, dropout, residual"),
+        ("triton_poi_fused_gelu_gelu_backward_7", "activation"),
+        ("triton_red_fused_sum_9", "reductions"),
+        ("triton_poi_fused__scaled_mm__to_copy_clamp_gelu_mul_reciprocal_t_view_17", "scaling to float8"),
+        ("aten::_scaled_mm", "GEMM"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float>>", "reductions"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
+        ("Memcpy HtoD (Pinned -> Device)", "copies and casts"),
+        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", "copies and casts"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "other"),
+        ("aten::addmm", "GEMM"),
+        ("aten::_softmax", "attention"),
+        ("aten::_log_softmax", "other"),
+        ("triton_poi_fused_scatter_2", "other"),
+        ("aten::_fused_adamw_", "optimizer"),
+        ("aten::sum", "reductions"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
+    ],
+)
+def test_kinds_of_kernels(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+    assert kind in KINDS
+
+
+def test_a_traces_kernels_and_the_time_without_one() -> None:
+    trace = {
+        "traceEvents": [
+            {"cat": "kernel", "name": "gemm", "ts": 40, "dur": 10},
+            {"cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 100},
+            {"cat": "gpu_user_annotation", "name": "Optimizer.step#AdamW.step", "ts": 0, "dur": 90},
+            {"cat": "kernel", "name": "gemm", "ts": 10, "dur": 10},
+            {"cat": "gpu_memcpy", "name": "Memcpy DtoD", "ts": 15, "dur": 10},
+            {"ph": "M", "name": "process_name"},
+        ]
+    }
+    kernels = kernels_of_trace(trace)
+    assert [k.name for k in kernels] == ["gemm", "Memcpy DtoD", "gemm"]
+    covered, idle = busy(kernels)  # 10–25 and 40–50; 25–40 is idle
+    assert covered == pytest.approx(25e-6)
+    assert idle == pytest.approx(15e-6)
+    assert busy([Kernel("long", 0.0, 1.0), Kernel("inside", 0.2, 0.3)]) == (1.0, 0.0)
+    names = by_name(kernels)
+    assert [(name, launches) for name, _, launches in names] == [("gemm", 2), ("Memcpy DtoD", 1)]
+    kinds = by_kind(names, steps=2)
+    assert list(kinds) == ["GEMM", "copies and casts"]
+    assert kinds["GEMM"] == {"ms": pytest.approx(0.01), "launches": 1.0}
+
+
+def test_communication_counts_as_exposed_where_nothing_else_runs() -> None:
+    kernels = [Kernel("gemm", 0.0, 2.0), Kernel("ncclDevKernel_AllReduce", 1.0, 3.0), Kernel("gemm", 3.5, 1.0)]
+    assert exposed(kernels) == 1.5
+    assert exposed(kernels[:1]) == 0.0
+
+
+def _profiled() -> dict[str, Any]:
+    arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "data.train_samples=64", "profile.warmup=1"]
+    return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
+
+
+def test_ranks_train_together_and_one_of_them_tells() -> None:
+    rows = on_ranks(_profiled)
+    assert [json.loads(line) for line in Path("results/cpu/profile.jsonl").read_text().splitlines()] == rows[:1]
+    assert [row["ranks"] for row in rows] == [2, 2]
+    assert rows[0]["kinds"]["communication"]["launches"] > 0
+    text = "\n".join(profile.markdown({**rows[0], "idle_ms": 1.5, "exposed_ms": 0.25}))
+    assert "| communication alone | 0.25 | | |" in text
+
+
+def test_the_floor_multiplies_what_a_step_multiplies() -> None:
+    model = tiny_bert()
+    shapes = linear_shapes(model)
+    assert sorted(set(shapes)) == [(32, 32), (32, 64), (64, 32)]
+    assert len(shapes) == 12  # six Linears in each of two layers; pooler and classifier are not among them
+    products: list[tuple[int, ...]] = []
+
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.Tensor.__matmul__ or getattr(func, "__name__", "") in ("matmul", "__matmul__"):
+                products.append((*args[0].shape, args[1].shape[1]))
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        seconds = gemm_floor([(32, 64)], 7, torch.device("cpu"), torch.float32, repeats=1)
+    assert seconds > 0
+    assert products[:3] == [(7, 32, 64), (7, 64, 32), (64, 7, 32)]
+    assert isinstance(model.classifier, nn.Linear)
+
+
+def test_a_profile_of_the_quickstart() -> None:
+    row = _profiled()
+    assert [json.loads(line) for line in Path("results/cpu/profile.jsonl").read_text().splitlines()] == [row]
+    assert row["kinds"]["GEMM"]["launches"] > 0
+    assert row["kinds"]["optimizer"]["launches"] == 2  # one fused call a group
+    assert row["kinds"]["attention"]["ms"] > 0
+    assert row["step_over_floor"] > 1
+    assert row["idle_ms"] is None
+    assert 0 < row["tokens"] <= 8 * 48
+    assert row["algorithms"]["fused_optimizer"]["engaged"]
+    text = "\n".join(profile.markdown({**row, "idle_ms": 1.5}))
+    assert re.search(r"\| GEMM \| [\d.]+ \| \d+% \|", text)
+    assert "| no kernel | 1.50 | | |" in text
+    assert "times the" in text
+
+
+def test_a_wrong_number_of_batches_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="profile takes warmup, timed, active"):
+        profile.main(["profile.steps=3"])

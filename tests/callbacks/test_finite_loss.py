@@ -1,0 +1,244 @@
+"""A loss that is no number: the run stops, or the batch is left out and nothing of the training state moves."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.optim import LinearWithWarmupScheduler
+
+from composer_speedups.callbacks.divergence import DivergenceGuard
+from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.core.errors import DivergedError, NonFiniteError, RunFailedError
+from composer_speedups.core.registry import technique_class
+from tests.helpers.common import make_trainer
+from tests.helpers.nonfinite import Poisoned, batches
+from tests.helpers.rerun import graphed
+
+
+class Snapshots(Callback):
+    """Weights and optimizer state before and after each batch, and whether they were the same."""
+
+    def __init__(self) -> None:
+        self.unchanged: list[bool] = []
+        self._before: Any = None
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BATCH_START:
+            self._before = self._take(state)
+        elif event == Event.BATCH_END:
+            after = self._take(state)
+            assert len(after) == len(self._before) or not self.unchanged, "the first step makes the state"
+            same = len(after) == len(self._before)
+            self.unchanged.append(same and all(_equal(a, b) for a, b in zip(after, self._before, strict=True)))
+
+    @staticmethod
+    def _take(state: State) -> list[Any]:
+        (optimizer,) = state.optimizers
+        entries = [value for entry in optimizer.state.values() for _, value in sorted(entry.items())]
+        return [_copy(value) for value in [*state.model.parameters(), *entries]]
+
+
+def _copy(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.dequantize() if hasattr(value, "codes") else value.detach().clone()  # torchao's cannot be cloned
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.pins
+def test_a_loss_that_is_no_number_stops_the_run_before_its_weights_are_saved(value: float) -> None:
+    technique = technique_class("fused_optimizer")()
+    trainer = make_trainer(
+        [technique],
+        model=Poisoned(value),
+        batches=batches(6, 4),
+        callbacks=[FiniteLoss()],
+        save_folder="saved",
+        save_interval="1ba",
+        save_num_checkpoints_to_keep=1,
+    )
+    with pytest.raises(NonFiniteError) as error:
+        trainer.fit()
+    said = str(error.value)
+    assert said.startswith(f"loss: {value} at step 4 (batch 4 of epoch 1), next learning rate 0.001, fp32, ")
+    assert "techniques in force: fused_optimizer; not finite: 41 of 41 gradients, model.bert" in said
+    assert "resume from saved/ep0-ba3-rank0.pt with checkpoint.weights_only=true and a lower optimizer.lr" in said
+    kept = torch.load(next(p for p in Path("saved").glob("ep*.pt")), weights_only=False)["state"]["model"]
+    assert all(weight.isfinite().all() for weight in kept.values())
+    trainer.close()
+
+
+def test_without_it_the_same_run_ends_with_weights_that_are_no_numbers() -> None:
+    trainer = make_trainer(model=Poisoned(), batches=batches(6, 4))
+    trainer.fit()
+    trainer.close()
+    assert not any(p.isfinite().all() for p in trainer.state.model.parameters())
+
+
+OPTIMIZERS = {
+    "": {},
+    "foreach_optimizer": {},
+    "fused_optimizer": {},
+    "adafactor": {},
+    "bnb_optimizer": {"bits": 8, "min_8bit_size": 1024},
+    "lowbit_optimizer": {"min_size": 1024, "compiled": False},
+    "kahan_optimizer": {},
+    "offloaded_optimizer": {"allow_cpu": True},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.pins
+def test_a_skipped_batch_moves_neither_weights_nor_optimizer_state(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    algorithms = [technique_class(name)(**OPTIMIZERS[name])] if name else []
+    guard, snapshots = FiniteLoss("skip"), Snapshots()
+    trainer = make_trainer(
+        algorithms, model=Poisoned(), batches=batches(6, 3, 5), callbacks=[guard, snapshots], max_duration="6ba"
+    )
+    with caplog.at_level(logging.WARNING, "composer_speedups"):
+        trainer.fit()
+    trainer.close()
+    assert snapshots.unchanged == [False, False, True, False, True, False]
+    assert guard.summary() == {"nonfinite_losses": 2, "skipped_steps": 2}
+    assert all(p.isfinite().all() for p in trainer.state.model.parameters())
+    assert caplog.text.count("the batch is skipped") == 2
+    logger: Any = trainer.logger.destinations[0]
+    assert [float(value) for _, value in logger.data["numerics/skipped_steps"]] == [1, 2, 2]
+
+
+SWAPPED = [name for name in OPTIMIZERS if name not in ("", "foreach_optimizer", "fused_optimizer")]
+
+
+@pytest.mark.parametrize("name", SWAPPED)
+def test_a_skipped_batch_is_no_evidence_against_an_optimizer(name: str) -> None:
+    """The first batch at a learning rate that a weight could show, when there is nothing to step on."""
+    technique: Any = technique_class(name)(**OPTIMIZERS[name])
+    trainer = make_trainer(
+        [technique],
+        model=Poisoned(),
+        batches=batches(4, 3),  # Composer's first two are at a rate of 0
+        callbacks=[FiniteLoss("skip")],
+        schedulers=LinearWithWarmupScheduler("1ba"),
+    )
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged
+    moved = technique.evidence["parameters_moved"].split()
+    assert int(moved[0]) > 0
+    assert moved[-1] == "41"
+
+
+def test_with_microbatches_one_that_is_no_number_leaves_out_the_whole_batch() -> None:
+    def split(batch: Any, size: Any) -> list[Any]:
+        return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, 4, size)]
+
+    given = batches(4)
+    given[2]["input_ids"][2, 0] = 63  # the first row of the second micro-batch
+    guard, snapshots = FiniteLoss("skip"), Snapshots()
+    trainer = make_trainer(
+        model=Poisoned(), batches=given, callbacks=[guard, snapshots], device_train_microbatch_size=2
+    )
+    trainer.state._train_dataloader = trainer.state.train_dataloader
+    trainer._train_data_spec.split_batch = split
+    trainer.fit()
+    trainer.close()
+    assert snapshots.unchanged == [False, False, True, False]
+
+
+def test_a_batch_that_was_replayed_is_left_out_too() -> None:
+    model, guard, snapshots = Poisoned(), FiniteLoss("skip"), Snapshots()
+    calls = graphed(model.model)
+    trainer = make_trainer(model=model, batches=batches(5, 4), callbacks=[guard, snapshots])
+    trainer.fit()
+    trainer.close()
+    assert calls.replays == 5
+    assert snapshots.unchanged == [False, False, False, True, False]
+
+
+def test_too_many_in_a_row_and_a_first_batch_stop_even_with_skip() -> None:
+    trainer = make_trainer(model=Poisoned(), batches=batches(8, 2, 4, 5, 6), callbacks=[FiniteLoss("skip", 2)])
+    with pytest.raises(NonFiniteError, match=r"at step 6 .*2 batches in a row were skipped before it .*max_skips"):
+        trainer.fit()
+    trainer = make_trainer(model=Poisoned(), batches=batches(8, 1), callbacks=[FiniteLoss("skip")])
+    with pytest.raises(NonFiniteError, match=r"at step 1 .*the first batch is never skipped"):
+        trainer.fit()
+
+
+@pytest.mark.parametrize("wish", ["stop", "skip"])
+def test_weights_that_are_no_numbers_are_named_and_never_saved(wish: Any) -> None:
+    given: dict[str, Any] = {"save_folder": "saved", "save_interval": "2ba"}
+    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(wish)], **given)
+    with pytest.raises(NonFiniteError, match=r"weights: 1 of 41 weights, model\.classifier\.bias first are not fin"):
+        trainer.fit()
+    assert [p.name for p in Path("saved").glob("ep*.pt")] == ["ep0-ba2-rank0.pt"]
+    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(wish)])
+    with pytest.raises(NonFiniteError, match=r"classifier\.bias first are not finite at the end of the run"):
+        trainer.fit()
+    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 2), callbacks=[FiniteLoss("skip")])
+    with pytest.raises(NonFiniteError, match=r"loss: nan at step 3 .*classifier\.bias first are not finite"):
+        trainer.fit()
+
+
+def test_a_loss_that_climbs_stops_the_run_and_keeps_the_last_good_checkpoint() -> None:
+    trainer = _climbing(DivergenceGuard(factor=2, margin=0, batches=3, smoothing=0.5))
+    with pytest.raises(DivergedError) as error:
+        trainer.fit()
+    assert "diverged at step 9 " in str(error.value)
+    assert "resume from saved/ep0-ba6-rank0.pt" in str(error.value)
+    assert [p.name for p in Path("saved").glob("ep*.pt")] == ["ep0-ba6-rank0.pt"]
+    (guard,) = (c for c in trainer.state.callbacks if isinstance(c, DivergenceGuard))
+    assert guard.summary()["checkpoints_withheld"] == 2
+    resumed = _climbing(DivergenceGuard(2, 0, 3, 0.5), load_path="saved/ep0-ba6-rank0.pt")
+    (again,) = (c for c in resumed.state.callbacks if isinstance(c, DivergenceGuard))
+    assert again.reference == pytest.approx(guard.reference)
+    with pytest.raises(RunFailedError, match="diverged at step 9 "):
+        resumed.fit()
+
+
+def test_a_loss_that_stays_or_recovers_passes() -> None:
+    trainer = _climbing(DivergenceGuard(factor=2, margin=0, batches=5, smoothing=0.5), until=8)
+    trainer.fit()
+    trainer.close()
+    (guard,) = (c for c in trainer.state.callbacks if isinstance(c, DivergenceGuard))
+    assert guard.summary()["checkpoints_withheld"] == 3
+    assert trainer.state.timestamp.batch.value == 12
+
+
+def _climbing(guard: DivergenceGuard, until: int = 12, **kwargs: Any) -> Any:
+    return make_trainer(
+        model=Poisoned(4.0),
+        batches=batches(12, *range(7, until + 1)),
+        callbacks=[FiniteLoss(), guard],
+        optimizer=None,
+        save_folder="saved",
+        save_interval="1ba",
+        save_num_checkpoints_to_keep=1,
+        save_overwrite=True,
+        **kwargs,
+    )
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: FiniteLoss("go on"),  # type: ignore[arg-type]
+        lambda: FiniteLoss(max_skips=0),
+        lambda: DivergenceGuard(factor=0.5),
+        lambda: DivergenceGuard(smoothing=1.0),
+        lambda: DivergenceGuard(batches=0),
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="must be"):
+        wrong()

@@ -1,0 +1,147 @@
+"""What is no steady state and makes up the warm-up, and whose time it is that a GPU still has to work."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer.loggers import InMemoryLogger
+from composer.utils import dist
+
+from composer_speedups import ThroughputMonitor, TorchCompile
+from composer_speedups.callbacks import throughput as module
+from composer_speedups.callbacks.clock import PhaseClock
+from tests.helpers.clock import Clock
+from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.ranks import on_ranks
+
+
+@pytest.mark.pins
+def test_batches_that_compile_are_no_steady_state() -> None:
+    monitor = ThroughputMonitor(warmup_batches=1)
+    shapes = [batch([length] * 4) for length in (8, 8, 8, 16, 16, 16)]
+    trainer = make_trainer(
+        [TorchCompile(backend="aot_eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled()
+    )
+    trainer.fit()
+    trainer.close()
+    assert [b.steady for b in monitor.batches] == [False, True, True, False, True, True]
+    summary = monitor.summary()
+    compiling = sum(b.seconds for b in monitor.batches if not b.steady)
+    assert summary["warmup_seconds"] >= compiling > 0
+    assert summary["steady_batches"] == 4
+
+
+def test_what_the_gpu_still_has_to_do_is_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that runs ahead: forward passes take no time until somebody waits for them."""
+    clock, monitor = Clock(), ThroughputMonitor(warmup_batches=2)
+    monitor.clock = PhaseClock(clock)
+    queued: list[float] = []
+
+    def wait(_: torch.device) -> None:
+        clock.now += sum(queued)
+        queued.clear()
+
+    monkeypatch.setattr(module, "_synchronize", wait)
+    rows = Batches([{k: v[0] for k, v in batch([8]).items()} for _ in range(4)])
+    trainer = make_trainer(
+        batches=plain_batches(6),
+        callbacks=[monitor],
+        eval_dataloader=torch.utils.data.DataLoader(rows, batch_size=2),
+        eval_interval="4ba",
+    )
+    forward = trainer.state.model.forward
+
+    def launch(inputs: Any) -> Any:
+        if trainer.state.model.training:
+            clock.now += 0.05
+            queued.append(0.2)
+        return forward(inputs)
+
+    trainer.state.model.forward = launch  # type: ignore[method-assign, assignment]
+    trainer.fit()
+    trainer.close()
+    assert [b.step for b in monitor.batches] == pytest.approx([0.25, 0.25, 0.05, 0.45, 0.05, 0.45])
+    summary = monitor.summary()
+    assert summary["warmup_seconds"] == pytest.approx(0.5)
+    assert summary["eval_seconds"] == 0
+    assert summary["samples_per_sec"] == pytest.approx(4 / 0.25)
+
+
+def test_capturing_a_graph_is_warm_up_wherever_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [100.0]
+    monitor.clock = PhaseClock(clock)
+    monkeypatch.setattr(module, "capture_seconds", lambda: captured[0])
+    trainer = make_trainer(batches=plain_batches(4), callbacks=[monitor])
+    forward = trainer.state.model.forward
+
+    def capture(inputs: Any) -> Any:
+        taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
+        captured[0] += taken
+        clock.now += 0.5 + taken
+        return forward(inputs)
+
+    trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
+    trainer.fit()
+    trainer.close()
+    assert [b.step for b in monitor.batches] == pytest.approx([0.5] * 4)
+    assert [b.steady for b in monitor.batches] == [False, True, True, True]
+    assert monitor.summary()["warmup_seconds"] == pytest.approx(0.5 + 3.0)
+    assert monitor.summary()["samples_per_sec"] == pytest.approx(4 / 0.5)
+
+
+def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
+    """Batches of half a second; rank 1 captures for three seconds in the third, for which rank 0 waits."""
+    clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [0.0]
+    monitor.clock = PhaseClock(clock)
+    module.capture_seconds = lambda: captured[0]  # of this process, which ends with the function
+    trainer = make_trainer(batches=plain_batches(5), callbacks=[monitor])
+    forward = trainer.state.model.forward
+
+    def capture(inputs: Any) -> Any:
+        taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
+        captured[0] += taken * dist.get_global_rank()
+        clock.now += 0.5 + taken
+        return forward(inputs)
+
+    trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
+    trainer.fit()
+    trainer.close()
+    return monitor.summary(), [b.steady for b in monitor.batches]
+
+
+def test_what_one_rank_captures_is_no_steady_state_of_those_that_wait() -> None:
+    for summary, steady in on_ranks(one_rank_captures):
+        assert steady == [False, True, False, True, True]
+        assert summary["samples_per_sec"] == pytest.approx(2 * 4 / 0.5)
+        assert summary["steady_batches"] == 3
+        assert summary["warmup_seconds"] == pytest.approx(0.5 + 3.5)
+
+
+def labelled() -> Any:
+    model = tiny_bert()
+    model.config.problem_type = "single_label_classification"  # or the second batch compiles anew
+    return model
+
+
+@pytest.mark.pins
+def test_a_first_value_comes_before_batch_ten_even_if_every_batch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = iter(range(1000))
+    monkeypatch.setattr(module, "counters", {"stats": SimpleNamespace(__getitem__=None)})
+    monkeypatch.setitem(module.counters, "stats", _Counting(graphs))
+    logger = InMemoryLogger()
+    trainer = make_trainer(batches=plain_batches(12), callbacks=[ThroughputMonitor(warmup_batches=8)], loggers=[logger])
+    trainer.fit()
+    trainer.close()
+    first = min(t.batch.value for t, _ in logger.data["throughput/samples_per_sec"])
+    assert first == 9
+
+
+class _Counting:
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def __getitem__(self, _: str) -> int:
+        return next(self.values)

@@ -1,0 +1,141 @@
+"""Times by a clock the test controls: what counts as training, waiting, evaluation and saving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Event
+from composer.loggers import InMemoryLogger
+
+from composer_speedups import MixedPrecision, ThroughputMonitor
+from composer_speedups.callbacks import throughput as module
+from composer_speedups.callbacks.clock import PhaseClock
+from composer_speedups.callbacks.peaks import device_peak, precision_in_force
+from composer_speedups.train.plot import plot_throughput
+from tests.helpers.clock import Clock
+from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+
+
+@pytest.mark.pins
+def test_each_moment_belongs_to_one_phase() -> None:
+    clock = Clock()
+    phases = PhaseClock(clock)
+    for event, then in [
+        (Event.FIT_START, 1),
+        (Event.EPOCH_START, 2),
+        (Event.BEFORE_DATALOADER, 4),
+        (Event.AFTER_DATALOADER, 8),
+        (Event.BATCH_END, 16),
+        (Event.EVAL_BEFORE_ALL, 32),
+        (Event.BEFORE_DATALOADER, 64),  # evaluation's own must not count as training
+        (Event.EVAL_AFTER_ALL, 128),
+        (Event.BATCH_CHECKPOINT, 256),
+        (Event.BEFORE_DATALOADER, 512),
+        (Event.FIT_END, 1024),
+    ]:
+        phases.event(event)
+        clock.now += then
+    expected = {"start": 1, "between": 2 + 16 + 128, "data": 4 + 512, "step": 8, "eval": 96, "checkpoint": 256}
+    assert phases.take() == expected
+    assert phases.take() == {}
+
+
+@pytest.mark.pins
+def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> None:
+    clock, monitor, logger = Clock(), ThroughputMonitor(window=4, warmup_batches=2), InMemoryLogger()
+    monitor.clock = PhaseClock(clock)
+    batches = [batch([10, 6, 4, 4], seed=i) for i in range(8)]
+    rows = Batches([{k: v[0] for k, v in batch([8]).items()} for _ in range(4)])
+    trainer = make_trainer(
+        batches=batches,
+        callbacks=[monitor],
+        loggers=[logger],
+        eval_dataloader=torch.utils.data.DataLoader(rows, batch_size=2),
+        eval_interval="4ba",
+        save_folder=str(tmp_path),
+        save_interval="4ba",
+    )
+    clock.pass_during(trainer.state.model, "forward", 0.25)
+    clock.pass_during(trainer, "_eval_loop", 100.0)
+    clock.pass_during(trainer._checkpoint_saver, "_save_checkpoint", 7.0)
+    original = trainer.engine.run_event
+
+    def waiting(event: Any) -> Any:
+        result = original(event)
+        if event == Event.BEFORE_DATALOADER:
+            clock.now += 0.75
+        if event == Event.BATCH_START and trainer.state.timestamp.batch.value == 0:
+            clock.now += 30  # the first step is slow
+        return result
+
+    trainer.engine.run_event = waiting  # type: ignore[method-assign]
+    trainer.fit()
+    trainer.close()
+    summary = monitor.summary()
+    assert summary["samples_per_sec"] == pytest.approx(4 / 1.0)
+    assert summary["samples_per_sec_step"] == pytest.approx(4 / 0.25)
+    assert summary["tokens_per_sec"] == pytest.approx(24 / 1.0)
+    assert summary["padding_fraction"] == pytest.approx(1 - 24 / 40)
+    assert summary["step_seconds"] == pytest.approx(0.25)
+    assert summary["data_seconds"] == pytest.approx(0.75)
+    assert summary["data_wait_fraction"] == pytest.approx(0.75)
+    for name in ("data_wait_seconds", "data_wait_fraction"):
+        assert [v for _, v in logger.data[f"throughput/{name}"]] == pytest.approx([0.75] * 6)
+    assert summary["warmup_seconds"] == pytest.approx(30 + 2 * 1.0)
+    assert summary["eval_seconds"] == pytest.approx(2 * 100 + 2 * 2 * 0.25)
+    assert summary["checkpoint_seconds"] == pytest.approx(2 * 7)
+    assert (summary["steady_batches"], summary["other_batches"]) == (6, 2)
+    logged = [(t.batch.value, value) for t, value in logger.data["throughput/samples_per_sec"]]
+    assert [b for b, _ in logged] == list(range(3, 9))
+    assert [value for _, value in logged] == pytest.approx([4.0] * 6)
+    assert monitor.eval_marks == [4, 8]
+    plot_throughput(monitor, "a run", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, monitor = Clock(), ThroughputMonitor(warmup_batches=0)
+    monitor.clock = PhaseClock(clock)
+    monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
+    trainer = make_trainer(callbacks=[monitor])
+    clock.pass_during(trainer.state.model, "forward", 2.0)
+    trainer.fit()
+    trainer.close()
+    flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
+    assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
+
+
+def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so(tmp_path: Path) -> None:
+    monitor = ThroughputMonitor()
+    trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
+    trainer.fit()
+    trainer.close()
+    assert monitor.summary()["samples_per_sec"] > 0
+    assert monitor.summary()["steady_batches"] == 0
+    plot_throughput(monitor, "a short run", tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="window must be at least 1"):
+        ThroughputMonitor(window=0)
+    with pytest.raises(ValueError, match="warmup_batches must be 0 to 8"):
+        ThroughputMonitor(warmup_batches=9)
+
+
+def test_the_precision_in_force_is_what_matmuls_compute_in() -> None:
+    assert precision_in_force(make_trainer().state) == "fp32"
+    assert precision_in_force(make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state) == "bf16"
+    peak = device_peak("fp32", torch.device("cpu"))
+    assert peak.source == "measured"
+    assert 1e9 < peak.flops_per_sec < 1e14
+
+
+@pytest.mark.gpu
+def test_peaks_of_a_gpu_differ_by_precision() -> None:
+    device = torch.device("cuda")
+    peaks = [device_peak(p, device).flops_per_sec for p in ("fp32", "tf32", "bf16")]
+    assert peaks[0] < peaks[1] < peaks[2]

@@ -1,0 +1,56 @@
+"""Loss curves of 200 steps: whatever is not exact in float32 stays within its stated bound of the untouched run."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.common import Recorder, learnable_batches, make_trainer, tiny_bert
+from tests.helpers.settings import Case, cases
+
+WINDOW = 20  # steps a curve is averaged over; single batches of 16 rows are too noisy to compare
+
+inexact = [c for c in cases() if c.values[0].entry.loss_bound is not None]
+inexact_gpu = [c for c in cases(gpu=True) if c.values[0].entry.loss_bound is not None]
+
+
+@pytest.mark.parametrize("case", inexact)
+def test_its_loss_curve_stays_within_its_bound(case: Case) -> None:
+    _check(case, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", inexact_gpu)
+def test_its_loss_curve_stays_within_its_bound_on_a_gpu(case: Case) -> None:
+    _check(case, gpu=True)
+
+
+def _check(case: Case, *, gpu: bool) -> None:
+    expected, actual = _reference(), _curve(case.build_all(), gpu=gpu)
+    distance = float((actual - expected).abs().max())
+    assert distance <= case.entry.loss_bound, f"the loss strays {distance:.3f} from the untouched run's"
+
+
+@cache
+def _reference() -> Tensor:
+    curve = _curve([])
+    assert curve[-1] < 0.6 * curve[0], "the reference must learn for its curve to tell anything"
+    return curve
+
+
+def _curve(algorithms: list[Any], *, gpu: bool = False) -> Tensor:
+    recorder = Recorder()
+    trainer = make_trainer(
+        algorithms, model=copy.deepcopy(tiny_bert()), batches=learnable_batches(), callbacks=[recorder], gpu=gpu
+    )
+    trainer.fit()
+    trainer.close()
+    losses = torch.tensor(recorder.losses)
+    assert len(losses) == 200
+    assert losses.isfinite().all()
+    return losses.unfold(0, WINDOW, 1).mean(-1)

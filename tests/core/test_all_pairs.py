@@ -1,0 +1,251 @@
+"""Any order gives one run; every pair trains or is refused by name; clashes stop before anything is built."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.core import Event
+
+from composer_speedups import FastLayerNorm, ForEachOptimizer, FusedOptimizer, MixedPrecision, SDPAAttention, TF32Matmul
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.ordering import (
+    Stage,
+    refuse_clashes,
+    screen,
+    sort_techniques,
+    techniques_of,
+)
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import Technique
+from tests.helpers.common import final_weights, make_trainer, tiny_bert
+from tests.helpers.settings import ENTRIES
+
+CPU = Context(torch.device("cpu"))
+
+
+def build(name: str) -> Technique:
+    entry = ENTRIES[name]
+    return technique_class(name)(**(entry.variants or entry.gpu_variants)[0])
+
+
+def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
+    """The two, and what either needs beside it."""
+    found: dict[str, Technique] = {}
+    for name in pair:
+        entry = ENTRIES[name]
+        entry = (entry.gpu or entry) if gpu else entry
+        variants = entry.gpu_variants if gpu else entry.variants
+        found[name] = technique_class(name)(**(variants or entry.variants or entry.gpu_variants)[0])
+        for needed, arguments in entry.needs.items():
+            found.setdefault(needed, technique_class(needed)(**arguments))
+    return list(found.values())
+
+
+# The tiny model's adapters have fewer values than the settings let have 8-bit state.
+TOO_SMALL = {("bnb_optimizer", "lora"), ("lora", "lowbit_optimizer")}
+PAIRS = list(itertools.combinations(sorted(ENTRIES), 2))
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair_trains_or_is_refused_by_name(pair: tuple[str, str]) -> None:
+    _check_pair(pair, gpu=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair_trains_or_is_refused_by_name_on_a_gpu(pair: tuple[str, str]) -> None:
+    _check_pair(pair, gpu=True)
+
+
+def _check_pair(pair: tuple[str, str], *, gpu: bool) -> None:
+    techniques = build_pair(pair, gpu=gpu)
+    names = {t.name for t in techniques}
+    refusal = _refusal(techniques, Context(torch.device("cuda")) if gpu else CPU)
+    if refusal is not None:
+        assert refusal.technique in names
+        assert str(refusal).startswith(f"{refusal.technique}: ")
+        assert refusal.fix
+        with pytest.raises(TechniqueError, match=refusal.technique):
+            make_trainer(build_pair(pair, gpu=gpu), gpu=gpu)
+        return
+    trainer = make_trainer(techniques, gpu=gpu)
+    if pair in TOO_SMALL:
+        with pytest.raises(NotEngagedError, match="no parameter has 8-bit state; lower min_"):
+            trainer.fit()
+        trainer.close()
+        return
+    trainer.fit()
+    trainer.close()
+    assert all(t.engaged for t in techniques)
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+
+
+def _refusal(techniques: list[Technique], context: Context) -> TechniqueError | None:
+    try:
+        screen(techniques, context)
+    except TechniqueError as refusal:
+        return refusal
+    return None
+
+
+@pytest.mark.pins
+def test_all_together_in_any_order_give_one_run() -> None:
+    names = ["sdpa_attention", "mixed_precision", "torch_compile", "fused_optimizer", "fast_layernorm"]
+    results = []
+    for order, kwargs in [
+        (names, {}),
+        (names[::-1], {}),
+        (names[2:] + names[:2], {"algorithm_passes": [refuse_clashes, sort_techniques]}),
+    ]:
+        techniques = [build(name) for name in order]
+        trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), **kwargs)
+        trainer.fit()
+        trainer.close()
+        assert all(t.engaged for t in techniques)
+        results.append(final_weights(trainer))
+        torch._dynamo.reset()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
+
+
+def test_techniques_engage_in_the_stated_order_without_passes() -> None:
+    engaged: list[str] = []
+
+    def note(technique: Technique) -> Technique:
+        original = technique.engage
+        technique.engage = lambda state: engaged.append(technique.name) or original(state)  # type: ignore
+        return technique
+
+    names = ["torch_compile", "fused_optimizer", "fast_layernorm", "sdpa_attention", "mixed_precision"]
+    make_trainer([note(build(name)) for name in names]).close()
+    assert engaged == [
+        "mixed_precision",
+        "fast_layernorm",
+        "sdpa_attention",
+        "fused_optimizer",
+        "torch_compile",
+    ]
+
+
+def test_techniques_close_in_the_reverse_order_and_one_that_raises_stops_no_other() -> None:
+    closed: list[str] = []
+
+    def note(technique: Technique) -> Technique:
+        def close(*, original: Any = technique.close) -> None:
+            closed.append(technique.name)
+            original()
+            if technique.name == "sdpa_attention":
+                raise RuntimeError("no way back")
+
+        technique.close = close  # type: ignore[method-assign]
+        return technique
+
+    trainer = make_trainer([note(build(n)) for n in ("fused_optimizer", "sdpa_attention", "mixed_precision")])
+    (closer,) = (c for c in trainer.state.callbacks if type(c).__name__ == "_TechniqueKeeper")
+    with pytest.raises(RuntimeError, match="no way back"):
+        closer.close(trainer.state, trainer.logger)
+    assert closed == ["fused_optimizer", "sdpa_attention", "mixed_precision"]
+    trainer.state.callbacks.remove(closer)
+    trainer.close()
+
+
+def test_a_later_trainer_undoes_what_an_earlier_one_left_in_the_reverse_order() -> None:
+    closed: list[str] = []
+    names = ("fused_optimizer", "sdpa_attention", "mixed_precision")
+    techniques = [build(name) for name in names]
+    earlier = make_trainer(techniques)
+    for technique in techniques:
+        original = technique.close
+        technique.close = lambda n=technique.name, o=original: closed.append(n) or o()  # type: ignore
+    later = make_trainer(techniques)
+    assert closed == list(names)
+    later.close()
+    earlier.close()
+
+
+def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> None:
+    clipping = GradientClipping("norm", clipping_threshold=1.0)
+    fused, sdpa = FusedOptimizer(), SDPAAttention()
+    for event in (Event.INIT, Event.AFTER_LOAD, Event.BEFORE_FORWARD):
+        assert list(sort_techniques([fused, clipping, sdpa], event)) == [sdpa, clipping, fused]
+    assert list(sort_techniques([fused, clipping, sdpa], Event.AFTER_FORWARD)) == [fused, clipping, sdpa]
+    assert [t.stage for t in techniques_of([fused, clipping, sdpa])] == [Stage.SURGERY, Stage.OPTIMIZER]
+
+
+@pytest.mark.pins
+def test_a_clash_names_both_and_the_fix() -> None:
+    with pytest.raises(TechniqueError) as error:
+        screen([FusedOptimizer(), ForEachOptimizer()], CPU)
+    message = str(error.value)
+    assert "foreach_optimizer" in message
+    assert "fused_optimizer" in message
+    assert "take" in message
+    with pytest.raises(TechniqueError, match="twice"):
+        screen([FusedOptimizer(), FusedOptimizer()], CPU)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[str, str]) -> None:
+    one, other = map(technique_class, pair)
+    reasons = [a.clashes[b.name] for a, b in ((one, other), (other, one)) if b.name in a.clashes]
+    assert len(reasons) <= 1, f"stated twice: {reasons}"
+    for reason in reasons:
+        for techniques in ([build(pair[0]), build(pair[1])], [build(pair[1]), build(pair[0])]):
+            with pytest.raises(TechniqueError) as error:
+                refuse_clashes(techniques)
+            assert all(name in str(error.value) for name in (*pair, reason))
+
+
+def test_a_clash_stops_an_ordinary_trainer_too() -> None:
+    with pytest.raises(TechniqueError, match="clashes with fused_optimizer"):
+        make_trainer([FusedOptimizer(), ForEachOptimizer()])
+
+
+@pytest.mark.parametrize("technique", [FastLayerNorm, TF32Matmul])
+def test_going_on_without_is_advised_only_where_it_is_not_set(technique: Any) -> None:
+    with pytest.raises(
+        TechniqueError, match=r"take the technique out, or set on_unavailable=warn to go on without it$"
+    ):
+        screen([technique()], CPU)
+    warning = technique(on_unavailable="warn")
+    with pytest.warns(UserWarning, match=r"going on without .*take the technique out$"):
+        screen([warning], CPU)
+    assert warning.evidence["fix"].endswith("take the technique out")
+
+
+def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
+    with pytest.raises(TechniqueError, match=r"fast_layernorm: .*needs mixed precision.*add mixed_precision"):
+        screen([FastLayerNorm()], CPU)
+    screen([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)], CPU)
+    unavailable = MixedPrecision("fp16", on_unavailable="warn")
+    with (
+        pytest.warns(UserWarning, match="going on without mixed_precision"),
+        pytest.raises(TechniqueError, match="fast_layernorm"),
+    ):
+        screen([FastLayerNorm(), unavailable], CPU)
+
+
+@pytest.mark.pins
+def test_warn_trains_without_the_technique_and_says_so() -> None:
+    technique = build("tf32_matmul")
+    technique.on_unavailable = "warn"
+    with pytest.warns(UserWarning, match=r"going on without tf32_matmul: .*CUDA GPU") as warned:
+        trainer = make_trainer([technique])
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert "CUDA GPU" in technique.evidence["unavailable"]
+    assert len([w for w in warned if "tf32" in str(w.message)]) == 1
+
+
+def test_stop_is_the_default_and_other_words_are_refused() -> None:
+    with pytest.raises(TechniqueError, match=r"tf32_matmul: .*CUDA GPU.*; take the technique out"):
+        make_trainer([build("tf32_matmul")])
+    wrong: Any = "ignore"
+    with pytest.raises(ValueError, match="on_unavailable"):
+        FusedOptimizer(on_unavailable=wrong)

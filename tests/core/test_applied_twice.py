@@ -1,0 +1,173 @@
+"""Functions called a second time: the same settings change nothing more; others are refused or take their place."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups import (
+    TorchCompile,
+    apply_bnb_optimizer,
+    apply_gradient_checkpointing,
+    apply_lora,
+    apply_lowbit_optimizer,
+    apply_mixed_precision,
+    apply_sdpa_attention,
+    apply_torch_compile,
+    apply_unpadding,
+)
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.errors import TechniqueError
+from tests.helpers.common import make_trainer, tiny_bert
+
+# Technique → the settings of a first call, those of others one at a time that a second one may not bring.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "adafactor": ({}, {"scale_parameter": True}),
+    "bnb_optimizer": (
+        {},
+        {"bits": 32, "paged": True, "stable_embedding": True, "embeddings_32bit": False, "min_8bit_size": 1024},
+    ),
+    "fast_layernorm": ({}, {"implementation": "apex"}),
+    "float8_linear": ({"emulate": True}, {"recipe": "rowwise", "min_features": 64, "emulate": False}),
+    "fused_layers": ({}, {"last_layer": "all"}),
+    "gradient_checkpointing": ({}, {"every": 2}),
+    "lora": (
+        {"rank": 4},
+        {"rank": 2, "alpha": 8.0, "targets": ["query"], "dropout": 0.1, "modules_to_save": ["pooler"]},
+    ),
+    "lowbit_optimizer": ({}, {"bits": 4, "embeddings_32bit": False, "min_size": 1024, "compiled": True}),
+    "sparse_upcycling": ({"every": 1}, {"experts": 2, "every": 2, "top_k": 3}),
+    "torch_compile": (
+        {"backend": "eager"},
+        {"scope": "blocks", "backend": "aot_eager", "mode": "default", "dynamic": True},
+    ),
+}
+# A later call's settings take the place of an earlier one's; tests below and the technique's own look at each.
+REPLACED = {"cuda_graphs", "mixed_precision", "sdpa_attention", "tf32_matmul"}
+NEEDS = {"fused_layers": apply_unpadding}
+LEFT_OUT = {"unpadding"}  # encoders that run on real tokens already keep the multiple that they have
+
+
+def test_every_function_with_settings_is_in_one_of_the_lists() -> None:
+    with_settings = {name for name in technique_names() if _settings(name)}
+    assert with_settings == set(REFUSED) | REPLACED | LEFT_OUT
+    for name, (_, others) in REFUSED.items():
+        assert set(others) == _settings(name)
+
+
+def _settings(name: str) -> set[str]:
+    return set(inspect.signature(_function(name)).parameters) - {"model", "optimizer", "optimizers", "device"}
+
+
+def _function(name: str) -> Callable[..., Any]:
+    module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
+    function: Callable[..., Any] = getattr(module, f"apply_{name}")
+    return function
+
+
+class Applied:
+    """A technique's function, applied once; called again with the settings of that call and others."""
+
+    def __init__(self, name: str) -> None:
+        self.function, (self.settings, _) = _function(name), REFUSED[name]
+        self.model: nn.Module = tiny_bert()
+        if name in NEEDS:
+            NEEDS[name](self.model)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
+        self.result = self.again()
+        if isinstance(self.result, torch.optim.Optimizer):
+            self.optimizer = self.result
+
+    def again(self, **others: Any) -> Any:
+        parameters = inspect.signature(self.function).parameters
+        given = {"model": self.model, "optimizer": self.optimizer, **self.settings, **others}
+        return self.function(**{name: value for name, value in given.items() if name in parameters})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.pins
+def test_the_same_settings_change_nothing_more(name: str) -> None:
+    applied = Applied(name)
+    types, weights = [type(m) for m in applied.model.modules()], copy.deepcopy(applied.model.state_dict())
+    assert applied.result
+    assert applied.again() == ([] if isinstance(applied.result, list) else applied.optimizer)
+    assert [type(m) for m in applied.model.modules()] == types
+    torch.testing.assert_close(applied.model.state_dict(), weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("name", "setting"), [(n, s) for n, (_, others) in REFUSED.items() for s in others])
+@pytest.mark.pins
+def test_other_settings_are_refused_by_name(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer_speedups.algorithms.fast_layernorm.functional.requirements_of", lambda *_: ())
+    monkeypatch.setattr("composer_speedups.algorithms.float8_linear.functional._check_device", lambda *_: None)
+    applied, value = Applied(name), REFUSED[name][1][setting]
+    types = [type(m) for m in applied.model.modules()]
+    with pytest.raises(ValueError, match=f"{setting}=") as error:
+        applied.again(**{setting: value})
+    assert "already" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert [type(m) for m in applied.model.modules()] == types
+
+
+def test_what_stands_for_a_default_is_the_same_as_the_default() -> None:
+    model = tiny_bert()
+    apply_lora(model)
+    assert apply_lora(model, targets=["value", "query"], modules_to_save=["classifier"]) == []
+    everywhere = tiny_bert()
+    assert len(apply_lora(everywhere, targets="all-linear")) > 4
+    assert apply_lora(everywhere, targets="all-linear") == []
+    with pytest.raises(ValueError, match=r"with targets='all-linear' and not targets=\['query', 'value'\]"):
+        apply_lora(everywhere)
+    blocks = tiny_bert()  # of two, every second and every third are the same
+    apply_gradient_checkpointing(blocks, 2)
+    assert apply_gradient_checkpointing(blocks, 3) == []
+
+
+def test_copies_of_a_compiled_model_are_not_compiled_and_take_any_settings() -> None:
+    model = tiny_bert()
+    apply_torch_compile(model, backend="eager")
+    assert apply_torch_compile(copy.deepcopy(model), backend="aot_eager") == [""]
+
+
+def test_a_model_compiled_by_other_code_is_refused() -> None:
+    model = tiny_bert()
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="the model is compiled already, by other code"):
+        apply_torch_compile(model, backend="eager")
+
+
+def test_a_trainer_refuses_them_in_the_techniques_name() -> None:
+    model = tiny_bert()
+    apply_torch_compile(model, backend="eager")
+    with pytest.raises(TechniqueError, match="torch_compile: the model has compiled modules already, with backend='ea"):
+        make_trainer([TorchCompile(backend="aot_eager")], model=model)
+
+
+def test_the_optimizers_own_label_does_not_hide_what_it_leaves_out() -> None:
+    for function, settings in ((apply_bnb_optimizer, {"paged": True}), (apply_lowbit_optimizer, {"compiled": False})):
+        model = tiny_bert()
+        optimizer = function(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **settings)
+        assert function(model, optimizer, **settings) is optimizer
+        with pytest.raises(ValueError, match=r"and (paged=False|compiled=None) is asked for"):
+            function(model, optimizer)
+
+
+# Those whose second call takes the first one's place.
+
+
+def test_a_second_attention_backend_or_dtype_is_in_force() -> None:
+    model = tiny_bert()
+    apply_sdpa_attention(model, "math")
+    assert apply_sdpa_attention(model, "auto") == {"": "sdpa_only_math"}
+    assert model.config._attn_implementation == "sdpa"
+    apply_mixed_precision(model, "bf16")
+    first: Any = model.forward
+    apply_mixed_precision(model, "bf16")
+    assert model.forward.without_autocast == first.without_autocast  # type: ignore[attr-defined]

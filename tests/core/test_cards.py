@@ -1,0 +1,142 @@
+"""Cards and README: every part is there, the code and YAML run, and the figures are those of the rows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.models import HuggingFaceModel
+from torch.utils.data import DataLoader
+
+from benchmarks.charts import Chart
+from benchmarks.render import charts_of, documents, render
+from composer_speedups.core.catalogue import describe, technique_names
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.train.config import load_config
+from tests.conftest import ROOT
+from tests.helpers.common import plain_batches, tiny_bert
+from tests.helpers.settings import ENTRIES
+
+PARTS = [
+    "How to use",
+    "What it changes",
+    "Expected effect",
+    "When it will not help",
+    "Exactness",
+    "Requirements",
+    "Clashes",
+    "Attribution",
+]
+
+FOR_A_TINY_MODEL_ON_THE_CPU = {
+    'MixedPrecision("bf16")': 'MixedPrecision("bf16", allow_cpu=True)',
+    "BnbOptimizer(bits=8)": "BnbOptimizer(bits=8, min_8bit_size=1024)",
+    "Float8Linear()": "Float8Linear(emulate=True)",
+    "OffloadedOptimizer()": "OffloadedOptimizer(allow_cpu=True)",
+    "LowBitOptimizer(bits=8)": "LowBitOptimizer(bits=8, min_size=1024)",
+}
+
+
+def card(name: str) -> str:
+    return (ROOT / "composer_speedups" / "algorithms" / name / "README.md").read_text()
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """What the cards' code takes for granted."""
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    batch = plain_batches(1)[0]
+    rows: Any = [{k: v[i % 4] for k, v in batch.items()} for i in range(8)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    return {"model": model, "train_dataloader": DataLoader(rows, batch_size=4), "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("name", technique_names())
+def test_a_card_has_all_its_parts_in_order(name: str) -> None:
+    assert re.findall(r"^## (.*)$", card(name), re.MULTILINE) == PARTS
+
+
+@pytest.mark.parametrize("name", technique_names())
+def test_the_code_of_a_card_runs(name: str, names: dict[str, Any]) -> None:
+    code = blocks(card(name), "python")
+    for shown, here in FOR_A_TINY_MODEL_ON_THE_CPU.items():
+        code = [block.replace(shown, here) for block in code]
+    assert len(code) == 2, "a Trainer and a loop of one's own"
+    class_name = next(d.class_name for d in describe() if d.name == name)
+    assert f"{class_name}(" in code[0]
+    assert f"apply_{name}(" in code[1]
+    if ENTRIES[name].variants:
+        exec(code[0], names)
+        techniques = {a.name: a for a in names["trainer"].state.algorithms}
+        names["trainer"].close()
+        assert techniques[name].engaged
+    else:
+        with pytest.raises(TechniqueError, match=name):
+            exec(code[0], names)
+
+
+@pytest.mark.parametrize("name", technique_names())
+def test_the_function_of_a_card_runs(name: str, names: dict[str, Any]) -> None:
+    exec(blocks(card(name), "python")[1], names)
+    batch = plain_batches(1)[0]
+    assert names["model"](batch).loss.isfinite()
+
+
+@pytest.mark.parametrize("name", technique_names())
+def test_the_yaml_of_a_card_is_a_config(name: str) -> None:
+    (text,) = blocks(card(name), "yaml")
+    Path("card.yaml").write_text(text)
+    config = load_config("card.yaml")
+    assert name in config.algorithms
+    assert build_techniques(config.algorithms)
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_figures_are_those_of_the_committed_rows(path: Path) -> None:
+    assert render(path.read_text()) == path.read_text(), "run python -m benchmarks.render"
+
+
+CHARTS = [chart for path in documents() for chart in charts_of(path.read_text())]
+
+
+@pytest.mark.parametrize("chart", CHARTS, ids=lambda chart: chart.table)
+def test_charts_show_the_committed_rows(chart: Chart) -> None:
+    assert not chart.is_stale(), "run python -m benchmarks.render"
+
+
+def test_every_image_of_rows_is_a_chart_that_is_drawn_anew() -> None:
+    drawn = {chart.path.name for chart in CHARTS}
+    shown = {name for path in documents() for name in re.findall(r"!\[.*?\]\(.*?([\w-]+\.png)\)", path.read_text())}
+    assert shown == drawn
+
+
+def test_a_figure_made_up_by_hand_would_be_noticed() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert "<!-- rows: ladder -->" in text
+    first = re.search(r"\| fp32 \| 40 \| ([\d,]+)", text)
+    assert first is not None
+    forged = text.replace(f"| fp32 | 40 | {first[1]}", "| fp32 | 40 | 999,999")
+    assert forged != text
+    assert render(forged) == text
+
+
+def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any]) -> None:
+    text = (ROOT / "README.md").read_text()
+    for description in describe():
+        assert f"| `{description.name}` | `{description.class_name}" in text
+    code = blocks(text, "python")
+    assert code
+    for block in code:
+        for line in ("TF32Matmul(), ", 'MixedPrecision("bf16"), '):  # both need a GPU
+            block = block.replace(line, "")
+        exec(block.replace("TorchCompile()", 'TorchCompile(backend="aot_eager")'), names)
+    names["trainer"].close()
+    assert all(a.engaged for a in names["trainer"].state.algorithms)

@@ -1,0 +1,200 @@
+"""Credentials are masked in whatever a run writes, and changes of the config are noticed all the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from composer_speedups.core.credentials import MASK, is_secret_name, mask, mask_urls, masked_command_line
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train import application
+from composer_speedups.train.checkpoints.same_run import began_with_same_load, check_same_run
+from composer_speedups.train.config import Config, load_config, save_config, written
+from composer_speedups.train.config.load import schema_keys
+from tests.conftest import ROOT
+from tests.helpers.jobs import SHORT
+
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("https://user:pass@host/x?a=1", "https://<masked>@host/x?a=1"),
+        ("https://hf_abc@host", "https://<masked>@host"),
+        ("https://u:p@ss@host#x", "https://<masked>@host#x"),
+        ("s3://bucket/a?X-Amz-Signature=abc&X-Amz-Date=1", "s3://bucket/a?X-Amz-Signature=<masked>&X-Amz-Date=1"),
+        ("https://h/?token=a&key=b&sig=c&signature=d", "https://h/?token=<masked>&key=<masked>&sig=<masked>&signature=<masked>"),
+        ("https://h/?AWSAccessKeyId=a&to%6ben=b#access_token=c", "https://h/?AWSAccessKeyId=<masked>&to%6ben=<masked>#access_token=<masked>"),
+        ("https://proxy/?to=https://u:p@host", "https://proxy/?to=https://<masked>@host"),
+        ("two: https://a@b, https://c@d", "two: https://<masked>@b, https://<masked>@d"),
+        ("${oc.env:URL,https://u:p@host?sig=abc}", "${oc.env:URL,https://<masked>@host?sig=<masked>}"),
+        ("https://${oc.env:A}:${oc.env:B}@host?sig=${oc.env:C}", None),
+        ("https://user:${oc.env:B}@host", None),
+        ("https://user:${oc.env:B,secret}@host", "https://<masked>@host"),
+        ("https://host/a@b?monkey=1&sign=2", None),
+        ("user@host, key=value and C:/sig=x", None),
+    ],
+)  # fmt: skip
+def test_urls(text: str, masked: str | None) -> None:
+    assert mask_urls(text) == (masked or text)
+    assert mask_urls(mask_urls(text)) == mask_urls(text)
+
+
+def test_values_under_secret_names() -> None:
+    value = {
+        "hf_token": "a",
+        "apiKey": 7,
+        "nested": [{"AWS_SECRET_ACCESS_KEY": "b", "password": {"x": ["c", None, True, ""]}}],
+        "private-key": "${oc.env:KEY}",
+        "secret": "${oc.env:KEY,d}",
+        "tokenizer": "e",
+        "keys": 3,
+    }
+    assert mask(value) == {
+        "hf_token": MASK,
+        "apiKey": MASK,
+        "nested": [{"AWS_SECRET_ACCESS_KEY": MASK, "password": {"x": [MASK, None, True, ""]}}],
+        "private-key": "${oc.env:KEY}",
+        "secret": MASK,
+        "tokenizer": "e",
+        "keys": 3,
+    }
+    assert [name for name, _, _ in schema_keys() if is_secret_name(name)] == [], "what a run needs to be written"
+
+
+GIVEN = """
+run_name: ${oc.env:NAME}
+seed: ${data.seed}
+data: {hub_name: "https://me:${oc.env:PASSWORD}@host/x", train_samples: 5}
+algorithms: {torch_compile: {cache: "${oc.env:PASSWORD}/x"}, tf32_matmul: true, fused_optimizer: null}
+loggers: {wandb: {tags: [a, "${oc.env:PASSWORD}"], group: "https://token@host/"}}
+"""
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.setenv("PASSWORD", "hunter2")
+    monkeypatch.setenv("NAME", "run")
+    Path("given.yaml").write_text(GIVEN)
+    return load_config("given.yaml")
+
+
+def test_interpolations_are_written_as_given_and_read_back(given: Config) -> None:
+    assert given.data.hub_name == "https://me:hunter2@host/x"
+    given.data.train_samples = 6  # as code may
+    wanted = written(given)
+    assert (wanted["run_name"], wanted["seed"]) == ("${oc.env:NAME}", "${data.seed}")
+    assert wanted["data"]["hub_name"] == "https://me:${oc.env:PASSWORD}@host/x"
+    assert wanted["algorithms"] == {"torch_compile": {"cache": "${oc.env:PASSWORD}/x"}, "tf32_matmul": {}}
+    assert wanted["loggers"]["wandb"]["tags"] == ["a", "${oc.env:PASSWORD}"]
+    assert wanted["loggers"]["wandb"]["group"] == "https://<masked>@host/"
+    save_config(given, Path("saved.yaml"))
+    assert "hunter2" not in Path("saved.yaml").read_text()
+    assert yaml.safe_load(Path("saved.yaml").read_text()) == wanted
+    assert load_config("saved.yaml", ["loggers.wandb.group=https://token@host/"]) == given
+    save_config(given, Path("whole.yaml"), credentials=True)
+    assert load_config("whole.yaml") == given
+
+
+def test_what_was_changed_in_code_is_written_as_it_is(given: Config) -> None:
+    given.data.hub_name = "other"
+    given.algorithms, given.loggers.wandb = {}, None
+    assert (written(given)["data"]["hub_name"], written(given)["algorithms"]) == ("other", {})
+    assert written(given)["loggers"]["wandb"] is None
+
+
+def test_a_masked_value_is_asked_for(given: Config) -> None:
+    save_config(given, Path("saved.yaml"))
+    with pytest.raises(ConfigError, match=r"^saved\.yaml: loggers\.wandb\.group holds <masked> .*\$\{oc\.env:NAME\}$"):
+        load_config("saved.yaml")
+
+
+def test_a_run_may_go_on_whatever_the_environment_holds_now(given: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = Path("stored.yaml")
+    save_config(given, stored)
+    check_same_run(given, stored)
+    monkeypatch.setenv("PASSWORD", "another")
+    check_same_run(load_config("given.yaml"), stored)
+    check_same_run(load_config("given.yaml", ["loggers.wandb.group=https://another@host/"]), stored)
+    save_config(given, stored, credentials=True)  # as earlier versions wrote it
+    monkeypatch.setenv("PASSWORD", "hunter2")
+    check_same_run(load_config("given.yaml"), stored)
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("data.hub_name=https://me:${oc.env:PASSWORD}@host/y", "@host/x and not https://me:${oc.env:PASSWORD}@host/y"),
+        ("data.hub_name=https://me:${oc.env:OTHER}@host/x", "PASSWORD}@host/x and not https://me:${oc.env:OTHER}@"),
+        ("data.hub_name=https://me:hunter3@host/y", "@host/x and not https://<masked>@host/y"),
+        ("seed=3", "seed=${data.seed} and not 3"),
+    ],
+)
+def test_a_change_is_noticed_and_named_without_credentials(
+    given: Config, override: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTHER", "hunter2")
+    save_config(given, Path("stored.yaml"))
+    with pytest.raises(ConfigError) as error:
+        check_same_run(load_config("given.yaml", [override]), Path("stored.yaml"))
+    assert named in str(error.value)
+    assert "hunter" not in str(error.value)
+
+
+def test_the_checkpoint_that_a_run_began_with_is_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("URL", "s3://u:p@host/x.pt")
+    asked = load_config(None, ["checkpoint.load=${oc.env:URL}"])
+    for credentials in (False, True):
+        save_config(asked, Path("stored.yaml"), credentials=credentials)
+        assert began_with_same_load(asked, Path("stored.yaml"))
+        assert not began_with_same_load(load_config(None, ["checkpoint.load=s3://x/y.pt"]), Path("stored.yaml"))
+
+
+def test_errors_show_no_credentials() -> None:
+    assert str(ConfigError("data.train_file: https://u:p@host is no folder")).endswith(
+        "https://<masked>@host is no folder"
+    )
+
+
+def test_the_command_line_is_masked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["train.py", "-f", "a.yaml", "data.hub_name=https://u:p@h", "x.api_key=abc", "seed=3"]
+    monkeypatch.setattr(sys, "argv", given)
+    with masked_command_line():
+        assert sys.argv == [*given[:3], "data.hub_name=https://<masked>@h", "x.api_key=<masked>", "seed=3"]
+    assert sys.argv is given
+
+
+@pytest.mark.slow
+def test_nothing_that_a_run_writes_holds_a_credential(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in the config, the report, nor what any logger keeps."""
+    monkeypatch.setenv("PASSWORD", "hunter2")
+    arguments = [
+        *("-f", QUICKSTART, *SHORT, "trainer.max_duration=1ba", "trainer.eval_batches=1", "run_name=run"),
+        "data.hub_name=https://me:hunter3@host/x?sig=hunter4",
+        "data.eval_file=null",
+        "model.name=${oc.env:PASSWORD}",
+        "loggers={wandb: {mode: offline}, tensorboard: {}, file: {}}",
+        "algorithms.torch_compile=null",
+    ]
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    application.main(arguments)
+    import wandb
+
+    wandb.teardown()
+    kept: dict[str, Any] = {}
+    for folder, _, names in os.walk("runs"):
+        for name in names:
+            kept[f"{folder}/{name}"] = Path(folder, name).read_bytes()
+    assert [name for name, content in kept.items() if b"hunter" in content] == []
+    for ending in ("config.yaml", "report.json", "log-rank0.txt", ".wandb"):
+        [content] = [content for name, content in kept.items() if name.endswith(ending) and "/files/" not in name]
+        assert b"oc.env:PASSWORD" in content, ending
+        assert b"@host/x?sig=" in content, ending
+    assert json.loads(kept["runs/run/report.json"])["config"]["model"]["name"] == "${oc.env:PASSWORD}"

@@ -1,0 +1,90 @@
+"""Files that appear whole or not at all, also on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_speedups.core.files import publish, remove_unfinished, replace_folder, write_atomically
+from composer_speedups.train.cli import exit_codes
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A disk that notices only when it is asked to keep what was written."""
+
+    def fsync(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("os.fsync", fsync)
+
+
+@pytest.mark.usefixtures("full")
+def test_a_full_disk_leaves_the_old_file_and_nothing_else() -> None:
+    Path("report.json").write_text("old")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(Path("report.json"), "new")
+    assert Path("report.json").read_text() == "old"
+    assert [path.name for path in Path().iterdir()] == ["report.json"]
+
+
+def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else() -> None:
+    Path("model").mkdir()
+    Path("model/weights").write_text("old")
+    with pytest.raises(FileNotFoundError), replace_folder(Path("model")) as partial:
+        (partial / "missing" / "weights").write_text("new")
+    assert Path("model/weights").read_text() == "old"
+    assert [path.name for path in Path().iterdir()] == ["model"]
+
+
+def test_what_a_kill_left_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    Path("mine").write_text("kept")
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", lambda *_: None)
+        patch.setattr("shutil.rmtree", lambda *_, **__: None)
+        patch.setattr("os.replace", kill)
+        with pytest.raises(KeyboardInterrupt):
+            write_atomically(Path("report.json"), "new")
+        with pytest.raises(KeyboardInterrupt), replace_folder(Path("model")):
+            kill()
+    assert len(list(Path().iterdir())) == 3
+    remove_unfinished(Path())
+    assert [path.name for path in Path().iterdir()] == ["mine"]
+
+
+def test_publish_takes_the_place_of_what_was_there() -> None:
+    Path("old").write_text("old")
+    Path("new").write_text("new")
+    publish(Path("new"), Path("old"))
+    assert Path("old").read_text() == "new"
+    assert not Path("new").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "runs"), "[Errno 122] Disk quota exceeded: 'runs'"),
+        (
+            RuntimeError("I/O error: No space left (os error 28)"),
+            "I/O error: No space left (os error 28)",
+        ),
+    ],
+)
+def test_a_full_disk_is_one_line_and_exit_status_1(
+    error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)  # of this process
+    with pytest.raises(SystemExit) as exited, exit_codes():
+        raise error
+    assert exited.value.code == 1
+    assert capsys.readouterr().err.startswith(f"train.py: the disk is full: {line}")
+    with pytest.raises(RuntimeError, match="other"), exit_codes():
+        raise RuntimeError("another error: other (os error 2)")

@@ -1,0 +1,150 @@
+"""Process-wide flags of several Trainers in one process: each has its own while it runs, whatever the order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+
+from composer_speedups import TF32Matmul
+from composer_speedups.core.flags import MATMUL_PRECISION, Float32Matmuls, ProcessFlag
+from tests.helpers.common import make_trainer, plain_batches
+from tests.helpers.jobs import run
+
+current = torch.get_float32_matmul_precision
+
+
+@pytest.fixture(autouse=True)
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The flag exists on a CPU too, where it changes no matmul."""
+    monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
+    monkeypatch.setattr(TF32Matmul, "verify", lambda *_: {})
+    yield
+    assert MATMUL_PRECISION._held == [], "a Trainer of this test is still open"
+
+
+class Seen(Callback):
+    """The flag in every forward pass."""
+
+    def __init__(self) -> None:
+        self.flags: set[str] = set()
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event in (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD):
+            self.flags.add(current())
+
+
+def build(kind: str, **kwargs: Any) -> tuple[Trainer, Seen]:
+    """A Trainer with TF32, or a baseline that wants it off."""
+    seen = Seen()
+    algorithms = [] if kind == "off" else [TF32Matmul(kind)]  # type: ignore[arg-type]
+    baseline = [Float32Matmuls()] if kind == "off" else []
+    return make_trainer(algorithms, callbacks=[seen, *baseline], **kwargs), seen
+
+
+WANTED = {"high": "high", "medium": "medium", "off": "highest"}
+
+
+@pytest.mark.parametrize("original", ["highest", "medium"])
+@pytest.mark.parametrize(
+    "kinds", [("high", "off"), ("off", "high"), ("high", "medium"), ("high", "high")], ids="+".join
+)
+def test_each_fit_has_its_own_flag_in_any_order(kinds: tuple[str, str], original: str) -> None:
+    for fitting, closing in itertools.product(([0, 1], [1, 0]), repeat=2):
+        torch.set_float32_matmul_precision(original)
+        pair = [build(kind, batches=plain_batches(1)) for kind in kinds]
+        assert current() == original, "a Trainer that is not running holds nothing"
+        for i in fitting:
+            pair[i][0].fit()
+            assert current() == original
+        for i in closing:
+            pair[i][0].close()
+            assert current() == original
+        assert [seen.flags for _, seen in pair] == [{WANTED[kind]} for kind in kinds]
+
+
+@pytest.mark.parametrize("kind", ["high", "off"])
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_run_that_failed_leaves_its_flag_to_no_other(kind: str, first: int) -> None:
+    bad = plain_batches(1)
+    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # no such token
+    torch.set_float32_matmul_precision("highest" if kind == "high" else "high")
+    original = current()
+    failed, _ = build(kind, batches=bad)
+    other, seen = build("medium")
+    with pytest.raises(IndexError):
+        failed.fit()
+    other.fit()
+    pair = [failed, other]
+    pair[first].close()
+    pair[1 - first].close()
+    assert seen.flags == {"medium"}
+    assert current() == original
+
+
+def test_a_trainer_that_closes_while_another_fits_takes_nothing_from_it() -> None:
+    bad = plain_batches(1)
+    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000
+    failed, _ = build("high", batches=bad)
+    with pytest.raises(IndexError):
+        failed.fit()
+
+    class Closing(Callback):
+        def batch_start(self, state: State, logger: Logger) -> None:
+            failed.close()
+
+    seen = Seen()
+    other = make_trainer([TF32Matmul("medium")], callbacks=[Closing(), seen])
+    other.fit()
+    other.close()
+    assert seen.flags == {"medium"}
+    assert current() == "highest"
+
+
+def test_a_device_made_in_between_changes_no_run() -> None:
+    """Composer's DeviceGPU writes the flag when it is made."""
+    trainers = [build("high"), build("off")]
+    for trainer, _ in trainers:
+        torch.set_float32_matmul_precision("medium")
+        trainer.fit()
+        trainer.close()
+    assert [seen.flags for _, seen in trainers] == [{"high"}, {"highest"}]
+    assert current() == "medium"
+
+
+def test_the_flag_itself_nests_and_survives_any_order_of_leaving() -> None:
+    for order in itertools.permutations(range(3)):
+        value: list[Any] = ["original"]
+        flag = ProcessFlag(partial(value.__getitem__, 0), partial(value.__setitem__, 0))
+        owners = [object() for _ in range(3)]
+        for i, owner in enumerate(owners):
+            flag.take(owner, i)
+        staying = [0, 1, 2]
+        for leaving in order:
+            flag.give_back(owners[leaving])
+            flag.give_back(owners[leaving])  # nothing left of it
+            staying.remove(leaving)
+            assert value[0] == (staying[-1] if staying else "original")
+    owner = object()
+    for wanted in ("fit", "evaluation"):
+        flag.take(owner, wanted)
+    flag.give_back(owner)
+    assert value[0] == "fit"
+    flag.take(owner, "evaluation")
+    flag.release(owner)
+    assert value[0] == "original"
+
+
+def test_train_py_keeps_float32_where_nothing_asks_for_less() -> None:
+    torch.set_float32_matmul_precision("medium")
+    short = ["trainer.max_duration=1ba", "trainer.eval_batches=1", "trainer.device=cpu"]
+    assert run(*short)["numerics"]["float32_matmul_precision"] == "highest"
+    assert run(*short, "algorithms.tf32_matmul={}")["numerics"]["float32_matmul_precision"] == "high"
+    assert current() == "medium"

@@ -1,0 +1,166 @@
+"""What guards a run, across an interruption: signals, resumes, explicit checkpoints, and what a checkpoint keeps."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from composer.core import State
+
+from composer_speedups.core.errors import ConfigError, Interrupted, NonFiniteError
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train import out_of_memory
+from composer_speedups.train.checkpoints.finding import checkpoints_in
+from composer_speedups.train.startup_times import StartupTimes
+from tests.helpers.common import make_trainer
+from tests.helpers.jobs import run
+from tests.train.test_autoresume import JOB, crash_after
+
+CHECKPOINTS = Path("runs/job/checkpoints")
+NAMED = [*JOB, "checkpoint.interval=3ba", "checkpoint.keep=1"]
+
+
+@contextlib.contextmanager
+def at_ends(monkeypatch: pytest.MonkeyPatch, acts: dict[int, Callable[[State], Any]]) -> Iterator[None]:
+    """Within, each of ``acts`` is called when as many batches are trained as it stands under, before a checkpoint."""
+
+    def batch_end(_: Any, state: State, logger: Any) -> None:
+        if act := acts.get(state.timestamp.batch.value):
+            act(state)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StartupTimes, "batch_end", batch_end)
+        yield
+
+
+def stop(_: State) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def names() -> list[str]:
+    return [path.name for path in checkpoints_in(CHECKPOINTS)]
+
+
+def test_a_signal_saves_no_weights_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil_and_stop(state: State) -> None:
+        with torch.no_grad():
+            next(state.model.parameters()).fill_(float("nan"))
+        stop(state)
+
+    with (
+        at_ends(monkeypatch, {5: spoil_and_stop}),
+        pytest.raises(NonFiniteError, match="which is not written") as told,
+    ):
+        run(*NAMED)
+    assert "resume from runs/job/checkpoints/ep0-ba3-rank0.pt with checkpoint.weights_only=true" in str(told.value)
+    assert names() == ["ep0-ba3-rank0.pt"]
+    assert run(*NAMED)["training"]["batches"] == 8
+
+
+def test_a_signal_saves_no_diverged_weights_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = "callbacks.divergence={smoothing: 0.0, margin: 0.0, factor: 1.0}"
+    plain, climb = FinetuneModel.loss, {"by": 0.0}
+    monkeypatch.setattr(FinetuneModel, "loss", lambda self, *given: plain(self, *given) + climb["by"])
+    acts = {4: lambda _: climb.update(by=5.0), 5: stop}
+    with at_ends(monkeypatch, acts), pytest.raises(Interrupted) as stopped:
+        run(*NAMED, guard)
+    assert stopped.value.code == 143
+    assert "after batch 5, without a checkpoint, since the loss had climbed; the same command goes on from " in str(
+        stopped.value
+    )
+    assert str(stopped.value).endswith("runs/job/checkpoints/ep0-ba3-rank0.pt")
+    assert names() == ["ep0-ba3-rank0.pt"]
+
+
+def test_another_rate_than_the_checkpoints_is_refused_and_weights_alone_take_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with crash_after(5, monkeypatch):
+        run(*JOB)
+    given = ["checkpoint.load=runs/job/checkpoints/ep0-ba4-rank0.pt", "run_name=other", "export=false"]
+    brief = ["trainer.max_duration=6ba", "trainer.eval_batches=1"]
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr: the checkpoint goes on with 0\.001 and not 1e-05; "):
+        run(*given, *brief, "optimizer.lr=1e-5")
+    assert run(*given, *brief)["training"]["batches"] == 6
+    assert run(*given, *brief, "optimizer.lr=1e-5", "checkpoint.weights_only=true")["training"]["batches"] == 6
+
+
+def test_a_run_goes_on_though_the_checkpoint_that_it_began_with_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+    with crash_after(5, monkeypatch):
+        run(*NAMED)
+    again = [*NAMED, f"checkpoint.load={CHECKPOINTS}/ep0-ba3-rank0.pt"]
+    with crash_after(7, monkeypatch):
+        run(*again)
+    assert names() == ["ep1-ba6-rank0.pt"]
+    assert run(*again)["resumed"][-1] == {"batch": 6, "checkpoint": "ep1-ba6-rank0.pt"}
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load is no file: .*ep0-ba3-rank0\.pt"):
+        run(*again, "run_name=new")
+
+
+def bad_losses(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
+    """Batches whose loss is no number, by how many were trained before."""
+    plain, before = FinetuneModel.loss, [0]
+
+    def forward_loss(self: Any, outputs: Any, batch: Any) -> Any:
+        loss = plain(self, outputs, batch)
+        return loss * float("nan") if self.training and before[0] in bad else loss
+
+    def batch_start(_: Any, state: State, logger: Any) -> None:
+        before[0] = state.timestamp.batch.value
+
+    monkeypatch.setattr(FinetuneModel, "loss", forward_loss)
+    monkeypatch.setattr(StartupTimes, "batch_start", batch_start)
+
+
+def test_the_first_batch_after_a_resume_is_skipped_and_all_skips_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    skip = "callbacks.finite_loss.on_nonfinite=skip"
+    bad_losses(monkeypatch, 2, 4)
+    with crash_after(5, monkeypatch):
+        run(*JOB, skip, "run_name=whole")
+    whole = run(*JOB, skip, "run_name=whole", "checkpoint.autoresume=false")
+    with at_ends(monkeypatch, {4: stop}), pytest.raises(Interrupted):
+        run(*JOB, skip)
+    report = run(*JOB, skip)
+    assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
+    assert report["guards"]["skipped_steps"] == whole["guards"]["skipped_steps"] == 2
+    assert report["metrics"] == whole["metrics"]
+    assert report["algorithms"]["fused_optimizer"]["evidence"]["operators_in_one_step"]
+
+
+def test_a_halved_micro_batch_is_kept_by_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, seen = FinetuneModel.forward, list[int]()
+
+    def small_until_saved(self: FinetuneModel, batch: Any) -> Any:
+        if self.training:
+            seen.append(len(batch["labels"]))
+            if len(batch["labels"]) > 4 and small:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        return plain(self, batch)
+
+    small = True
+    monkeypatch.setattr(FinetuneModel, "forward", small_until_saved)
+    with pytest.warns(UserWarning, match="going on with 4"), crash_after(5, monkeypatch):
+        run(*JOB)
+    small = False
+    seen.clear()
+    training = run(*JOB)["training"]
+    assert set(seen) == {4}
+    assert (training["microbatch_size"], training["microbatch_chosen"]) == (4, "after running out of memory")
+    assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
+
+
+def test_shards_never_repeat_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 would train nothing from then on."""
+    state = make_trainer(device_train_microbatch_size=8).state
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+    assert out_of_memory._half_of(state, 8, "halve", error) == 4
+    sharded = SimpleNamespace(device_train_microbatch_size=8, fsdp_config=object(), algorithms=[])
+    with pytest.raises(torch.OutOfMemoryError, match=r"FSDP cannot repeat a batch .*; set trainer\.microbatch_size=4"):
+        out_of_memory._half_of(sharded, 8, "halve", error)  # type: ignore[arg-type]

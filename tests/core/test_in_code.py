@@ -1,0 +1,225 @@
+"""In people's own code: stock Composer models, and functions on plain modules. It works, or one line names it.
+
+Every technique of tests/helpers/settings.py is tried, those that need a GPU included: here they are refused. Whatever
+is refused is refused by a TechniqueError that names it (in a Trainer) or a ValueError (by a function).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from composer.algorithms.warnings import NoEffectWarning
+from composer.devices import DeviceCPU
+from composer.loggers import InMemoryLogger
+from composer.models import ComposerClassifier, HuggingFaceModel
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification
+
+from composer_speedups import TorchCompile
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.ordering import refuse_clashes
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.technique import Technique
+from tests.helpers.common import final_weights, plain_batches, tiny_config
+from tests.helpers.settings import ENTRIES, Case
+
+# The functions' own advice when there is nothing for them to do
+pytestmark = pytest.mark.filterwarnings(f"ignore::{NoEffectWarning.__module__}.{NoEffectWarning.__qualname__}")
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2))
+
+
+class ConvNet(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(32, 2)
+        )
+
+
+def vectors() -> DataLoader[Any]:
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    rows: Any = [(row, int(row.sum() > 0)) for row in x]
+    return DataLoader(rows, batch_size=4)
+
+
+def mlp() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return ComposerClassifier(Mlp(), num_classes=2), vectors()
+
+
+def convnet() -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    return ComposerClassifier(ConvNet(), num_classes=2), vectors()
+
+
+def bert() -> tuple[Any, Any]:
+    """As users build it: no attention implementation named, no tokenizer, rows collated by the DataLoader."""
+    torch.manual_seed(0)
+    rows: Any = [{k: v[i] for k, v in batch.items()} for batch in plain_batches(3) for i in range(4)]
+    model = AutoModelForSequenceClassification.from_config(tiny_config())
+    return HuggingFaceModel(model, use_logits=True), DataLoader(rows, batch_size=4)
+
+
+MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"mlp": mlp, "convnet": convnet, "bert": bert}
+CASES = [
+    pytest.param(Case(name, tuple(arguments.items()), entry), id=Case(name, tuple(arguments.items()), entry).id)
+    for name, entry in sorted(ENTRIES.items())
+    for arguments in entry.variants or entry.gpu_variants  # the latter are refused here
+]
+
+
+def train(techniques: list[Technique], model: Any, loader: Any) -> Trainer:
+    """An ordinary Trainer: stock AdamW, nothing of this package but the techniques."""
+    trainer = Trainer(
+        model=model,
+        train_dataloader=loader,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        max_duration="2ba",
+        algorithms=techniques,
+        precision="fp32",
+        device=DeviceCPU(),
+        loggers=[InMemoryLogger()],
+        progress_bar=False,
+        seed=1,
+    )
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+    return trainer
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, model: str) -> None:
+    techniques = case.build_all()
+    refusal = trainer = None
+    try:
+        trainer = train(techniques, *MODELS[model]())
+    except TechniqueError as error:
+        refusal = error
+    if refusal is not None:
+        assert refusal.technique in {t.name for t in techniques}
+        assert str(refusal).startswith(f"{refusal.technique}: ")
+        assert "\n" not in str(refusal)
+        assert refusal.fix
+        return
+    assert all(t.engaged for t in techniques)
+    assert set(case.entry.evidence) <= set(techniques[-1].evidence)
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+
+
+def test_what_makes_sense_on_a_stock_model_engages() -> None:
+    """So that refusing everything would not pass the test above."""
+    general = {"foreach_optimizer", "fused_optimizer", "mixed_precision", "torch_compile"}
+    for model, names in {
+        "mlp": general | {"fast_layernorm"},
+        "bert": general | {"fast_layernorm", "sdpa_attention"},
+    }.items():
+        techniques = [_first(name) for name in sorted(names - {"foreach_optimizer", "torch_compile"})]
+        # An MLP has no repeated blocks; the whole model is the default.
+        techniques.append(_first("torch_compile") if model == "bert" else TorchCompile(backend="aot_eager"))
+        assert ("blocks" in repr(techniques)) == (model == "bert")
+        train(techniques, *MODELS[model]())
+        assert all(t.engaged for t in techniques), model
+
+
+def test_any_order_of_the_list_gives_the_same_run() -> None:
+    names = ["mixed_precision", "fast_layernorm", "sdpa_attention", "fused_optimizer", "torch_compile"]
+    runs = []
+    for order in (names, names[::-1], random.Random(1).sample(names, k=5)):
+        trainer = train([_first(name) for name in order], *bert())
+        runs.append(final_weights(trainer))
+        torch._dynamo.reset()
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], rtol=0, atol=0)
+
+
+def test_everything_that_runs_here_together_on_a_stock_bert() -> None:
+    """Techniques of every helper at once, as many as do not clash; and their reverse order."""
+    together: list[Technique] = []
+    for name, entry in sorted(ENTRIES.items()):
+        if entry.variants and entry.stock_checkpoint and entry.exactness != "recipe":
+            together = _with(together, _first(name))
+    assert len(together) >= 5
+    trainer = train(together[::-1], *bert())
+    assert all(t.engaged for t in together)
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+
+
+def _first(name: str) -> Technique:
+    return technique_class(name)(**ENTRIES[name].variants[0])
+
+
+def _with(techniques: list[Technique], another: Technique) -> list[Technique]:
+    try:
+        refuse_clashes([*techniques, another])
+    except TechniqueError:
+        return techniques
+    return [*techniques, another]
+
+
+@pytest.mark.parametrize("kind", ["mlp", "convnet", "bert"])
+@pytest.mark.parametrize("case", CASES)
+def test_its_function_works_on_a_plain_module_or_says_why_not(case: Case, kind: str) -> None:
+    """A loop without Composer: the function, then two steps of training."""
+    torch.manual_seed(0)
+    wrapped, loader = MODELS[kind]()
+    model: Any = wrapped.model if kind == "bert" else wrapped.module
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.{case.name}")
+    function = getattr(module, f"apply_{case.name}")
+    parameters = inspect.signature(function).parameters
+    offered: dict[str, Any] = {"model": model, "optimizer": optimizer, "optimizers": optimizer, "device": DeviceCPU()}
+    offered.update(case.arguments)
+    before, refusal, result = torch.get_float32_matmul_precision(), None, None
+    try:
+        result = function(**{name: value for name, value in offered.items() if name in parameters})
+    except ValueError as error:  # a TechniqueError is one
+        refusal = str(error)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    if refusal is not None:
+        assert "\n" not in refusal
+        assert len(refusal) > 20
+        return
+    model = result if isinstance(result, nn.Module) else model
+    optimizer = result if isinstance(result, torch.optim.Optimizer) else optimizer
+    model.train()
+    for batch in itertools.islice(loader, 2):
+        loss = _loss(model, batch)
+        assert loss.isfinite()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+def _loss(model: Any, batch: Any) -> Tensor:
+    if isinstance(batch, dict):
+        return model(**batch).loss
+    return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+
+@pytest.mark.parametrize("name", technique_names())
+def test_class_and_function_are_public(name: str) -> None:
+    import composer_speedups
+
+    cls = technique_class(name)
+    assert getattr(composer_speedups, cls.__name__) is cls
+    assert callable(getattr(composer_speedups, f"apply_{name}"))
+    assert {cls.__name__, f"apply_{name}"} <= set(composer_speedups.__all__)

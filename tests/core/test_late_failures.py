@@ -1,0 +1,146 @@
+"""Techniques whose first batches show that they cannot run: a failed run, or with "warn" one that goes on without."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_speedups import CUDAGraphs, Float8Linear, MixedPrecision, SDPAAttention, apply_sdpa_attention
+from composer_speedups.algorithms.cuda_graphs import cuda_graphs
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.algorithms.float8_linear.modules import RowPaddedFloat8Linear
+from composer_speedups.core.errors import CannotRunError, ConfigError, NotEngagedError, TechniqueError
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes
+from tests.conftest import ROOT
+from tests.helpers.common import final_weights, make_trainer, tiny_bert
+from tests.helpers.forks import Fork
+from tests.helpers.jobs import SHORT
+from tests.helpers.rerun import CannotRecord
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ConfigError("no"), 2),
+        (TechniqueError("x", "no", "fix"), 2),
+        (CannotRunError("x", "no", "fix"), 1),
+        (NotEngagedError("x", "no", "fix"), 1),
+    ],
+)
+def test_a_failed_run_exits_with_1_and_a_bad_config_with_2(
+    error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)  # of this process
+    with pytest.raises(SystemExit) as exited, exit_codes():
+        raise error
+    assert exited.value.code == status
+    assert capsys.readouterr().err == f"train.py: {error}\n"
+
+
+def _train(*arguments: str) -> None:
+    """With a kernel that torch has for GPUs only, let through to a CPU."""
+    SDPAAttention.requirements = lambda *_: ()  # type: ignore[method-assign, assignment]
+    with exit_codes():
+        application.main(["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *arguments])
+
+
+@pytest.mark.parametrize(("wish", "status"), [("stop", 1), ("warn", 0)])
+def test_train_py_fails_or_goes_on(wish: str, status: int) -> None:
+    settings = ["trainer.device=cpu", "trainer.max_duration=2ba", "trainer.eval_batches=1", f"on_unavailable={wish}"]
+    settings.append("algorithms.sdpa_attention={backend: efficient}")
+    done = Fork(lambda: _train(*settings)).wait()
+    assert done.status == status, done.stderr[-3000:]
+    if wish == "stop":
+        line = done.stderr.splitlines()[-1]
+        assert line.startswith("train.py: sdpa_attention: the efficient kernel cannot run on the first batch (")
+        assert "Traceback" not in done.stderr
+        assert not Path("runs/quickstart/report.json").exists()
+        return
+    entry = json.loads(Path("runs/quickstart/report.json").read_text())["algorithms"]["sdpa_attention"]
+    assert entry["engaged"] is False
+    assert "efficient kernel cannot run" in entry["evidence"]["unavailable"]
+
+
+@pytest.mark.parametrize("applied_before", [False, True])
+def test_with_warn_attention_is_what_it_was(applied_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SDPAAttention, "requirements", lambda *_: ())
+    model, technique = tiny_bert(), SDPAAttention("efficient", on_unavailable="warn")
+    if applied_before:
+        apply_sdpa_attention(model, "efficient")
+    trainer = make_trainer([technique], model=model)
+    with pytest.warns(UserWarning, match="going on without sdpa_attention: the efficient kernel cannot run"):
+        trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert technique.evidence["going_on_with"] == "eager"
+    assert {"unavailable", "fix"} <= set(technique.evidence)
+    plain = make_trainer()
+    plain.fit()
+    plain.close()
+    torch.testing.assert_close(final_weights(trainer), final_weights(plain), rtol=0, atol=0)
+
+
+def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Tensor:
+        raise RuntimeError("no such kernel")
+
+    bf16 = {"dtype": "bf16", "allow_cpu": True}
+    technique = Float8Linear(emulate=True, on_unavailable="warn")
+    trainer = make_trainer([MixedPrecision(**bf16), technique])  # type: ignore[arg-type]
+    monkeypatch.setattr(RowPaddedFloat8Linear, "forward", fail)
+    with pytest.warns(UserWarning, match="going on without float8_linear: a float8 matmul cannot run here"):
+        trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert technique.evidence["linears_turned_back"] == 12
+    both: list[nn.Module] = [tiny_bert(), trainer.state.model.get_submodule("model")]
+    stock, linears = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in both)
+    assert [type(m) for m in linears] == [nn.Linear] * len(stock)
+    assert [vars(m).keys() for m in linears] == [vars(m).keys() for m in stock]
+    plain = make_trainer([MixedPrecision(**bf16)])  # type: ignore[arg-type]
+    plain.fit()
+    plain.close()
+    torch.testing.assert_close(final_weights(trainer), final_weights(plain), rtol=0, atol=0)
+
+
+@pytest.fixture
+def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs on a CPU, whose capture fails as one on a GPU does."""
+
+    def apply(model: Any, max_graphs: int) -> GraphedCalls:
+        calls = GraphedCalls(model, model.forward, max_graphs, recorder=CannotRecord)
+        calls.install("forward")
+        return calls
+
+    monkeypatch.setattr(CUDAGraphs, "requirements", lambda *_: ())
+    monkeypatch.setattr(cuda_graphs, "apply_cuda_graphs", apply)
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_a_capture_that_fails_is_a_failed_run() -> None:
+    trainer = make_trainer([CUDAGraphs()])
+    with pytest.raises(CannotRunError, match=r"cuda_graphs: the step cannot be captured \(operation not permitted"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.usefixtures("no_capture")
+def test_with_warn_a_capture_that_fails_leaves_the_model_its_own_forward() -> None:
+    technique, plain = CUDAGraphs(on_unavailable="warn"), make_trainer()
+    trainer = make_trainer([technique])
+    with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
+        trainer.fit()
+    trainer.close()
+    plain.fit()
+    plain.close()
+    assert technique.engaged is False
+    assert "cannot be captured" in technique.evidence["unavailable"]
+    assert_near(final_weights(trainer), final_weights(plain))

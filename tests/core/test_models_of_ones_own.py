@@ -1,0 +1,1165 @@
+"""Models that users bring: with adapters, hooks, heads and activations of their own, shared, pruned, copied or halved.
+
+Each is computed as it is untouched, or refused by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer.core import DataSpec, Evaluator
+from composer.models import ComposerModel, HuggingFaceModel
+from peft import IA3Config, LoraConfig, PrefixTuningConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
+from torch.nn.utils import parametrize, prune
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForTokenClassification,
+    BertForMultipleChoice,
+    BertModel,
+    ModernBertModel,
+)
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.bert.modeling_bert import BertSelfOutput
+
+from composer_speedups import (
+    FusedLayers,
+    SDPAAttention,
+    Unpadding,
+    apply_fused_layers,
+    apply_sdpa_attention,
+    apply_unpadding,
+    undo_fused_layers,
+    undo_unpadding,
+)
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.unpadding.encoders import plan_unpadding, unpadded_encoders
+from composer_speedups.algorithms.unpadding.plan import make_plan
+from composer_speedups.core.errors import CannotRunError, TechniqueError
+from composer_speedups.families.stock import changes_to
+from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert
+from tests.helpers.models import FAMILIES, UNPADDED, tiny_model
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+INPUTS = batch([9, 16, 3, 12])
+LAYER = "bert.encoder.layer.0"
+
+
+def without_labels(inputs: Batch) -> Batch:
+    return {name: value for name, value in inputs.items() if name != "labels"}
+
+
+def both(model: nn.Module) -> nn.Module:
+    """The model with both techniques' functions, without what they warn of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        apply_unpadding(model, 8)
+    apply_fused_layers(model)
+    return model
+
+
+def layers_of(model: nn.Module) -> list[FusedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
+
+
+def answered(logits: Tensor, inputs: Batch) -> Tensor:
+    """Without those of slots, or of rows, that hold no token and whose label is ignored."""
+    ignored = inputs["labels"] == -100 if "labels" in inputs else torch.zeros(len(logits), dtype=torch.bool)
+    mask = inputs.get("attention_mask")
+    if mask is None or mask.shape[: ignored.ndim] != ignored.shape or mask.ndim != 2:
+        return logits
+    return logits[~ignored | (mask.bool() if ignored.ndim == 2 else mask.bool().any(-1))]
+
+
+def assert_same(mine: nn.Module, reference: nn.Module, inputs: Batch = INPUTS, **more: Any) -> None:
+    """Logits, loss and gradients of one batch."""
+    results = []
+    for model in (mine, reference):
+        model.zero_grad()
+        outputs = model(**inputs, **more)
+        outputs.loss.backward()
+        results.append((outputs.loss.detach(), answered(outputs.logits.detach(), inputs), gradients(model)))
+    (loss, logits, grads), (expected_loss, expected_logits, expected_grads) = results
+    assert_near([loss, logits], [expected_loss, expected_logits], what="loss and logits")
+    assert grads.keys() == expected_grads.keys()
+    assert_near(grads, expected_grads, what="gradients")
+
+
+# What is inside a layer.
+
+
+class OwnIntermediate(nn.Module):
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.dense = theirs.dense
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return self.dense(hidden_states).relu()
+
+
+def own_activation(layer: Any) -> None:
+    layer.intermediate.intermediate_act_fn = nn.ReLU()
+
+
+def own_intermediate(layer: Any) -> None:
+    layer.intermediate = OwnIntermediate(layer.intermediate)
+
+
+def patched_forward(layer: Any) -> None:
+    stock = layer.output.forward
+    layer.output.forward = lambda hidden, residual: 2 * stock(hidden, residual)
+
+
+def forward_hook(layer: Any) -> None:
+    layer.attention.self.register_forward_hook(lambda _m, _i, out: (2 * out[0], *out[1:]))
+
+
+def forward_pre_hook(layer: Any) -> None:
+    layer.output.dense.register_forward_pre_hook(lambda _m, args: (args[0] / 2,))
+
+
+def backward_hook(layer: Any) -> None:
+    layer.intermediate.dense.register_full_backward_hook(lambda _m, grads, _o: (3 * grads[0],))
+
+
+def pruned(layer: Any) -> None:
+    prune.random_unstructured(layer.attention.self.query, "weight", 0.5)
+
+
+def parametrized(layer: Any) -> None:
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    parametrize.register_parametrization(layer.output.dense, "weight", Doubled())
+
+
+def weight_norm(layer: Any) -> None:
+    nn.utils.parametrizations.weight_norm(layer.intermediate.dense)
+
+
+def rms_norm(layer: Any) -> None:
+    layer.output.LayerNorm = nn.RMSNorm(32, eps=1e-6)
+
+
+def no_bias(layer: Any) -> None:
+    layer.attention.self.key = nn.Linear(32, 32, bias=False)
+
+
+def bottleneck_adapter(layer: Any) -> None:
+    layer.output.dense = nn.Sequential(layer.output.dense, nn.Linear(32, 4), nn.Linear(4, 32))
+
+
+INSIDE: list[tuple[Callable[[Any], None], str]] = [
+    (
+        own_activation,
+        rf"{LAYER}\.intermediate\.intermediate_act_fn is a torch ReLU and not a transformers GELUActivation",
+    ),
+    (own_intermediate, rf"{LAYER}\.intermediate is a tests OwnIntermediate"),
+    (patched_forward, rf"{LAYER}\.output has a forward of its own"),
+    (forward_hook, rf"{LAYER}\.attention\.self has a forward hook"),
+    (forward_pre_hook, rf"{LAYER}\.output\.dense has a forward pre-hook"),
+    (backward_hook, rf"{LAYER}\.intermediate\.dense has a backward hook"),
+    (pruned, rf"{LAYER}\.attention\.self\.query has a forward pre-hook"),
+    (parametrized, rf"{LAYER}\.output\.dense is a torch ParametrizedLinear"),
+    (weight_norm, rf"{LAYER}\.intermediate\.dense is a torch ParametrizedLinear"),
+    (rms_norm, rf"{LAYER}\.output\.LayerNorm is a torch RMSNorm and not a torch LayerNorm"),
+    (no_bias, rf"{LAYER}\.attention\.self\.key has other parameters than its class builds \(one is missing\)"),
+    (bottleneck_adapter, rf"{LAYER}\.output\.dense is a torch Sequential"),
+]
+inside = pytest.mark.parametrize(("change", "said"), INSIDE, ids=[change.__name__ for change, _ in INSIDE])
+
+
+@inside
+def test_a_layer_that_holds_something_else_is_not_fused(change: Callable[[Any], None], said: str) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    for each in (model, reference):
+        torch.manual_seed(4)
+        for layer in each.bert.encoder.layer:
+            change(layer)
+    with pytest.warns(UserWarning, match=rf"though {said}"):
+        apply_unpadding(model, 8)
+    with pytest.raises(ValueError, match=f"can fuse none of the layers: {said}"):
+        apply_fused_layers(model)
+    assert not layers_of(model)
+    assert_same(model, reference)
+
+
+@inside
+def test_only_the_changed_layer_runs_unfused(change: Callable[[Any], None], said: str) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    for each in (model, reference):
+        torch.manual_seed(4)
+        change(each.bert.encoder.layer[0])
+    both(model)
+    assert [type(layer).__name__ for layer in model.bert.encoder.layer] == ["BertLayer", "FusedBertLayer"]
+    assert_same(model, reference)
+
+
+@inside
+def test_a_change_after_fusing_is_heeded_too(change: Callable[[Any], None], said: str) -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    for each in (model, reference):
+        torch.manual_seed(4)
+        change(each.bert.encoder.layer[0])
+    assert_same(model, reference)
+    assert [layer.ran for layer in layers_of(model)] == ["unfused", "first tokens"]
+
+
+def another_function(layer: Any) -> None:
+    layer.intermediate.intermediate_act_fn.act = torch.relu
+
+
+def another_scale(layer: Any) -> None:
+    layer.attention.self.scaling = 1.0
+
+
+def own_feed_forward(layer: Any) -> None:
+    stock = layer.feed_forward_chunk
+
+    def doubled(attention_output: Tensor) -> Tensor:
+        return 2 * stock(attention_output)
+
+    layer.feed_forward_chunk = doubled
+
+
+@pytest.mark.parametrize("change", [another_function, another_scale, own_feed_forward])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_setting_or_method_of_ones_own_is_heeded(change: Callable[[Any], None], when: str) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    change(reference.bert.encoder.layer[0])
+    if when == "before":
+        change(model.bert.encoder.layer[0])
+    both(model)
+    if when == "after":
+        change(model.bert.encoder.layer[0])
+    assert_same(model, reference)
+    assert layers_of(model)[-1].ran == "first tokens"
+
+
+def test_a_class_that_is_patched_after_fusing_is_heeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    stock = BertSelfOutput.forward
+    monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: 2 * stock(self, a, b))
+    assert_same(model, reference)
+
+
+@pytest.mark.filterwarnings("ignore:For backward hooks to be called", "ignore:Full backward hook is firing")
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
+def test_hooks_of_every_module_are_heeded(register: Any) -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+
+    def doubled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        if not isinstance(module, nn.Linear):
+            return None
+        return 2 * outputs if isinstance(outputs, Tensor) else tuple(2 * each for each in inputs)
+
+    handle = register(doubled)
+    try:
+        assert_same(model, reference)
+        with pytest.raises(ValueError, match="can fuse none of the layers: every module has a hook"):
+            both(tiny_bert())
+    finally:
+        handle.remove()
+    assert_same(model, reference)
+    assert [layer.ran for layer in layers_of(model)] == ["torch", "first tokens"]
+
+
+def twice(model: Any, fused: Any) -> None:
+    model.bert.encoder.layer[0] = model.bert.encoder.layer[1]
+
+
+def earlier_last_one_first(model: Any, fused: Any) -> None:
+    model.bert.encoder.layer[0] = copy.deepcopy(fused.bert.encoder.layer[1])
+
+
+@pytest.mark.parametrize("build", [twice, earlier_last_one_first])
+def test_a_layer_that_is_not_only_the_last_computes_every_token(build: Callable[[Any, Any], None]) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    build(model, both(tiny_bert(seed=1)))
+    build(reference, tiny_bert(seed=1))
+    assert_same(both(model), reference)
+
+
+def sharp_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
+    scores = query @ key.transpose(2, 3) if mask is None else query @ key.transpose(2, 3) + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+
+@pytest.mark.parametrize("technique", [Unpadding, SDPAAttention])
+def test_attention_of_ones_own_is_not_replaced_without_a_word(technique: Any) -> None:
+    AttentionInterface.register("sharp", sharp_attention)
+    AttentionMaskInterface.register("sharp", eager_mask)
+    model = tiny_bert()
+    model.set_attn_implementation("sharp")
+    trainer = make_trainer([technique()], model=model)
+    with pytest.raises(CannotRunError, match=r"does not compute what it does untouched.*attention is 'sharp'"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_the_layers_own_hooks_run_and_it_is_fused() -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    for each in (model, reference):
+        each.bert.encoder.layer[0].register_forward_hook(lambda _m, _i, out: 2 * out)
+        each.bert.encoder.layer[0].register_forward_pre_hook(lambda _m, args: (args[0] / 3, *args[1:]))
+    both(model)
+    assert_same(model, reference)
+    assert layers_of(model)[0].ran == "torch"
+
+
+def test_a_class_that_somebody_patched_is_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = BertSelfOutput.forward
+    monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: 2 * stock(self, a, b))
+    model = tiny_bert()
+    reference = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"transformers BertSelfOutput\.forward was replaced in its class"):
+        both(model)
+    assert_same(model, reference)
+
+
+@pytest.mark.parametrize("part", ["attention.self", "attention.output", "output", "output.dropout"])
+def test_dropout_of_one_part_in_eval_mode_stays_off(part: str) -> None:
+    model, reference = tiny_bert(dropout=0.5).train(), tiny_bert(dropout=0.5).train()
+    for each in (model, reference):
+        each.bert.embeddings.eval()
+        each.dropout.eval()
+        for layer in each.bert.encoder.layer:
+            for name in ("attention.self", "attention.output", "output"):
+                layer.get_submodule(name).eval()
+            layer.get_submodule(part).train()
+    both(model)
+    drops = model(**INPUTS).logits, model(**INPUTS).logits
+    assert not torch.equal(*drops)
+    for each in (model, reference):
+        for layer in each.bert.encoder.layer:
+            layer.get_submodule(part).eval()
+    assert model.bert.encoder.layer[0].training
+    assert_same(model, reference)
+
+
+# Adapters.
+
+
+def lora(model: Any) -> Any:
+    return get_peft_model(model, LoraConfig(target_modules=["query", "value"], init_lora_weights=False))
+
+
+def ia3(model: Any) -> Any:
+    return get_peft_model(
+        model, IA3Config(target_modules=["key", "value"], feedforward_modules=[], init_ia3_weights=False)
+    )
+
+
+def prefix(model: Any) -> Any:
+    return get_peft_model(model, PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=3))
+
+
+@pytest.mark.parametrize("adapt", [lora, ia3])
+def test_adapters_of_peft_train_unpadded_and_are_not_fused(adapt: Callable[[Any], Any]) -> None:
+    torch.manual_seed(1)
+    model = adapt(tiny_bert())
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="PeftModel"):
+        apply_unpadding(model, 8)
+    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.\w+ is a peft Linear and not a torch Linear"):
+        apply_fused_layers(model)
+    assert_same(model, reference)
+    assert unpadded_encoders(model)[0].ran == "unpadded"
+
+
+def test_adapters_that_are_added_to_fused_layers_train_too() -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    adapted = []
+    for each in (model, reference):
+        torch.manual_seed(1)
+        adapted.append(lora(each))
+    assert_same(*adapted)
+
+
+def test_prefixes_are_left_padded() -> None:
+    torch.manual_seed(1)
+    model = prefix(tiny_bert())
+    reference = copy.deepcopy(model)
+    both(model)
+    assert_same(model, reference)
+
+
+def test_peft_in_a_trainer_is_refused_by_name_and_trains_alike_without_fusing() -> None:
+    def trained(*techniques: Any, warn: bool = False) -> dict[str, Tensor]:
+        torch.manual_seed(1)
+        trainer = make_trainer(techniques, model=lora(tiny_bert()))
+        trainer.fit()
+        trainer.close()
+        return {name: p.detach() for name, p in trainer.state.model.named_parameters() if p.requires_grad}
+
+    with pytest.raises(
+        TechniqueError, match=r"fused_layers: .*self\.query is a peft Linear.*; take it out for this model"
+    ):
+        trained(Unpadding(8), FusedLayers())
+    expected = trained()
+    unpadding, fused = Unpadding(8), FusedLayers(on_unavailable="warn")
+    with pytest.warns(UserWarning, match="going on without fused_layers"):
+        found = trained(unpadding, fused)
+    assert_near(found, expected, what="weights")
+    assert "peft" in unpadding.evidence["compared_with_untouched"]["because"]
+    assert len(expected) > 4
+    assert not fused.engaged
+
+
+# Heads, poolers, and what reads the last layer.
+
+
+class MeanPooler(nn.Module):
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states.mean(1)
+
+
+class FirstAndLast(nn.Module):
+    """RoBERTa's head over the last slot too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(32, 2)
+
+    def forward(self, features: Tensor, **_: Any) -> Tensor:
+        return self.out(features[:, 0] + features[:, 1])
+
+
+class Pooling(nn.Module):
+    """An encoder under a head of one's own: ``pool`` takes the last hidden state and the mask."""
+
+    def __init__(self, pool: Callable[[Tensor, Tensor], Tensor], encoder: Any = None) -> None:
+        super().__init__()
+        self.bert, self.pool = encoder if encoder is not None else tiny_bert().bert, pool
+        torch.manual_seed(2)
+        self.out = nn.Linear(32, 2)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> dict[str, Tensor]:
+        logits = self.out(self.pool(self.bert(input_ids, attention_mask).last_hidden_state, attention_mask))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def masked_mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    return (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True)
+
+
+def plain_mean(hidden: Tensor, mask: Tensor) -> Tensor:
+    return hidden.mean(1)
+
+
+def plain_max(hidden: Tensor, mask: Tensor) -> Tensor:
+    return hidden.max(1).values
+
+
+def last_slot(hidden: Tensor, mask: Tensor) -> Tensor:
+    return hidden[:, -1]
+
+
+class Mine(ComposerModel):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Batch) -> Any:
+        return self.model(**batch)
+
+    def loss(self, outputs: Any, batch: Batch) -> Tensor:
+        return outputs["loss"]
+
+
+def test_a_direct_call_of_the_encoder_gets_every_token() -> None:
+    for family in FAMILIES:
+        model, reference = both(tiny_model(family)).eval(), tiny_model(family).eval()
+        inputs = without_labels(INPUTS)
+        mask = inputs["attention_mask"]
+        found, expected = (
+            masked_mean(each.base_model(**inputs).last_hidden_state, mask) for each in (model, reference)
+        )
+        assert_near([found], [expected], what=family)
+        assert layers_of(model)[-1].ran == "torch"
+        model(**inputs)
+        assert layers_of(model)[-1].ran == "first tokens"  # through the head
+        found = masked_mean(model.base_model(**inputs).last_hidden_state, mask)
+        assert_near([found], [expected], what=f"{family}, after a call through the head")
+
+
+def test_a_forward_pass_that_fails_leaves_no_mark_on_the_encoder() -> None:
+    model = both(tiny_bert())
+    with pytest.raises(ValueError, match="one of input_ids or inputs_embeds"):
+        model(attention_mask=INPUTS["attention_mask"])
+    assert model.bert(**without_labels(INPUTS)).last_hidden_state[0, 1:9].any()
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_pooler_of_ones_own_is_given_every_token(when: str) -> None:
+    model, reference = tiny_bert(), tiny_bert()
+    full = batch([16, 16])  # nothing is padding: the mean is over real tokens
+    for each in (model, reference):
+        if when == "before" or each is reference:
+            each.bert.pooler = MeanPooler()
+    both(model)
+    if when == "after":
+        model.bert.pooler = MeanPooler()
+    assert_same(model, reference, full)
+    assert layers_of(model)[-1].ran == "torch"
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_classifier_of_ones_own_is_given_every_token(when: str) -> None:
+    model, reference = tiny_model("roberta"), tiny_model("roberta")
+    torch.manual_seed(3)
+    head = FirstAndLast()
+    reference.classifier = copy.deepcopy(head)
+    if when == "before":
+        model.classifier = head
+    both(model)
+    model.classifier = head
+    assert_same(model, reference)
+
+
+@pytest.mark.parametrize("place", ["bert", "bert.encoder", "bert.encoder.layer.1", "bert.pooler"])
+def test_a_hook_that_could_read_the_last_layer_is_given_every_token(place: str) -> None:
+    seen: list[Any] = []
+    models = both(tiny_bert()).eval(), tiny_bert().eval()
+    for model in models:
+        hooked = model.get_submodule(place)
+        hooked.register_forward_hook(lambda _m, args, out: seen.append(args[0] if place == "bert.pooler" else out))
+        model(**without_labels(INPUTS))
+    states = [each if isinstance(each, Tensor) else each.last_hidden_state for each in seen]
+    found = states[0] if states[0].shape[0] == 4 else None
+    if found is None:  # a layer's, packed
+        assert states[0].abs().sum(-1)[0, :40].all()
+        return
+    mask = INPUTS["attention_mask"].bool()
+    assert_near([found[mask]], [states[1][mask]])
+
+
+@pytest.mark.parametrize("pool", [plain_mean, plain_max, last_slot])
+def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
+    unpadding = Unpadding(8)
+    trainer = make_trainer([unpadding], model=Mine(Pooling(pool)), batches=[batch([9, 16, 3, 12])])
+    before = copy.deepcopy(trainer.state.model.state_dict())
+    with pytest.raises(
+        CannotRunError,
+        match=r"unpadding: the model does not compute what it does untouched: the loss is .* and not .*check: never",
+    ):
+        trainer.fit()
+    assert not unpadded_encoders(trainer.state.model)
+    torch.testing.assert_close(trainer.state.model.state_dict(), before, rtol=0, atol=0)
+    trainer.close()
+
+
+def gradient_alone(hidden: Tensor, mask: Tensor) -> Tensor:
+    """What padding holds changes no value, but which parameters it reaches."""
+    every_slot = hidden.pow(2).mean(1)
+    return masked_mean(hidden, mask) + every_slot - every_slot.detach()
+
+
+def test_a_head_whose_gradients_alone_differ_is_refused() -> None:
+    trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(gradient_alone)))
+    with pytest.raises(CannotRunError, match=r"untouched: the gradient of \S+ differs by [\d.]+% on the first batch"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_head_that_reads_padding_is_refused_though_the_first_batch_has_none() -> None:
+    for pool in (plain_mean, masked_mean):
+        trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(pool)), batches=[batch([16, 16]), batch([16, 3])])
+        try:
+            if pool is masked_mean:
+                trainer.fit()
+            else:
+                with pytest.raises(CannotRunError, match="does not compute what it does untouched"):
+                    trainer.fit()
+        finally:
+            trainer.close()
+
+
+def test_a_head_that_reads_real_tokens_trains_as_untouched() -> None:
+    def trained(*techniques: Any) -> dict[str, Tensor]:
+        trainer = make_trainer(techniques, model=Mine(Pooling(masked_mean)))
+        trainer.fit()
+        trainer.close()
+        return {name: p.detach() for name, p in trainer.state.model.named_parameters()}
+
+    unpadding, fused = Unpadding(8), FusedLayers()
+    assert_near(trained(unpadding, fused), trained(), what="weights")
+    for technique in (unpadding, fused):
+        compared = technique.evidence["compared_with_untouched"]
+        assert compared["loss"] < 1e-5
+        assert compared["largest_gradient_difference"] < 1e-3
+        assert "a tests Mine" in compared["because"]
+
+
+def test_with_warn_the_model_trains_untouched_and_says_so() -> None:
+    def trained(*techniques: Any) -> dict[str, Tensor]:
+        trainer = make_trainer(techniques, model=Mine(Pooling(plain_mean)))
+        trainer.fit()
+        trainer.close()
+        return {name: p.detach() for name, p in trainer.state.model.named_parameters()}
+
+    techniques = Unpadding(8, on_unavailable="warn"), FusedLayers(on_unavailable="warn")
+    with (
+        pytest.warns(UserWarning, match="does not compute what it does untouched"),
+        pytest.warns(UserWarning, match="going on without fused_layers"),
+    ):
+        found = trained(*techniques)
+    assert_near(found, trained(), what="weights")
+    assert [technique.engaged for technique in techniques] == [False, False]
+    assert "add unpadding" in techniques[1].evidence["unavailable"]
+
+
+def test_check_never_goes_on_and_always_compares_a_stock_model() -> None:
+    unpadding = Unpadding(8, check="never")
+    trainer = make_trainer([unpadding], model=Mine(Pooling(plain_mean)))
+    trainer.fit()
+    trainer.close()
+    assert "compared_with_untouched" not in unpadding.evidence
+    stock = Unpadding(8), Unpadding(8, check="always")
+    for technique in stock:
+        trainer = make_trainer([technique])
+        trainer.fit()
+        trainer.close()
+    assert "compared_with_untouched" not in stock[0].evidence
+    assert stock[1].evidence["compared_with_untouched"]["largest_gradient_difference"] < 1e-3
+    with pytest.raises(ValueError, match="check must be 'auto', 'always' or 'never', not 'maybe'"):
+        Unpadding(check="maybe")  # type: ignore[arg-type]
+
+
+def test_comparing_changes_neither_gradients_nor_random_numbers_nor_modes() -> None:
+    def losses(check: Any) -> list[float]:
+        recorder = Recorder()
+        model = tiny_bert(dropout=0.5)
+        trainer = make_trainer([Unpadding(8, check=check), FusedLayers(check=check)], model=model, callbacks=[recorder])
+        trainer.fit()
+        trainer.close()
+        return recorder.losses
+
+    assert losses("always") == losses("never")
+
+
+def test_a_batch_that_does_not_fit_untouched_is_compared_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four rows are two too many, without the techniques."""
+    rows: list[int] = []
+
+    class Large(Pooling):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
+            rows.append(len(input_ids))
+            if not unpadded_encoders(self) and len(input_ids) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return super().forward(input_ids, attention_mask, labels)
+
+    unpadding = Unpadding(8)
+    trainer = make_trainer([unpadding], model=Mine(Large(masked_mean)), batches=[INPUTS])
+    trainer.fit()
+    trainer.close()
+    assert rows == [4, 4, 2, 2, 4]
+    assert "largest_gradient_difference" in unpadding.evidence["compared_with_untouched"]
+    trainer = make_trainer([Unpadding(8)], model=Mine(Large(plain_mean)), batches=[INPUTS])
+    with pytest.raises(CannotRunError, match="does not compute what it does untouched"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_a_comparison_that_cannot_be_made_is_said() -> None:
+    """A model that runs in training mode alone: eval mode, in which the comparison runs, raises."""
+
+    class TrainingOnly(Pooling):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
+            if not self.training:
+                raise RuntimeError("only in training")
+            return super().forward(input_ids, attention_mask, labels)
+
+    def trained(technique: Any) -> None:
+        trainer = make_trainer([technique], model=Mine(TrainingOnly(plain_mean)), batches=[INPUTS])
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+
+    with pytest.raises(
+        CannotRunError, match=r"could not be compared with the untouched one \(only in training\); .*never"
+    ):
+        trained(Unpadding(8))
+    warned = Unpadding(8, on_unavailable="warn")
+    with pytest.warns(UserWarning, match="could not be compared"):
+        trained(warned)
+    assert warned.engaged is False
+    trained(Unpadding(8, check="never"))
+
+
+def test_an_evaluation_alone_compares_outputs() -> None:
+    def evaluated(pool: Any) -> None:
+        spec = DataSpec(DataLoader(Batches([INPUTS]), batch_size=None), get_num_samples_in_batch=lambda b: 4)
+        trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(pool)))
+        try:
+            trainer.eval(Evaluator(label="eval", dataloader=spec, metric_names=[], device_eval_microbatch_size=4))
+        finally:
+            trainer.close()
+
+    evaluated(masked_mean)
+    with pytest.raises(CannotRunError, match="its outputs differ"):
+        evaluated(plain_mean)
+
+
+def test_a_prediction_alone_compares_outputs() -> None:
+    spec = DataSpec(DataLoader(Batches([INPUTS]), batch_size=None), get_num_samples_in_batch=lambda b: 4)
+    for pool in (masked_mean, plain_mean):
+        trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(pool)))
+        try:
+            if pool is masked_mean:
+                trainer.predict(spec)
+            else:
+                with pytest.raises(CannotRunError, match="its outputs differ"):
+                    trainer.predict(spec)
+        finally:
+            trainer.close()
+
+
+class Normed(Pooling):
+    """A batch norm over all slots, of which the head reads the first."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda hidden, _: self.norm(hidden.transpose(1, 2))[:, :, 0])
+        self.norm = nn.BatchNorm1d(32)
+
+
+def test_a_batch_norm_over_padding_is_refused_and_its_statistics_stay() -> None:
+    trainer = make_trainer([Unpadding(8)], model=Mine(Normed()), batches=[INPUTS])
+    before = copy.deepcopy(trainer.state.model.state_dict())
+    with pytest.raises(CannotRunError, match="the loss is"):
+        trainer.fit()
+    torch.testing.assert_close(trainer.state.model.state_dict(), before, rtol=0, atol=0)
+    trainer.close()
+
+
+def test_the_function_compares_a_batch_where_it_is_given_one() -> None:
+    good, bad = Pooling(masked_mean), Pooling(plain_mean)
+    assert apply_unpadding(good, 8, compare_on=INPUTS) == ["bert.encoder"]
+    with pytest.raises(ValueError, match=r"cannot serve this model: the loss is .* on the given batch"):
+        apply_unpadding(bad, 8, compare_on=INPUTS)
+    assert not unpadded_encoders(bad)
+    assert not bad.bert._forward_pre_hooks
+    assert_same_dict(bad, Pooling(plain_mean))
+
+
+def assert_same_dict(mine: nn.Module, reference: nn.Module) -> None:
+    outputs = [model(**INPUTS) for model in (mine, reference)]
+    assert_near([outputs[0]["logits"]], [outputs[1]["logits"]])
+
+
+# Several encoders, several calls.
+
+
+class BiEncoder(ComposerModel):
+    """One encoder called twice in a forward pass, or two encoders, with masks of their own."""
+
+    def __init__(self, encoders: int = 1) -> None:
+        super().__init__()
+        self.bert = tiny_bert().bert
+        self.other = tiny_bert(seed=1).bert if encoders == 2 else self.bert
+
+    def forward(self, batch: Batch) -> Tensor:
+        sides = [
+            masked_mean(
+                encoder(batch[f"input_ids{side}"], batch[f"attention_mask{side}"]).last_hidden_state,
+                batch[f"attention_mask{side}"],
+            )
+            for side, encoder in (("", self.bert), ("_b", self.other))
+        ]
+        return sides[0] @ sides[1].T
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return nn.functional.cross_entropy(outputs, torch.arange(len(outputs), device=outputs.device))
+
+
+def pairs(count: int = 3) -> list[Batch]:
+    found = []
+    for seed in range(count):
+        one, two = batch([9, 16, 3], seed=seed), batch([5, 2, 16], seed=50 + seed)
+        found.append({**one, "input_ids_b": two["input_ids"], "attention_mask_b": two["attention_mask"]})
+    return found
+
+
+@pytest.mark.parametrize("encoders", [1, 2])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_bi_encoders_train_as_untouched_with_a_plan_for_each_mask(encoders: int, fuse: bool) -> None:
+    def trained(*techniques: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        trainer = make_trainer(techniques, model=BiEncoder(encoders), batches=pairs())
+        trainer.fit()
+        counted.append([each.counted for each in unpadded_encoders(trainer.state.model)])
+        trainer.close()
+        return {name: p.detach() for name, p in trainer.state.model.named_parameters()}
+
+    counted: list[list[int]] = []
+    techniques = [Unpadding(8), *([FusedLayers()] if fuse else [])]
+    assert_near(trained(*techniques), trained(), what="weights")
+    assert counted == [[0] * encoders, []]  # no training batch counted for itself
+
+
+def test_a_mask_that_was_not_planned_is_laid_out_when_it_comes() -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
+    (encoder,) = unpadded_encoders(model)
+    mask = planned["attention_mask"]
+    encoder.plans = ((mask, make_plan(mask, int(mask.sum()), 8)),)
+    assert_same(model, reference, planned)
+    assert encoder.counted == 0
+    assert_same(model, reference, another)
+    assert encoder.counted == 1
+
+
+def test_under_no_grad_and_then_with_gradients() -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    with torch.no_grad():
+        expected = reference(**INPUTS).logits
+        assert_near([model(**INPUTS).logits], [expected])
+    assert_same(model, reference)
+    with torch.inference_mode():
+        assert_near([model(**INPUTS).logits.clone()], [expected])
+    assert_same(model, reference)
+
+
+# Arguments of the model.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("argument", ["inputs_embeds", "position_ids", "token_type_ids", "4-D mask", "no mask"])
+def test_every_argument_means_what_it_does_untouched(family: Any, argument: str) -> None:
+    model, reference = both(tiny_model(family)), tiny_model(family)
+    inputs = {**INPUTS, "input_ids": INPUTS["input_ids"].clamp(min=2)}
+    mask = inputs["attention_mask"]
+    if argument == "inputs_embeds":
+        torch.manual_seed(5)
+        inputs["inputs_embeds"] = torch.randn(*inputs.pop("input_ids").shape, 16 if family == "electra" else 32)
+    elif argument == "position_ids":
+        inputs["position_ids"] = torch.arange(16).flip(0).expand(4, -1) + 2
+    elif argument == "token_type_ids":
+        if family == "distilbert":
+            pytest.skip("DistilBERT takes no token types")
+        inputs["token_type_ids"] = (torch.arange(16) > 4).long().expand(4, -1)
+    elif argument == "4-D mask":
+        inputs["attention_mask"] = (1.0 - mask[:, None, None, :] * torch.ones(4, 1, 16, 1)) * -1e9
+    else:
+        del inputs["attention_mask"]
+    assert_same(model, reference, inputs)
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_hidden_states_and_attentions_are_the_untouched_models(family: Any) -> None:
+    model, reference = tiny_model(family), tiny_model(family)
+    apply_unpadding(model, 8)
+    if family != "modernbert":
+        apply_fused_layers(model)
+    inputs = {**without_labels(INPUTS), "input_ids": INPUTS["input_ids"].clamp(min=2)}
+    for asked in ({"output_hidden_states": True}, {"output_attentions": True}):
+        found, expected = model(**inputs, **asked), reference(**inputs, **asked)
+        key = next(iter(asked)).removeprefix("output_")
+        assert len(found[key]) == len(expected[key]) > 0
+        real = INPUTS["attention_mask"].bool()
+        for one, other in zip(found[key], expected[key], strict=True):
+            chosen = (
+                (one[real], other[real])
+                if key == "hidden_states"
+                else (one.transpose(1, 2)[real], other.transpose(1, 2)[real])
+            )
+            assert_near([chosen[0]], [chosen[1]], what=key)
+    assert_same(model, reference, {**INPUTS, **inputs})  # packed again, and fused: transformers' recorders only look
+    if family != "modernbert":
+        assert "unfused" not in {layer.ran for layer in layers_of(model)}
+
+
+def test_multiple_choice_packs_the_choices_of_each_row() -> None:
+    torch.manual_seed(0)
+    config = tiny_bert().config
+    model = BertForMultipleChoice._from_config(config, attn_implementation="eager")
+    reference = copy.deepcopy(model)
+    both(model)
+    rows = batch([9, 16, 3, 12, 5, 7])
+    inputs = {name: rows[name].view(3, 2, 16) for name in ("input_ids", "attention_mask")} | {
+        "labels": torch.tensor([0, 1, 1])
+    }
+    assert_same(model, reference, inputs)
+    assert unpadded_encoders(model)[0].ran == "unpadded"
+
+
+@pytest.mark.parametrize("family", ["modernbert"])
+def test_a_base_model_alone_runs_unpadded_and_is_saved_as_what_it_was(family: Any, tmp_path: Any) -> None:
+    reference = tiny_model(family).model.eval()
+    model = copy.deepcopy(reference)
+    with pytest.warns(UserWarning, match="ModernBertModel without a head"):
+        assert apply_unpadding(model, 8) == [""]
+    inputs = without_labels(INPUTS)
+    real = inputs["attention_mask"].bool()
+    assert_near([model(**inputs).last_hidden_state[real]], [reference(**inputs).last_hidden_state[real]])
+    assert unpadded_encoders(model)[0].ran == "unpadded"
+    with pytest.raises(ValueError, match=r"knows the layers of BERT, .* and this model's are ModernBertEncoderLayer"):
+        apply_fused_layers(model)
+    model.save_pretrained(tmp_path)
+    assert '"ModernBertModel"' in (tmp_path / "config.json").read_text()
+    assert type(ModernBertModel.from_pretrained(tmp_path)) is ModernBertModel
+
+
+# Labels of padding.
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("head", [AutoModelForTokenClassification, AutoModelForMaskedLM])
+def test_labels_of_padding_count_as_they_do_untouched(family: Any, head: Any) -> None:
+    """Whoever labels padding gets the loss over padding, in a padded batch."""
+    config = tiny_model(family).config
+    torch.manual_seed(0)
+    model = head.from_config(config, attn_implementation="eager")
+    reference = copy.deepcopy(model)
+    both(model) if family != "modernbert" else apply_unpadding(model, 8)
+    ids = INPUTS["input_ids"].clamp(min=2)
+    mask = INPUTS["attention_mask"].bool()
+    for labels, way in ((ids % 2, "padded"), ((ids % 2).masked_fill(~mask, -100), "unpadded")):
+        assert_same(model, reference, {**INPUTS, "input_ids": ids, "labels": labels})
+        assert unpadded_encoders(model)[0].ran == way
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_a_row_without_a_token_that_has_a_label_counts(family: Any) -> None:
+    model, reference = tiny_model(family), tiny_model(family)
+    both(model) if family != "modernbert" else apply_unpadding(model, 8)
+    rows = batch([5, 0, 9])
+    rows["input_ids"] = rows["input_ids"].clamp(min=2)
+    (encoder,) = unpadded_encoders(model)
+    for labels, way in ((torch.tensor([0, 1, 1]), "padded"), (torch.tensor([0, -100, 1]), "unpadded")):
+        inputs = {**rows, "labels": labels}
+        assert_same(model, reference, inputs)
+        assert encoder.ran == way
+    with torch.no_grad():
+        found, expected = (each(**without_labels(rows)).logits for each in (model, reference))
+    assert_near([found], [expected])
+
+
+def test_a_planned_batch_with_labels_of_padding_is_an_error() -> None:
+    model = tiny_model("bert", "mlm")
+    apply_unpadding(model, 8)
+    plan_unpadding(model, INPUTS["attention_mask"])
+    with pytest.raises(RuntimeError, match="give padding the label -100"):
+        model(**{**INPUTS, "labels": INPUTS["input_ids"]})
+    model(**{**INPUTS, "labels": INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)})
+
+
+def test_a_trainer_leaves_batches_with_labels_of_padding_padded() -> None:
+    def trained(*techniques: Any) -> dict[str, Tensor]:
+        batches = [{**each, "labels": each["input_ids"]} for each in (batch([9, 16, 3]), batch([7, 16]))]
+        trainer = make_trainer(techniques, model=tiny_model("bert", "mlm"), batches=batches[:1] + batches)
+        trainer.fit()
+        trainer.close()
+        return {name: p.detach() for name, p in trainer.state.model.named_parameters()}
+
+    unpadding = Unpadding(8, on_unavailable="warn")
+    with pytest.warns(
+        UserWarning,
+        match=r"the head reads padding: .* give padding the label -100",
+    ):
+        found = trained(unpadding)
+    assert_near(found, trained(), what="weights")
+
+
+def test_heads_that_share_an_encoder_are_all_looked_at() -> None:
+    """The first one found reads no first slot, and the second one does; rows begin with padding."""
+
+    def shared() -> nn.ModuleDict:
+        token, sequence = tiny_model("bert", "mlm"), tiny_bert()
+        sequence.bert.encoder = token.bert.encoder
+        return nn.ModuleDict({"token": token, "sequence": sequence})
+
+    mine, reference = shared(), shared()
+    both(mine)
+    flipped = {name: value.flip(1) for name, value in INPUTS.items() if name != "labels"}
+    for name in ("token", "sequence"):
+        found, expected = (each[name](**flipped).logits for each in (mine, reference))
+        real = flipped["attention_mask"].bool() if name == "token" else slice(None)
+        assert_near([found[real]], [expected[real]], what=name)
+
+
+def test_a_loss_set_on_the_wrapper_is_compared() -> None:
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    model.loss = lambda outputs, batch: outputs["loss"]  # type: ignore[method-assign]
+    assert changes_to(model) == ["the model has a loss of its own"]
+
+
+# Parameters.
+
+
+def test_tied_shared_and_frozen_parameters() -> None:
+    def shared(model: Any) -> Any:
+        first, second = model.bert.encoder.layer
+        second.attention.self.query = first.attention.self.query  # one module in two layers
+        second.output.dense.weight = first.output.dense.weight
+        model.bert.embeddings.requires_grad_(False)
+        first.intermediate.requires_grad_(False)
+        return model
+
+    assert_same(both(shared(tiny_bert())), shared(tiny_bert()))
+
+
+def test_gradient_hooks_of_parameters_run() -> None:
+    models = both(tiny_bert()), tiny_bert()
+    for model in models:
+        for parameter in model.bert.encoder.layer[0].parameters():
+            parameter.register_hook(lambda gradient: 2 * gradient)
+    assert_same(*models)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_by_transformers_recomputes_the_same(reentrant: bool) -> None:
+    """With dropout on, which the recomputation must draw again."""
+    model = both(tiny_bert(dropout=0.3)).train()
+    results = []
+    for enabled in (True, False):
+        if enabled:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        else:
+            model.gradient_checkpointing_disable()
+        model.zero_grad()
+        torch.manual_seed(9)
+        model(**INPUTS).loss.backward()
+        results.append(gradients(model))
+        assert [layer.ran for layer in layers_of(model)] == ["torch", "first tokens"]
+    assert_near(results[0], results[1])
+
+
+class Quantized(Tensor):
+    """Stands for torchao's and others' tensors, which subclass torch's."""
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(32, 32, dtype=torch.int8), torch.zeros(32, 32).as_subclass(Quantized)])
+def test_a_quantized_weight_is_not_fused(weight: Tensor) -> None:
+    model = tiny_bert()
+    for layer in model.bert.encoder.layer:
+        layer.attention.self.value.weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.value\.weight is no plain tensor"):
+        both(model)
+
+
+# Copies, files, devices, dtypes.
+
+
+def test_a_copy_and_a_file_compute_the_same_and_apart() -> None:
+    model, reference = both(tiny_bert()), tiny_bert()
+    copied = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    for each in (copied, loaded):
+        assert_same(each, reference)
+        assert [layer.ran for layer in layers_of(each)] == ["torch", "first tokens"]
+        each.bert.pooler = MeanPooler()  # its marks and plans are its own
+    assert [layer.ran for layer in layers_of(model)] == [None, None]
+    assert_same(model, reference)
+    assert layers_of(model)[-1].ran == "first tokens"
+
+
+def test_another_dtype_and_the_meta_device() -> None:
+    model, reference = both(tiny_bert()).double(), tiny_bert().double()
+    assert_same(model, reference)
+    half = both(tiny_bert()).to(torch.bfloat16)
+    logits = half(**INPUTS).logits
+    assert logits.dtype == torch.bfloat16
+    assert_near([logits.float()], [reference.float()(**INPUTS).logits], dtype=torch.bfloat16)
+    model.to("meta")
+    assert layers_of(model)[0].attention.self.query.weight.is_meta
+
+
+# Giving back.
+
+
+def test_undoing_gives_everything_back() -> None:
+    for family in UNPADDED:
+        model, reference = tiny_model(family), tiny_model(family)
+        classes = [type(module) for module in model.modules()]
+        state = {name: set(vars(module)) for name, module in model.named_modules()}
+        apply_unpadding(model, 8)
+        if family != "modernbert":
+            apply_fused_layers(model)
+        assert [type(module) for module in model.modules()] != classes
+        undo_fused_layers(model)
+        assert undo_unpadding(model)
+        assert [type(module) for module in model.modules()] == classes
+        assert {name: set(vars(module)) - {"first_tokens_only"} for name, module in model.named_modules()} == state
+        assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+        assert model.config._attn_implementation == "eager"
+        assert changes_to(model) == []
+        inputs = {**INPUTS, "input_ids": INPUTS["input_ids"].clamp(min=2)}
+        assert_same(model, reference, inputs)
+
+
+def test_a_later_trainer_without_the_techniques_trains_the_untouched_model() -> None:
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    trainer = make_trainer([Unpadding(8), FusedLayers()], model=model)
+    trainer.fit()
+    assert layers_of(model)
+    trainer.close()
+    assert changes_to(model) == []
+    assert not layers_of(model)
+    assert not unpadded_encoders(model)
+    assert model.model.config._attn_implementation == "eager"
+
+
+def test_an_earlier_trainers_end_leaves_a_later_ones_changes_alone() -> None:
+    model = HuggingFaceModel(tiny_bert(), use_logits=True)
+    earlier = make_trainer([Unpadding(8), FusedLayers()], model=model)
+    later = make_trainer([Unpadding(8), FusedLayers()], model=model)
+    earlier.close()
+    assert len(layers_of(model)) == 2
+    later.fit()
+    assert layers_of(model)[0].ran == "torch"
+    later.close()
+    assert not layers_of(model)
+
+
+def test_what_the_function_changed_stays_changed_after_a_trainer() -> None:
+    hf = tiny_bert()
+    apply_unpadding(hf)
+    model = HuggingFaceModel(hf, use_logits=True)
+    trainer = make_trainer([Unpadding()], model=model)
+    trainer.fit()
+    trainer.close()
+    assert unpadded_encoders(hf)
+
+
+def test_sdpa_after_unpadding_is_refused_and_nothing_changes() -> None:
+    model = tiny_bert()
+    apply_unpadding(model, 8)
+    with pytest.raises(ValueError, match="unpadding brings its own attention"):
+        apply_sdpa_attention(model)
+    assert model.config._attn_implementation == "unpadded"
+    model(**INPUTS)
+    assert unpadded_encoders(model)[0].ran == "unpadded"
+    trainer = make_trainer([SDPAAttention()], model=HuggingFaceModel(tiny_bert()))
+    trainer.close()
+
+
+def test_a_stock_model_around_a_base_class_of_ones_own_is_compared() -> None:
+    class Wider(BertModel):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            outputs.pooler_output = outputs.last_hidden_state.amax(1)
+            return outputs
+
+    model = tiny_bert()
+    model.bert.__class__ = Wider
+    technique = Unpadding(8)
+    trainer = make_trainer([technique], model=model)
+    with pytest.raises(CannotRunError, match="bert is a tests Wider"):
+        trainer.fit()
+    trainer.close()

@@ -1,0 +1,219 @@
+"""Every optimizer technique: groups, rates and schedules survive, foreign states and optimizers are refused."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.algorithms import GradientClipping
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.optim import LinearWithWarmupScheduler
+from torch.optim.lr_scheduler import LambdaLR, SequentialLR
+
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
+from composer_speedups.core.ordering import Stage, refuse_clashes
+from composer_speedups.core.registry import technique_class
+from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.settings import ENTRIES, Case, cases
+from tests.reference.loop import EPS
+from tests.reference.tolerance import assert_near
+
+OPTIMIZERS = sorted(n for n in ENTRIES if technique_class(n).stage == Stage.OPTIMIZER)
+of_optimizers = [c for c in cases() if c.values[0].name in OPTIMIZERS]
+of_swaps = [c for c in of_optimizers if issubclass(technique_class(c.values[0].name), OptimizerSwapTechnique)]
+swaps_on_gpu = [
+    c
+    for c in cases(gpu=True)
+    if c.values[0].name in OPTIMIZERS and issubclass(technique_class(c.values[0].name), OptimizerSwapTechnique)
+]
+every_optimizer = pytest.mark.parametrize("case", of_optimizers)
+every_swap = pytest.mark.parametrize("case", of_swaps)
+
+approx = partial(pytest.approx, rel=1e-6)  # torchao keeps rates in float32
+
+SHAPE = [1.0, 0.5, 0.0, 0.0]  # of the rates of four batches, from torch's schedulers
+
+
+def grouped_adamw(model: Any) -> torch.optim.AdamW:
+    parameters = list(model.parameters())
+    groups: list[Any] = [
+        {"params": parameters[::2], "lr": 2e-3},
+        {"params": parameters[1::2], "weight_decay": 0.0, "name": "my own key"},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
+
+
+class Watch(Callback):
+    """Rates in force and weights after every batch."""
+
+    def __init__(self) -> None:
+        self.rates: list[list[float]] = []
+        self.weights: list[dict[str, torch.Tensor]] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BATCH_START:
+            self.rates.append([float(g["lr"]) for g in state.optimizers[0].param_groups])
+        if event == Event.BATCH_END:
+            self.weights.append({n: p.detach().clone() for n, p in state.model.named_parameters()})
+
+
+def schedule(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Rates that are 0 from the third batch on: by Composer's scheduler, torch's, and one of torch's inside another."""
+    if kind == "composer":
+        # Composer asks before it counts a batch, and so twice for the first
+        return {"schedulers": lambda state: float(int(state.timestamp.batch) == 0)}
+    scheduler: Any = LambdaLR(optimizer, lambda k: SHAPE[min(3, k)])
+    if kind == "sequential":
+        scheduler = SequentialLR(optimizer, [scheduler, LambdaLR(optimizer, lambda k: 0.0)], [2])
+    return {"schedulers": scheduler, "step_schedulers_every_batch": True}
+
+
+def run(algorithms: list[Any], kind: str = "composer", **kwargs: Any) -> tuple[Any, Watch]:
+    model, watch = tiny_bert(dropout=kwargs.pop("dropout", 0.0)), Watch()
+    optimizer = grouped_adamw(model)
+    settings = schedule(kind, optimizer) | kwargs
+    trainer = make_trainer(algorithms, model=model, optimizer=optimizer, callbacks=[watch], **settings)
+    trainer.fit()
+    trainer.close()
+    return trainer, watch
+
+
+@every_optimizer
+@pytest.mark.parametrize("kind", ["composer", "torch", "sequential"])
+def test_groups_and_schedules_survive(case: Case, kind: str) -> None:
+    plain, expected = run([], kind)
+    trainer, seen = run(case.build_all(), kind)
+    groups, plain_groups = (t.state.optimizers[0].param_groups for t in (trainer, plain))
+    for key in ("lr", "initial_lr", "weight_decay"):
+        assert [float(g[key]) for g in groups] == approx([g[key] for g in plain_groups]), key
+    assert groups[1]["name"] == "my own key"
+    if case.entry.stock_checkpoint:
+        assert [[p.shape for p in g["params"]] for g in groups] == [
+            [p.shape for p in g["params"]] for g in plain_groups
+        ]
+    assert [approx(r) for r in expected.rates] == seen.rates
+    shape = [1.0, 1.0, 0.0, 0.0] if kind == "composer" else SHAPE
+    assert [r[0] for r in seen.rates] == pytest.approx([2e-3 * factor for factor in shape])
+    if "weights" in case.entry.same:
+        assert_near(seen.weights[-1], expected.weights[-1], case.entry.dtype, "weights")
+    _check_effect(seen, case)
+
+
+def _check_effect(seen: Watch, case: Case) -> None:
+    """The rates are those that the update uses: at 0 weights stand still, before that they do not."""
+    moved = [(seen.weights[1][n] - w).abs().max() for n, w in seen.weights[0].items()]
+    assert max(moved) > 1e-4
+    low = case.entry.weight_dtype != torch.float32  # a compensation still owed may change the last bit
+    tolerance = {"rtol": 2**-7, "atol": 1e-6} if low else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(seen.weights[3], seen.weights[1], **tolerance)
+
+
+@every_optimizer
+@pytest.mark.parametrize("kind", ["composer", "torch"])
+def test_resuming_with_groups_and_schedules_is_exact(case: Case, kind: str, tmp_path: Path) -> None:
+    saving = {"save_interval": "1ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
+    whole, expected = run(case.build_all(), kind, save_folder=str(tmp_path), dropout=0.1, **saving)
+    resumed, seen = run(case.build_all(), kind, load_path=str(tmp_path / "ba1.pt"), dropout=0.1)
+    assert seen.rates == expected.rates[1:]
+    torch.testing.assert_close(final_weights(resumed), final_weights(whole), rtol=0, atol=0)
+
+
+@every_optimizer
+def test_gradients_are_clipped_before_they_are_used(case: Case) -> None:
+    final = []
+    for algorithms in ([], case.build_all()):
+        clipping = GradientClipping("norm", clipping_threshold=1e-3)
+        _, watch = run([clipping, *algorithms])
+        final.append(watch.weights[-1])
+    if "weights" in case.entry.same:
+        assert_near(final[1], final[0], case.entry.dtype, "weights")
+    _, watch = run(case.build_all())
+    assert any((watch.weights[-1][n] != w).any() for n, w in final[1].items()), "the threshold must tell"
+
+
+@every_swap
+def test_a_warm_up_from_zero_is_no_failure(case: Case) -> None:
+    technique = case.build_all()[-1]
+    run([*case.build_all()[:-1], technique], schedulers=LinearWithWarmupScheduler("2ba"))
+    assert technique.evidence["optimizer_steps"] == 4
+    moved, watched = map(int, technique.evidence["parameters_moved"].split(" of "))
+    assert 0 < moved <= watched
+
+
+@every_swap
+def test_an_optimizer_that_is_not_adamw_is_refused(case: Case) -> None:
+    model = tiny_bert()
+    with pytest.raises(TechniqueError, match=rf"{case.name}: torch\.optim\.sgd\.SGD is not AdamW.*; use torch"):
+        make_trainer(case.build_all(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "refused after a change"
+
+
+@every_swap
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # torch notices as well
+@pytest.mark.parametrize("back", ["old", "another"])
+def test_a_swap_that_something_undoes_is_noticed(case: Case, back: str) -> None:
+    optimizer = grouped_adamw(model := tiny_bert())
+    trainer = make_trainer(case.build_all(), model=model, optimizer=optimizer)
+    trainer.state.optimizers = optimizer if back == "old" else grouped_adamw(model)
+    said = "replaced is the one that steps" if back == "old" else "took no step"
+    with pytest.raises(NotEngagedError, match=said):
+        trainer.fit()
+    trainer.close()
+
+
+@every_swap
+def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -> None:
+    """Composer files states by class name, and the techniques agree: only the state itself is AdamW's."""
+    if not case.entry.stock_checkpoint:
+        pytest.skip("torch itself refuses a state that lacks parameters")
+    saving: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
+    trainer = make_trainer(case.build_all(), save_folder=str(tmp_path), **saving)
+    trainer.fit()
+    trainer.close()
+    plain = make_trainer(batches=plain_batches(2))
+    plain.fit()
+    plain.close()
+    checkpoint = torch.load(tmp_path / "ba2.pt", weights_only=False)
+    (name,) = checkpoint["state"]["optimizers"]
+    (foreign,) = plain.state.state_dict()["optimizers"].values()
+    checkpoint["state"]["optimizers"] = {name: foreign}
+    torch.save(checkpoint, tmp_path / "foreign.pt")
+    with pytest.raises(ValueError, match=r"state loaded is that of another optimizer.*; load a state") as error:
+        make_trainer(case.build_all(), load_path=str(tmp_path / "foreign.pt"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("pair", itertools.combinations(OPTIMIZERS, 2), ids="+".join)
+def test_two_optimizers_clash_by_name(pair: tuple[str, str]) -> None:
+    entries = [ENTRIES[name] for name in pair]
+    techniques = [technique_class(n)(**(e.variants or e.gpu_variants)[0]) for n, e in zip(pair, entries, strict=True)]
+    with pytest.raises(TechniqueError, match=r"both set the optimizer implementation; take .* out") as error:
+        refuse_clashes(techniques)
+    assert all(name in str(error.value) for name in pair)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", swaps_on_gpu)
+@pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
+def test_mixed_precision_trains_and_resumes_exactly(case: Case, precision: str, tmp_path: Path) -> None:
+    if "mixed_precision" in technique_class(case.name).clashes:
+        pytest.skip("clashes with mixed precision")
+
+    def train(**kwargs: Any) -> Any:
+        trainer = make_trainer(case.build_all(), gpu=True, precision=precision, batches=plain_batches(24), **kwargs)
+        trainer.fit()
+        trainer.close()
+        return trainer
+
+    saving = {"save_interval": "20ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
+    whole = train(save_folder=str(tmp_path), **saving)
+    (technique,) = [a for a in whole.state.algorithms if a.name == case.name]
+    assert technique.evidence["optimizer_steps"] > 0, "fp16's loss scale must have come down by now"
+    resumed = train(load_path=str(tmp_path / "ba20.pt"))
+    torch.testing.assert_close(final_weights(resumed), final_weights(whole), rtol=0, atol=0)

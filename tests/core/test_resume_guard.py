@@ -1,0 +1,103 @@
+"""Resuming under other techniques than the checkpoint's is an error that names both lists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from composer_speedups import (
+    EngagementReport,
+    ForEachOptimizer,
+    FusedLayers,
+    FusedOptimizer,
+    SDPAAttention,
+    Unpadding,
+)
+from composer_speedups.core.errors import ConfigError
+from tests.helpers.common import final_weights, make_trainer
+
+# Composer's own hint, which comes just before our error
+pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> str:
+    """Of a run with the fused optimizer and SDPA."""
+    trainer = make_trainer(
+        [FusedOptimizer(), SDPAAttention()],
+        callbacks=[EngagementReport()],
+        save_folder=str(tmp_path),
+        save_interval="2ba",
+        save_filename="ba{batch}.pt",
+        save_latest_filename=None,
+    )
+    trainer.fit()
+    trainer.close()
+    return str(tmp_path / "ba2.pt")
+
+
+@pytest.mark.pins
+def test_other_techniques_are_refused_with_both_lists(checkpoint: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        make_trainer([ForEachOptimizer(), SDPAAttention()], load_path=checkpoint)
+    message = str(error.value)
+    assert "[FusedOptimizer(), SDPAAttention(backend='auto')]" in message
+    assert "[ForEachOptimizer(), SDPAAttention(backend='auto')]" in message
+
+
+def test_techniques_of_which_none_is_left_are_named_too(tmp_path: Path) -> None:
+    """An algorithm that the checkpoint does not know is not told of those that it does."""
+    written = [Unpadding(), FusedLayers(), FusedOptimizer()]
+    trainer = make_trainer(written, save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(ConfigError) as error:
+        make_trainer([SDPAAttention()], load_path=str(tmp_path / "ba2.pt"))
+    before = ", ".join(sorted(map(repr, written)))
+    assert f"written with techniques [{before}] and this run has [SDPAAttention(backend='auto')]" in str(error.value)
+
+
+def test_fewer_techniques_are_refused(checkpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"this run has \[FusedOptimizer\(\)\]"):
+        make_trainer([FusedOptimizer()], load_path=checkpoint)
+
+
+def test_none_are_refused_where_the_engagement_report_watches(checkpoint: str) -> None:
+    with pytest.raises(ConfigError, match=r"this run has \[\]"):
+        make_trainer([], callbacks=[EngagementReport()], load_path=checkpoint)
+
+
+def test_techniques_on_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
+    trainer.fit()
+    trainer.close()
+    with pytest.raises(ConfigError, match=r"written with techniques \[\] and this run has \[FusedOptimizer"):
+        make_trainer([FusedOptimizer()], load_path=str(tmp_path / "ba2.pt"))
+
+
+def test_weights_alone_load_under_any_techniques(checkpoint: str) -> None:
+    trainer = make_trainer([ForEachOptimizer()], load_path=checkpoint, load_weights_only=True)
+    saved = torch.load(checkpoint, weights_only=False)["state"]["model"]
+    loaded = final_weights(trainer)
+    torch.testing.assert_close(loaded, {n: saved[n] for n in loaded}, rtol=0, atol=0)
+    trainer.fit()
+    trainer.close()
+
+
+def test_without_any_code_of_ours_in_the_trainer_nothing_can_refuse(checkpoint: str) -> None:
+    """No technique and no EngagementReport: Composer calls nothing of this package, and says nothing itself.
+
+    train.py always adds the report; in code of one's own it is worth adding for this alone.
+    """
+    trainer = make_trainer([], load_path=checkpoint)
+    assert trainer.state.timestamp.batch.value == 2
+    assert trainer.state.algorithms == []
+    trainer.close()
+
+
+def test_one_technique_that_stays_is_enough_to_notice_that_another_is_gone_or_new(checkpoint: str) -> None:
+    for techniques in ([SDPAAttention()], [FusedOptimizer(), SDPAAttention("math")]):
+        with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer\(\), SDPAAttention"):
+            make_trainer(techniques, load_path=checkpoint)

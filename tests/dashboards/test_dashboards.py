@@ -1,0 +1,197 @@
+"""Dashboards: every panel names what a real run logs; the command line; nothing is sent."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.dashboards import as_text, layout
+from composer_speedups.dashboards.__main__ import main
+from composer_speedups.dashboards.layout import COLUMNS
+from composer_speedups.dashboards.request import Request, read_request
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.models import build_model
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.helpers.wandb_runs import WandbRun
+
+SECTIONS = ["Speed", "Loss and accuracy", "Memory", "What each run cost to start"]
+
+
+def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
+    for section in layout():
+        for chart in section.charts:
+            assert set(chart.metrics) <= set(wandb_run.history), chart.title
+            if chart.over is None:
+                assert set(chart.metrics) <= set(wandb_run.summary), "bars are of the summary"
+            else:
+                assert any(chart.over in row and chart.metrics[0] in row for row in wandb_run.rows)
+    assert set(COLUMNS) <= set(wandb_run.summary)
+    assert "techniques" in wandb_run.config, "what runs are grouped by"
+
+
+def test_masked_language_models_have_metrics_of_their_own() -> None:
+    reviews = Dataset.from_dict({"text": ["a review of a film"], "label": [1]})
+    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", reviews)
+    model = build_model(ModelConfig(init="random", size="tiny", task="mlm"), tokenizer, 64)
+    measured = {f"metrics/eval/{name}" for name in model.get_metrics(is_train=False)}
+    named = {m for section in layout("mlm") for chart in section.charts for m in chart.metrics}
+    assert {m for m in named if m.startswith("metrics/")} == measured
+
+
+def test_a_workspace_holds_the_sections_over_runs_grouped_into_arms() -> None:
+    from composer_speedups.dashboards.build import build_workspace
+
+    workspace = build_workspace(layout(), Request("bert", runs=("fp32", "bf16")), "team")
+    spec: Any = workspace._to_model().spec.section
+    assert [s.name for s in spec.panel_bank_config.sections] == SECTIONS
+    for section, wanted in zip(spec.panel_bank_config.sections, layout(), strict=True):
+        panels = [p.model_dump(by_alias=True) for p in section.panels]
+        assert section.is_open
+        assert [p["config"]["metrics"] for p in panels] == [list(c.metrics) for c in wanted.charts]
+        assert [p["config"].get("xAxis") for p in panels] == [c.over for c in wanted.charts]
+        kinds = {True: "Bar Chart", False: "Run History Line Plot"}
+        assert [p["viewType"] for p in panels] == [kinds[c.over is None] for c in wanted.charts]
+    (runs,) = spec.run_sets
+    assert [(key.section, key.name) for key in runs.grouping] == [("config", "techniques.value")]
+    (only,) = runs.model_dump()["filters"]["filters"]
+    assert (only["key"]["name"], only["op"], only["value"]) == ("displayName", "IN", ["fp32", "bf16"])
+    assert runs.run_feed.column_order[1:3] == ["config:techniques.value", "summary:summary/samples_per_sec"]
+
+
+def test_runs_may_be_grouped_by_other_keys_or_not_at_all() -> None:
+    from composer_speedups.dashboards.build import build_workspace
+
+    def grouping(*keys: str) -> list[str]:
+        spec: Any = build_workspace(layout(), Request("bert", group_by=keys), "team")._to_model().spec.section
+        assert not spec.run_sets[0].model_dump()["filters"]["filters"], "all runs of the project"
+        columns = spec.run_sets[0].run_feed.column_order
+        assert columns[1 : 1 + len(keys)] == [f"config:{key.name}" for key in spec.run_sets[0].grouping]
+        return [key.name for key in spec.run_sets[0].grouping]
+
+    assert grouping("techniques", "data.batch_size") == ["techniques.value", "data.value.batch_size"]
+    assert grouping() == []
+
+
+def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
+    import wandb_workspaces.reports.v2 as reports
+
+    from composer_speedups.dashboards.build import build_report
+
+    report = build_report(layout(), Request("bert", runs=("fp32",)), "team")
+    assert (report.title, report.entity, report.project) == ("Arms side by side", "team", "bert")
+    headings = [block.text for block in report.blocks if isinstance(block, reports.H2)]
+    grids = [block for block in report.blocks if isinstance(block, reports.PanelGrid)]
+    assert headings == SECTIONS
+    for grid, section in zip(grids, layout(), strict=True):
+        assert [panel.title for panel in grid.panels] == [c.title for c in section.charts]
+        shown = [panel.y if isinstance(panel, reports.LinePlot) else panel.metrics for panel in grid.panels]
+        assert shown == [list(c.metrics) for c in section.charts]
+        places = [(panel.layout.x, panel.layout.y) for panel in grid.panels]
+        assert len(set(places)) == len(places), "panels lie over each other"
+        (runset,) = grid.runsets
+        assert runset.groupby == ["config.techniques"]
+        assert "fp32" in str(runset.filters)
+
+
+def test_a_dry_run_prints_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["bert", "runs=fp32,bf16", "dry_run=true"])
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[0] == "workspace 'Arms side by side' of bert: fp32, bf16, grouped by techniques"
+    assert as_text(layout()) in printed
+    assert "  samples/s: throughput/samples_per_sec (over batches trained)" in printed.splitlines()
+
+
+@pytest.mark.parametrize("kind", ["workspace", "report"])
+def test_what_was_built_is_saved_and_its_address_printed(
+    kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import wandb
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    saved: list[Any] = []
+
+    def save(dashboard: Any) -> Any:
+        saved.append(dashboard)
+        return SimpleNamespace(url="the address")
+
+    monkeypatch.setattr(wandb, "Api", lambda: SimpleNamespace(default_entity="me"))
+    cls = workspaces.Workspace if kind == "workspace" else reports.Report
+    monkeypatch.setattr(cls, "save", save)
+    main(["bert", f"kind={kind}"])
+    assert capsys.readouterr().out == "the address\n"
+    ((dashboard,), entity) = saved, saved[0].entity
+    assert isinstance(dashboard, cls)
+    assert (entity, dashboard.project) == ("me", "bert")
+
+    def refuse(dashboard: Any) -> Any:
+        raise RuntimeError("project not found")
+
+    monkeypatch.setattr(cls, "save", refuse)
+    message = f"entity: W&B did not take the {kind} for team/bert: project not found"
+    with pytest.raises(ConfigError, match=message):
+        main(["bert", f"kind={kind}", "entity=team"])
+
+
+def test_arguments_become_a_request() -> None:
+    assert read_request(["bert"]) == Request("bert")
+    given = [
+        "entity=team",
+        "bert",
+        "runs=a,b",
+        "kind=report",
+        "name=Two arms",
+        "group_by=",
+        "task=mlm",
+        "dry_run=false",
+    ]
+    assert read_request(given) == Request("bert", "team", ("a", "b"), "report", "Two arms", (), "mlm", False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "PROJECT: expected one project"),
+        ("a b", "PROJECT: expected one project"),
+        ("team/bert", "PROJECT: 'team/bert' has a slash; write bert entity=team"),
+        ("bert rns=a", "unknown argument 'rns'; did you mean 'runs'?"),
+        ("bert --kind=report", "unknown argument '--kind'; did you mean 'kind'?"),
+        ("bert kind=page", "kind: must be workspace or report, not 'page'"),
+        ("bert dry_run=yes", "dry_run: must be true or false, not 'yes'"),
+        ("bert runs=a,,b", "runs: 'a,,b' holds an empty name; write runs=a,b"),
+        ("bert runs=", "runs: '' holds an empty name"),
+        ("bert entity=", "entity: is empty"),
+        ("bert name=a+b", "name: W&B takes no emoji or signs"),
+        (f"bert name={'a' * 129}", "name: must be at most 128 characters, not 129"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_argument(
+    arguments: str, message: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os._exit", sys.exit)  # of this process
+    with pytest.raises(SystemExit) as exited, exit_codes("dashboards"):
+        main(arguments.split())
+    assert exited.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"dashboards: {message}")
+
+
+def test_a_name_that_is_let_through_is_one_that_wandb_takes() -> None:
+    from composer_speedups.dashboards.build import build_workspace
+
+    name = read_request(["bert", "name=Größe: fp32, bf16 (2 Läufe) & mehr"]).name
+    assert build_workspace(layout(), Request("p", name=name), "e").name == name
+    with pytest.raises(ValueError, match="Emojis"):
+        build_workspace(layout(), Request("p", name="a+b"), "e")
+
+
+def test_without_the_extra_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'composer_speedups\[dashboards\]'"):
+        main(["bert"])

@@ -1,0 +1,146 @@
+"""Files that change: before a run, while they are read, in the cache, under a run, and between two ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+from datasets import Dataset
+
+from composer_speedups.core.errors import DataError
+from composer_speedups.data import sources
+from composer_speedups.data.loader import build_data
+from composer_speedups.data.sources import load_reviews
+from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.schema import DataConfig
+from tests.data.test_data import ROWS, files, save
+from tests.helpers.forks import on_ranks
+from tests.helpers.jobs import run
+
+
+def _build(config: DataConfig) -> Dataset:
+    return build_data(config, model_name="unused", task="classification", on_gpu=False).train.dataloader.dataset
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
+@pytest.mark.pins
+def test_a_changed_file_is_tokenized_anew_even_with_its_old_date_and_size(suffix: str) -> None:
+    name = save({"text": ["good one", "fine two"], "label": [1, 0]}, f"a.{suffix}")
+    config = files(name, train_samples=None)
+    first, stat = _build(config), os.stat(name)
+    save({"text": ["good two", "fine one"], "label": [1, 0]}, name)
+    os.utime(name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert suffix == "parquet" or os.stat(name).st_size == stat.st_size
+    second = _build(config)
+    assert len(second.ids) == len(first.ids)
+    assert not np.array_equal(second.ids, first.ids)
+
+
+@pytest.mark.pins
+def test_a_cut_or_swapped_cache_of_tokens_is_made_again() -> None:
+    rows = {"text": ROWS["text"] * 300, "label": ROWS["label"] * 300}
+    config = files(save(rows, "a.parquet"), train_samples=None)
+    train, _ = load_reviews(config)
+    tokenizer = load_tokenizer(config, "unused", train)
+    expected = tokenize(train, tokenizer, config)[:]
+    (cache,) = Path("cache/tokens").glob("*.arrow")
+    whole = cache.read_bytes()
+    table = pyarrow.ipc.open_stream(whole).read_all()
+    with pyarrow.ipc.new_stream(cache, table.schema) as stream:
+        stream.write_table(table.slice(0, 1000))  # reads well, and is short
+    assert tokenize(train, tokenizer, config)[:] == expected
+    with pyarrow.ipc.new_stream(cache, table.schema) as stream:
+        stream.write_table(table.take([*range(1, 6000), 0]))
+    assert tokenize(train, tokenizer, config)[:] == expected
+    for size in (0, 100, len(whole) // 2, len(whole) - 100):
+        cache.write_bytes(whole[:size])
+        assert tokenize(train, tokenizer, config)[:] == expected
+
+
+def test_a_damaged_tokenizer_is_one_line() -> None:
+    config = files(save(ROWS, "a.parquet"))
+    train, _ = load_reviews(config)
+    load_tokenizer(config, "unused", train)
+    for file in Path("cache/tokenizers").rglob("tokenizer.json"):
+        file.write_bytes(file.read_bytes()[:500])
+    with pytest.raises(DataError, match=r"data\.cache_dir: the tokenizer in cache/tokenizers/\w+ is damaged; remove"):
+        load_tokenizer(config, "unused", train)
+
+
+def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(path: Path) -> pyarrow.Table:
+        table = pyarrow.parquet.read_table(path)
+        save(ROWS, str(path))
+        return table
+
+    monkeypatch.setitem(sources._READERS, ".parquet", read)
+    with pytest.raises(DataError, match=r"data\.train_file: a\.parquet changed while it was read; start again"):
+        load_reviews(files(save({"text": ["a"], "label": [1]}, "a.parquet")))
+
+    def remove(path: Path) -> pyarrow.Table:
+        table = pyarrow.parquet.read_table(path)
+        path.unlink()
+        return table
+
+    monkeypatch.setitem(sources._READERS, ".parquet", remove)
+    with pytest.raises(DataError, match=r"a\.parquet cannot be read \(\[Errno 2\]"):
+        load_reviews(files(save(ROWS, "a.parquet")))
+
+
+def test_files_and_caches_that_go_under_a_run_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer_speedups.tasks.models import FinetuneModel
+
+    name = save({"text": ROWS["text"] * 3, "label": ROWS["label"] * 3}, "a.parquet")
+    job = ["data.source=files", f"data.train_file={name}", f"data.eval_file={name}", "trainer.max_duration=6ba"]
+    expected = run(*job, "run_name=one")["metrics"]
+    plain = FinetuneModel.loss
+
+    def damage(self: FinetuneModel, outputs: object, batch: object) -> object:
+        for path in [Path(name), *Path(".cache").rglob("*.arrow")]:
+            os.truncate(path, 0)
+        return plain(self, outputs, batch)
+
+    monkeypatch.setattr(FinetuneModel, "loss", damage)
+    assert run(*job, "run_name=two")["metrics"] == expected
+
+
+def test_ranks_that_read_different_files_are_refused() -> None:
+    for rank in range(2):
+        save({"text": ["good one", "fine" + " and long" * rank], "label": [1, 0]}, f"{rank}.parquet")
+
+    def read() -> None:
+        rank = os.environ["RANK"]
+        with exit_codes():
+            _build(files(f"{rank}.parquet", batch_size=2, cache_dir=f"cache{rank}"))
+
+    for done in on_ranks(read):
+        assert done.status == 2
+        assert done.stderr.splitlines()[-1].startswith("train.py: data: the ranks read different reviews")
+
+
+NO_TEXT = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))
+ONE = pyarrow.array([1])
+BAD_COLUMNS = {
+    "twice.parquet": pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2 + [ONE], ["text", "text", "label"]),
+    "bytes.parquet": pyarrow.Table.from_arrays([NO_TEXT, ONE], ["text", "label"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_COLUMNS)
+def test_columns_that_cannot_be_read_are_one_line(name: str) -> None:
+    pyarrow.parquet.write_table(BAD_COLUMNS[name], name)
+    with pytest.raises(
+        DataError, match=rf"data\.train_file: {name}: (its columns )?cannot be read|{name} cannot be read"
+    ):
+        load_reviews(files(name))
+
+
+def test_a_home_that_is_nobodys_and_a_name_too_long_are_one_line() -> None:
+    for name in ("~nobody-at-all/x.csv", "x" * 5000 + ".csv"):
+        with pytest.raises(DataError, match="is not a file"):
+            load_reviews(files(name))

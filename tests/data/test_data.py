@@ -1,0 +1,285 @@
+"""Reviews from files, hub folders and the generator; bad rows named; caches used; batches padded right."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+from datasets import Dataset
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.loader import Pad, build_data
+from composer_speedups.data.sources import load_reviews
+from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.train.config.schema import DataConfig
+
+ROWS = {
+    "text": [f"Review {i}, and it is {'good' if i % 2 else 'bad'}." for i in range(20)],
+    "label": [0, 1] * 10,
+}
+
+
+def save(rows: dict[str, Any], name: str) -> str:
+    table, path = pyarrow.table(rows), Path(name)
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    elif path.suffix == ".csv":
+        pyarrow.csv.write_csv(table, path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+    return name
+
+
+def files(train: str, evaluation: str | None = None, **kwargs: Any) -> DataConfig:
+    settings = {"tokenizer": "wordpiece", "vocab_size": 200, "cache_dir": "cache", "max_length": 16, **kwargs}
+    return DataConfig(source="files", train_file=train, eval_file=evaluation, **settings)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
+@pytest.mark.pins
+def test_local_files_of_each_kind_are_read(suffix: str) -> None:
+    train, evaluation = load_reviews(files(save(ROWS, f"a.{suffix}"), save(ROWS, f"b.{suffix}"), train_samples=None))
+    assert train[:] == ROWS
+    assert evaluation is not None
+    assert len(evaluation) == 20
+
+
+def test_columns_may_have_other_names_and_text_may_have_line_breaks() -> None:
+    rows = {"review": ['one\n"two", three'] * 2, "y": [1, 0], "more": [3, 4]}
+    for name in ("a.csv", "a.parquet", "a.jsonl"):
+        train, _ = load_reviews(files(save(rows, name), text_column="review", label_column="y"))
+        assert train[:] == {"text": rows["review"], "label": rows["y"]}
+
+
+def test_a_draw_is_random_seeded_and_without_repeats() -> None:
+    name = save(ROWS, "a.parquet")
+    first, _ = load_reviews(files(name, train_samples=8))
+    again, _ = load_reviews(files(name, train_samples=8))
+    other, _ = load_reviews(files(name, train_samples=8, seed=3))
+    assert len(set(first["text"])) == 8
+    assert first["text"] == again["text"] != other["text"]
+
+
+@pytest.mark.pins
+def test_the_hub_code_reads_a_local_folder() -> None:
+    folder = Path("stanfordnlp/imdb/data")
+    folder.mkdir(parents=True)
+    save(ROWS, str(folder / "train-00000.parquet"))
+    save({"text": ["Test."], "label": [1]}, str(folder / "test-00000.parquet"))
+    train, evaluation = load_reviews(DataConfig(hub_name="stanfordnlp/imdb", train_samples=5))
+    assert len(train) == 5
+    assert evaluation is not None
+    assert evaluation[:] == {"text": ["Test."], "label": [1]}
+
+
+def test_an_unreachable_hub_names_the_key_and_the_ways_out() -> None:
+    with pytest.raises(
+        DataError, match=r"data\.hub_name 'no/such', split 'train': cannot be loaded .*data\.source=files"
+    ):
+        load_reviews(DataConfig(hub_name="no/such"))
+
+
+BAD_ROWS: list[tuple[dict[str, Any], str]] = [
+    ({"txt": ["a"], "label": [1]}, r"has no column 'text' \(it has: txt, label\); set data\.text_column"),
+    ({"text": ["a"], "lable": [1]}, r"has no column 'label'"),
+    ({"text": ["a", ""], "label": [1, 0]}, "row 2: text is empty"),
+    ({"text": ["a", " \n"], "label": [1, 0]}, "row 2: text is empty"),
+    ({"text": ["a", None], "label": [1, 0]}, "row 2: text is empty"),
+    ({"text": ["a", "b", "c"], "label": [1, 0, 2]}, "row 3: label is 2; it must be 0 or 1"),
+    ({"text": ["a", "b"], "label": [0, -1]}, "row 2: label is -1"),
+    ({"text": ["a", "b"], "label": [0, None]}, "row 2: label is empty"),
+    ({"text": ["a", "b"], "label": ["pos", "neg"]}, "row 1: label is 'pos'"),
+    ({"text": ["a", "b"], "label": [0.5, 1.0]}, r"row 1: label is 0\.5"),
+    ({"text": [3, 4], "label": [0, 1]}, "row 1: text is 3"),
+    (
+        {"text": pyarrow.array([], pyarrow.string()), "label": pyarrow.array([], pyarrow.int64())},
+        "has no rows",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rows", "message"), BAD_ROWS)
+@pytest.mark.pins
+def test_bad_rows_are_named(rows: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message) as error:
+        load_reviews(files(save(rows, "bad.parquet")))
+    assert "bad.parquet" in str(error.value)
+
+
+def test_bad_files_are_named() -> None:
+    Path("empty.csv").touch()
+    Path("corrupt.parquet").write_bytes(b"PAR1" + b"\0" * 50)
+    Path("corrupt.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
+    Path("a.txt").write_text("x")
+    Path("whole.parquet").write_bytes(b"")
+    good = Path(save(ROWS, "good.parquet")).read_bytes()
+    Path("cut.parquet").write_bytes(good[: len(good) // 2])
+    for name, message in {
+        "empty.csv": "is empty",
+        "whole.parquet": "is empty",
+        "corrupt.parquet": "cannot be read",
+        "corrupt.jsonl": "cannot be read",
+        "cut.parquet": "cannot be read",
+        "a.txt": "must end in .parquet, .csv, .jsonl",
+        "missing.csv": rf"\(relative to {Path.cwd()}\) is not a file",
+    }.items():
+        with pytest.raises(DataError, match=rf"data\.train_file: {name} {message}"):
+            load_reviews(files(name))
+
+
+NOT_UTF8 = {
+    "latin.csv": (
+        "text,label\nfine,1\nun café noir,0\n",
+        "latin-1",
+        r"byte 0xe9 in line 3 \(byte 25 of the file\)",
+        "latin1",
+    ),
+    "latin.jsonl": ('{"text": "fine", "label": 1}\n{"text": "café", "label": 0}\n', "latin-1", "line 2 ", "latin1"),
+    "header.csv": ("text,label,détails\nfine,1,x\n", "latin-1", "line 1 ", "latin1"),
+    "wide.csv": ("text,label\nfine,1\n", "utf-16", "line 1 ", "utf-16"),
+    "wide.jsonl": ('{"text": "fine", "label": 1}\n', "utf-16", "line 1 ", "utf-16"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_UTF8)
+def test_a_file_that_is_not_utf8_is_named_with_the_place_and_the_fix(name: str) -> None:
+    text, encoding, place, conversion = NOT_UTF8[name]
+    Path(name).write_bytes(text.encode(encoding))
+    fix = rf"save it as UTF-8, as with: iconv -f {conversion} -t utf-8"
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{place}.*{fix}"):
+        load_reviews(files(name))
+    with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{place}.*{fix}"):
+        load_reviews(files(save(ROWS, "good.csv"), name))
+
+
+def test_text_beyond_ascii_is_read_with_and_without_a_byte_order_mark() -> None:
+    text = "text,label\nun café noir,1\n"
+    for encoding in ("utf-8", "utf-8-sig"):
+        Path("a.csv").write_bytes(text.encode(encoding))
+        assert load_reviews(files("a.csv"))[0][:] == {"text": ["un café noir"], "label": [1]}
+
+
+@pytest.mark.pins
+def test_tokens_and_tokenizer_are_cached_and_the_cache_is_checked() -> None:
+    config = files(save(ROWS, "a.parquet"))
+    train, _ = load_reviews(config)
+    tokenizer = load_tokenizer(config, "unused", train)
+    assert tokenizer.decode(tokenizer("it is good")["input_ids"]) == "[CLS] it is good [SEP]"
+    tokens = tokenize(train, tokenizer, config)
+    assert max(map(len, tokens["input_ids"])) <= 16
+    made = {p: p.stat().st_mtime_ns for p in Path("cache").rglob("*") if p.is_file()}
+    again = tokenize(train, load_tokenizer(config, "unused", train), config)
+    assert again[:] == tokens[:]
+    assert {p: p.stat().st_mtime_ns for p in Path("cache").rglob("*") if p.is_file()} == made
+    shorter = tokenize(train, tokenizer, dataclasses.replace(config, max_length=4))
+    assert max(map(len, shorter["input_ids"])) == 4
+    expected = tokens[:]
+    for cached in Path("cache/tokens").glob("*.arrow"):
+        cached.write_bytes(b"not arrow")
+    assert tokenize(train, tokenizer, config)[:] == expected
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
+    with pytest.raises(
+        ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; give a local folder"
+    ):
+        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
+    with pytest.raises(
+        ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); give a local folder"
+    ):
+        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is no folder"):
+        load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", Dataset.from_dict(ROWS))
+
+
+def test_a_cache_that_cannot_be_written_is_one_line() -> None:
+    Path("file").write_text("")
+    config = files("a.csv", cache_dir="file/cache", tokenizer="wordpiece")
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers \(relative to /.*\) cannot be made"):
+        load_tokenizer(config, "x", Dataset.from_dict(ROWS))
+
+
+def test_padding_to_max_length_and_to_the_longest() -> None:
+    rows = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [8], "label": 0}]
+    full = Pad(0, 6, longest=False)(rows)
+    torch.testing.assert_close(full["input_ids"], torch.tensor([[5, 6, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0]]))
+    torch.testing.assert_close(full["attention_mask"], torch.tensor([[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]))
+    assert full["labels"].tolist() == [1, 0]
+    assert Pad(0, 6, longest=True, multiple=1)(rows)["input_ids"].shape == (2, 3)
+    assert Pad(0, 9, longest=True, multiple=4)(rows)["input_ids"].shape == (2, 4)
+    assert Pad(0, 3, longest=True, multiple=8)(rows)["input_ids"].shape == (2, 3), "never past max_length"
+
+
+def test_loaders_count_real_tokens_and_follow_the_keys() -> None:
+    name = save(ROWS, "a.parquet")
+    config = files(name, name, batch_size=8, eval_batch_size=5, drop_last=True, padding="longest", workers=1)
+    data = build_data(config, model_name="unused", task="classification", on_gpu=False)
+    assert data.eval is not None
+    batches = list(data.train.dataloader)
+    assert [len(b["labels"]) for b in batches] == [8, 8]
+    assert len(list(data.eval.dataloader)) == 4
+    assert data.train.get_num_tokens_in_batch(batches[0]) == int(batches[0]["attention_mask"].sum())
+    assert data.train.dataloader.num_workers == 1
+    with pytest.raises(ConfigError, match=r"data\.drop_last: the 20 training reviews do not fill one batch of 64"):
+        build_data(dataclasses.replace(config, batch_size=64), model_name="", task="classification", on_gpu=False)
+
+
+def test_ranks_that_cannot_share_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer.utils.dist.get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match=r"data\.batch_size: 7 reviews cannot be shared by 2 ranks"):
+        build_data(files("a.csv", batch_size=7), model_name="", task="classification", on_gpu=False)
+
+
+def test_masked_lm_batches_mask_real_tokens_only() -> None:
+    config = files(save(ROWS, "a.parquet"), batch_size=20, mlm_probability=0.5)
+    data = build_data(config, model_name="unused", task="mlm", on_gpu=False)
+    batch = next(iter(data.train.dataloader))
+    chosen = batch["labels"] != -100
+    assert chosen.any()
+    assert not chosen[batch["attention_mask"] == 0].any()
+    assert not chosen[:, 0].any(), "[CLS] is never masked"
+    assert (batch["input_ids"][chosen] == data.tokenizer.mask_token_id).float().mean() > 0.5
+
+
+@pytest.mark.pins
+def test_built_in_reviews_are_the_same_everywhere() -> None:
+    reviews = builtin_reviews(50, 17, "train")
+    digest = hashlib.sha256(json.dumps(reviews).encode()).hexdigest()
+    assert digest.startswith("48726a9c6935cfe3"), digest
+    assert builtin_reviews(50, 17, "eval")["text"] != reviews["text"]
+    assert builtin_reviews(50, 18, "train")["text"] != reviews["text"]
+
+
+def test_built_in_reviews_have_imdbs_lengths() -> None:
+    words = torch.tensor([len(t.split()) for t in builtin_reviews(3000, 1, "train")["text"]]).double()
+    assert 215 < words.mean() < 250
+    assert 160 < words.median() < 195
+    assert words.max() > 1000
+    short = builtin_reviews(500, 1, "train", 0.12)["text"]
+    assert sum(len(t.split()) for t in short) / 500 < 45
+
+
+@pytest.mark.parametrize("length_scale", [0.12, 1.0])
+def test_counting_words_does_not_solve_the_built_in_reviews(length_scale: float) -> None:
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    train, evaluation = (builtin_reviews(n, 17, s, length_scale) for n, s in [(6000, "train"), (2000, "eval")])
+    unigrams = CountVectorizer()
+    model = LogisticRegression(max_iter=2000).fit(unigrams.fit_transform(train["text"]), train["label"])
+    accuracy = model.score(unigrams.transform(evaluation["text"]), evaluation["label"])
+    assert 0.55 < accuracy <= 0.75
+    positive = " ".join(t for t, y in zip(train["text"], train["label"], strict=True) if y).split()
+    negative = " ".join(t for t, y in zip(train["text"], train["label"], strict=True) if not y).split()
+    for word in ("wonderful", "dull"):
+        assert any(w.startswith(word) for w in positive)
+        assert any(w.startswith(word) for w in negative)

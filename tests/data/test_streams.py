@@ -1,0 +1,222 @@
+"""Training reviews as a stream: every row to one rank and one worker, other orders, bad rows, refusals, resuming."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from composer.utils import dist
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data import streams
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.streams import EndlessReviews, Tokenized, stream_of_reviews
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.data.watched import WatchedDataLoader
+from composer_speedups.train.config.schema import DataConfig
+from tests.helpers.jobs import run
+
+ROWS = 64
+
+
+@pytest.fixture(autouse=True)
+def _no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """datasets sleeps for 5 s at the end of each pass over parquet files, for threads of Arrow's."""
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
+
+def shards(count: int) -> DataConfig:
+    """Numbered reviews in some parquet files."""
+    for shard in range(count):
+        rows = range(shard, ROWS, count)
+        table = pyarrow.table({"text": [f"review {row}" for row in rows], "label": [row % 2 for row in rows]})
+        pyarrow.parquet.write_table(table, f"part-{shard}.parquet")
+    return DataConfig(source="files", train_file=f"{Path.cwd()}/part-*.parquet", streaming=True, shuffle_buffer=20)
+
+
+def one_pass(monkeypatch: pytest.MonkeyPatch, config: DataConfig, ranks: int, workers: int = 0) -> list[list[str]]:
+    """Texts that each rank reads of the first pass."""
+    found = []
+    monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
+    for rank in range(ranks):
+        monkeypatch.setattr(dist, "get_global_rank", lambda rank=rank: rank)
+        stream = stream_of_reviews(config, seed=3)
+        assert isinstance(stream, EndlessReviews)
+        loader: Any = DataLoader(stream.rows, batch_size=None, num_workers=workers)
+        found.append([row["text"] for row in loader])
+    return found
+
+
+@pytest.mark.parametrize(("files", "ranks", "workers"), [(1, 2, 0), (4, 2, 0), (4, 2, 2), (3, 2, 0)])
+def test_every_row_goes_to_one_rank_and_one_worker(
+    files: int, ranks: int, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = one_pass(monkeypatch, shards(files), ranks, workers)
+    assert Counter(text for texts in read for text in texts) == Counter(f"review {row}" for row in range(ROWS))
+    assert abs(len(read[0]) - len(read[1])) <= max(1, ROWS // files % ranks)
+
+
+def test_a_stream_begins_anew_in_another_order_and_the_same_seed_repeats_it() -> None:
+    config = shards(2)
+    passes = []
+    for seed in (3, 3, 4):
+        rows = iter(stream_of_reviews(config, seed))
+        passes.append([[next(rows)["text"] for _ in range(ROWS)] for _ in range(2)])
+    assert sorted(passes[0][0]) == sorted(passes[0][1])
+    assert passes[0][0] != passes[0][1]
+    assert passes[0] == passes[1] != passes[2]
+
+
+def test_a_worker_without_rows_ends() -> None:
+    class Empty:
+        def set_epoch(self, epoch: int) -> None:
+            assert epoch == 0
+
+        def __iter__(self) -> Any:
+            return iter(())
+
+    assert list(EndlessReviews(Empty())) == []
+
+
+def tokenizer_in(folder: str) -> Any:
+    reviews = Dataset.from_dict(builtin_reviews(40, 1, "train", 0.1))
+    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=200), "", reviews)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": " ", "label": 1}, r"has ' ' as data\.text_column 'text', no text"),
+        ({"words": "a", "label": 1}, r"has None as data\.text_column 'text'"),
+        ({"text": "a", "label": 2}, r"has 2 as data\.label_column 'label'; it must be 0 or 1"),
+        ({"text": "a"}, r"has None as data\.label_column"),
+    ],
+)
+def test_a_bad_row_is_one_line(row: dict[str, Any], message: str) -> None:
+    collate = Tokenized(lambda rows: rows, tokenizer_in("words"), DataConfig())
+    good = collate([{"text": "it was not dull", "label": 1.0}, {"text": "a", "label": False}])
+    assert [r["label"] for r in good] == [1, 0]
+    assert len(good[0]["input_ids"]) > len(good[1]["input_ids"]) >= 3
+    with pytest.raises(DataError, match=message):
+        collate([row])
+    assert collate([{"input_ids": [2, 9, 3], "label": 1}]) == [{"input_ids": [2, 9, 3], "label": 1}]
+
+
+def refusal_of(rows: Any) -> str:
+    with pytest.raises(DataError) as error:
+        list(itertools.islice(rows, 9))
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffix: str, workers: int) -> None:
+    row = "un café noir,{}" if suffix == "csv" else '{{"text": "un café noir", "label": {}}}'
+    text = "\n".join(["text,label"] * (suffix == "csv") + [row.format(i % 2) for i in range(4)])
+    Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))
+    Path(f"b.{suffix}").write_bytes(text.encode("latin-1"))
+    config = DataConfig(source="files", train_file=f"*.{suffix}", streaming=True)
+    loader = WatchedDataLoader(stream_of_reviews(config, 1), worker_timeout=60, num_workers=workers, batch_size=None)
+    said = refusal_of(loader)
+    line = 2 if suffix == "csv" else 1
+    assert said.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")
+    assert said.endswith(f"iconv -f latin1 -t utf-8 b.{suffix} > new.{suffix}"), "nothing of a worker's traceback"
+    del loader
+    gc.collect()  # datasets leaves its files open
+
+
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_a_stream_that_cannot_be_parsed_is_one_line() -> None:
+    Path("a.csv").write_text('text,label\nfine,1\n"never closed,0\nfine,1,2,3\n')
+    config = DataConfig(source="files", train_file="a.csv", streaming=True)
+    assert refusal_of(stream_of_reviews(config, 1)).startswith("data.train_file: a.csv cannot be read (")
+    gc.collect()
+
+
+def stream_run(*overrides: str) -> dict[str, Any]:
+    return run(
+        "data.source=files",
+        "data.streaming=true",
+        f"data.train_file={Path.cwd()}/train.parquet",
+        "data.train_samples=null",
+        f"data.tokenizer={Path.cwd()}/words",
+        "trainer.eval_interval=4ba",
+        "export=false",
+        *overrides,
+    )
+
+
+def test_a_run_trains_on_a_stream_and_a_resumed_one_goes_on_in_it() -> None:
+    tokenizer_in("words")
+    pyarrow.parquet.write_table(pyarrow.table(builtin_reviews(44, 1, "train", 0.1)), "train.parquet")
+    whole = stream_run("trainer.max_duration=8ba", "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    assert whole["training"]["samples"] == 64, "44 rows, and 20 of the next pass"
+    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
+    resumed = stream_run("trainer.max_duration=8ba", f"checkpoint.load={checkpoint}", "run_name=again")
+    assert resumed["metrics"] == whole["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["trainer.max_duration=2ep"], r"trainer\.max_duration is 2ep, and a stream has no epochs"),
+        (
+            ["trainer.max_duration=8ba", "data.length_batching=4", "data.padding=longest"],
+            r"data\.length_batching needs",
+        ),
+        (["trainer.max_duration=8ba", "data.train_samples=8"], r"data\.train_samples draws at random"),
+        (["trainer.max_duration=8ba", "data.tokenizer=wordpiece"], r"data\.tokenizer wordpiece is trained on all"),
+        (["trainer.max_duration=8ba", "data.source=builtin"], r"data\.streaming is for data\.source: hub or files"),
+        (["trainer.max_duration=8ba", "data.train_file=rows.txt"], r"rows\.txt must end in \.parquet"),
+        (
+            ["trainer.max_duration=8ba", "data.train_file=no.parquet"],
+            r"data\.train_file: no\.parquet \(relative to /.*\) cannot be opened",
+        ),
+    ],
+)
+def test_what_a_stream_cannot_do_is_one_line(overrides: list[str], message: str) -> None:
+    tokenizer_in("words")
+    with pytest.raises((ConfigError, DataError), match=message):
+        stream_run(*overrides)
+
+
+def test_mds_without_its_package_or_its_shards_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(source="mds", train_file="nowhere")
+    monkeypatch.setattr(streams.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"data\.source: mds needs the package 'streaming'; pip install"):
+        stream_of_reviews(config, 0)
+
+
+def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/DATA.md has its install line")
+    with streaming.MDSWriter(out="shards", columns={"text": "str", "label": "int"}) as writer:
+        for row in range(ROWS):
+            writer.write({"text": f"review {row}", "label": row % 2})
+    config = DataConfig(source="mds", train_file="shards", batch_size=4)
+    rows = [row["text"] for row in stream_of_reviews(config, 1)]
+    assert sorted(rows) == sorted(f"review {row}" for row in range(ROWS))
+    with pytest.raises(DataError, match=r"nowhere has no index\.json"):
+        stream_of_reviews(DataConfig(source="mds", train_file="nowhere"), 0)
+    tokenizer_in("words")
+    mds = [
+        "data.streaming=false",
+        "data.source=mds",
+        f"data.train_file={Path.cwd()}/shards",
+        "trainer.max_duration=1ep",
+    ]
+    whole = stream_run(*mds, "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
+    assert whole["training"]["samples"] == ROWS
+    checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
+    resumed = stream_run(*mds, f"checkpoint.load={checkpoint}", "run_name=again")
+    assert resumed["metrics"] == whole["metrics"]

@@ -1,0 +1,80 @@
+"""Ranks share each batch: the whole is one process's, shares are equal in reviews and nearly in tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.utils.data import DistributedSampler
+
+from composer_speedups.data.loader import build_data
+from composer_speedups.distributed.balanced_sampling import BalancedSampler
+from tests.data.test_length_batching import builtin
+from tests.helpers.ranks import on_ranks
+
+LENGTHS = np.minimum(np.random.default_rng(0).lognormal(5.3, 0.6, size=5003).astype(int) + 3, 256)
+
+
+def shares(ranks: int, batch_size: int = 64, *, epoch: int = 1, **kwargs: Any) -> list[np.ndarray[Any, Any]]:
+    each = [BalancedSampler(LENGTHS, batch_size, ranks=ranks, rank=r, seed=5, **kwargs) for r in range(ranks)]
+    for one in each:
+        one.set_epoch(epoch)
+    orders = [np.array(list(one)) for one in each]
+    assert [len(one) for one in each] == [len(order) for order in orders] == [len(orders[0])] * ranks
+    return orders
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_one_process_draws_what_torchs_sampler_does(epoch: int) -> None:
+    torchs: DistributedSampler[int] = DistributedSampler(LENGTHS, 1, 0, shuffle=True, seed=5)  # type: ignore[arg-type]
+    torchs.set_epoch(epoch)
+    assert shares(1, epoch=epoch)[0].tolist() == list(torchs)
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_batches_are_those_of_one_process_shared_without_overlap(ranks: int, drop_last: bool) -> None:
+    whole, parts = shares(1, drop_last=drop_last)[0], shares(ranks, drop_last=drop_last)
+    assert len(whole) == (4992 if drop_last else 5003)
+    size = 64 // ranks
+    for start in range(0, len(whole), 64):
+        batch = whole[start : start + 64].tolist()
+        shared = [int(i) for part in parts for i in part[start // ranks : start // ranks + size]]
+        extra = -len(batch) % ranks
+        assert len(shared) == len(batch) + extra, "rows come twice only to make the last batch even"
+        assert sorted(shared) == sorted([*batch, *batch[:extra]])
+        for part in parts:
+            places = [batch.index(i) for i in part[start // ranks : start // ranks + size]]
+            assert places == sorted(places) or extra, "in the order of the draw"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_shares_are_nearly_equal_in_tokens(ranks: int) -> None:
+    def excess(parts: list[np.ndarray[Any, Any]]) -> float:
+        """Tokens of the rank with most over the mean of all, on average: what the others wait for."""
+        tokens = np.array([LENGTHS[part].reshape(-1, 128).sum(1) for part in parts])
+        return float((tokens.max(0) / tokens.mean(0) - 1).mean())
+
+    parts = shares(ranks, 128 * ranks, drop_last=True)
+    plain: list[DistributedSampler[int]] = [DistributedSampler(LENGTHS, ranks, r, seed=5) for r in range(ranks)]  # type: ignore[arg-type]
+    at_random = [np.array(list(one))[: len(parts[0])] for one in plain]
+    assert excess(at_random) > 0.01
+    assert excess(parts) < 0.002
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
+    with pytest.raises(ValueError, match="batch_size must be a multiple of the 3 ranks, not 64"):
+        BalancedSampler(LENGTHS, 64, ranks=3)
+
+
+def test_the_loader_shares_by_tokens() -> None:
+    def tokens() -> list[int]:
+        data = build_data(builtin(drop_last=True), model_name="", task="classification", on_gpu=False, seed=3)
+        return [int(batch["attention_mask"].sum()) for batch in data.train.dataloader]
+
+    alone, (one, two) = np.array(tokens()), map(np.array, on_ranks(tokens))
+    assert (one + two).tolist() == alone.tolist()
+    assert (np.abs(one - two) / alone).mean() < 0.05

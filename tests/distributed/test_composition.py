@@ -1,0 +1,85 @@
+"""Every technique on several ranks: the losses of one process at the same global batch, or a refusal by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from composer_speedups.core.registry import technique_class
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+from tests.helpers.settings import Case
+from tests.helpers.shared import once_a_run
+from tests.reference.composition import CLIP, WAYS, all_outcomes, first_cases, train
+from tests.reference.tolerance import assert_near
+
+# What one process computes over a whole batch and ranks over theirs.
+PER_RANK = {
+    "sparse_upcycling": "the load-balancing loss is a product of means over a rank's tokens",
+    "float8_linear": "a tensor's scale is that of a rank's rows",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("ranks"))
+        one, other = once_a_run(lambda: on_ranks(all_outcomes), "composition", tmp_path_factory)
+    assert one == other, "Composer gives every rank the mean"
+    return one
+
+
+@pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.name)
+def test_ranks_train_as_one_process_does_or_it_is_refused(case: Case, found: dict[str, dict[str, Any]]) -> None:
+    refused = technique_class(case.name).not_sharded
+    expected = train(case)
+    assert len(expected) == 4
+    for way, outcome in found[case.name].items():
+        if way != "ddp" and refused:
+            assert outcome == f"{case.name}: {refused}; train without FSDP (DDP works), or take it out"
+        elif case.name in PER_RANK:
+            assert outcome == pytest.approx(expected, abs=0.05), f"{way}: {PER_RANK[case.name]}"
+        else:
+            assert_near(outcome, expected, case.entry.dtype, what=way)
+
+
+def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[str, Any]]) -> None:
+    """Composer's GradientClipping would leave it as it is, without a word."""
+    expected, unclipped = train(None, clip=CLIP), train(None)
+    assert abs(expected[-1] - unclipped[-1]) > 0.01
+    for way in ("full", "hsdp"):
+        assert_near(found["clipped"][way], expected, what=way)
+
+
+def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[str, Any]:
+    """A run of 3 batches, and one that resumes it for 3 more; its metrics."""
+    common = ["trainer.device=cpu", "scheduler.name=constant"]
+
+    def train_on(count: int, *overrides: str) -> dict[str, Any]:
+        job = partial(run, *common, *overrides)
+        return on_ranks(job, count)[0] if count > 1 else job()
+
+    train_on(ranks[0], *first, "trainer.max_duration=3ba", "checkpoint.interval=3ba", "run_name=first")
+    (checkpoint,) = Path("runs/first/checkpoints").glob("ep*-ba3*.pt")
+    return train_on(ranks[1], *second, "trainer.max_duration=6ba", f"checkpoint.load={checkpoint}", "run_name=second")
+
+
+# Composer's: random states of other ranks than the checkpoint's; nothing draws here
+@pytest.mark.filterwarnings("ignore:The current world size:UserWarning")
+@pytest.mark.parametrize(("ranks", "first"), [((2, 1), True), ((1, 2), False)], ids=["to one process", "from one"])
+def test_a_checkpoint_of_shards_is_that_of_one_process(ranks: tuple[int, int], first: bool) -> None:
+    shards = ["trainer.fsdp.shard=full"]
+    whole = run("trainer.device=cpu", "scheduler.name=constant", "trainer.max_duration=6ba")
+    resumed = halves(shards if first else [], [] if first else shards, ranks)
+    assert resumed["metrics"]["loss"] == pytest.approx(whole["metrics"]["loss"], rel=1e-4)
+    assert resumed["training"]["samples"] == whole["training"]["samples"]
+    exported, stock = (load_file(f"runs/{name}/model/model.safetensors") for name in ("second", "quickstart"))
+    assert_near(exported, stock, what="exported weights")
+
+
+def test_all_ways_were_tried(found: dict[str, dict[str, Any]]) -> None:
+    assert set(found["fused_optimizer"]) == set(WAYS)

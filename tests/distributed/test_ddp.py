@@ -1,0 +1,172 @@
+"""DDP as train.py has it: gradients are views of the buckets that ranks add up, and what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from composer import algorithms
+from composer.callbacks import SpeedMonitor
+from composer.core import Callback, DataSpec, Event, State
+from composer.distributed import dist_strategy
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from composer_speedups.core.replaced import replaced
+from composer_speedups.core.trainer_state import model_of
+from composer_speedups.distributed import ddp
+from composer_speedups.distributed.ddp import GradientSums, _by_buckets, ddp_of, sums_of
+from composer_speedups.distributed.fsdp import GradientClipping
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train.out_of_memory import MicrobatchTrainer
+from tests.helpers.common import Batches, in_turn, make_trainer, tiny_bert
+from tests.helpers.ranks import on_ranks
+from tests.reference.composition import batches
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+
+class LastGradients(Callback):
+    """What the optimizer steps with, and how many pieces of memory hold it."""
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        parameters = list(model_of(state).parameters())
+        self.found = gradients(model_of(state).model)
+        self.pieces = len({p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None})
+
+
+def make(*, callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
+    """A trainer of five batches of four reviews, which the ranks share, in micro-batches that are told apart."""
+    model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+    model.model.config.problem_type = "single_label_classification"
+    given = 2 * batches(dist.get_world_size())
+    loader = DataLoader(Batches(given), batch_size=None, sampler=in_turn(given))
+    return make_trainer(
+        train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda rows: len(rows["labels"])),
+        **{"max_duration": "5ba", "model": model, "callbacks": callbacks, "cls": MicrobatchTrainer, **settings},
+    )
+
+
+def fit(trainer: Any) -> Any:
+    trainer.fit()
+    trainer.close()
+    return trainer
+
+
+def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
+    last = LastGradients()
+    fit(make(callbacks=[last], device_train_microbatch_size=microbatch))
+    return last.found, last.pieces
+
+
+@pytest.mark.parametrize("microbatch", [2, 1])
+def test_gradients_lie_in_the_buckets_and_are_those_of_one_process(microbatch: int) -> None:
+    expected, pieces = trained(2 * microbatch)
+    assert pieces == len(expected)
+    for found, pieces in on_ranks(lambda: trained(microbatch)):
+        assert_near(found, expected)
+        assert pieces < 4, "tiny BERT's are a few hundred KiB, and a bucket 25 MiB"
+
+
+@pytest.mark.parametrize("state", [False, True])
+def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
+    def seen() -> list[Any]:
+        model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+        model.model.register_buffer("mine", torch.tensor(1.0 + dist.get_global_rank()), persistent=state)
+        trainer = fit(make(model=model))
+        return [trainer.state.model.broadcast_buffers, float(model.model.mine)]
+
+    assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
+
+
+def test_a_bucket_is_divided_as_a_whole() -> None:
+    def hook() -> str:
+        return str(fit(make()).state.model._get_ddp_logging_data()["comm_hook"])
+
+    assert on_ranks(hook) == [GradientSums.send.__qualname__] * 2
+
+
+def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[int, list[Tensor]]:
+    """Steps that began before the last gradients were there, and the weights at the end, with buckets of 10 KiB."""
+    with replaced(ddp, "ddp_of", partial(ddp_of, bucket_cap_mb=0.01)):
+        trainer = fit(make(callbacks=callbacks, **settings))
+    sums = sums_of(trainer.state.model)
+    assert sums is not None
+    assert not sums.under_way
+    assert len(trainer.state.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 5
+    return sums.overlapped_steps, [p.detach() for p in trainer.state.model.parameters()]
+
+
+@pytest.mark.parametrize("microbatch", [2, 1])
+def test_an_optimizer_that_steps_bucket_by_bucket_learns_the_same(microbatch: int) -> None:
+    def learned() -> list[tuple[int, list[Tensor]]]:
+        readers: list[list[Callback]] = [[], [LastGradients()]]
+        return [overlapped(callbacks=each, device_train_microbatch_size=microbatch) for each in readers]
+
+    for by_buckets, whole in on_ranks(learned):
+        assert (by_buckets[0], whole[0]) == (3, 0), "the first two steps are whole"
+        assert all(map(torch.equal, by_buckets[1], whole[1]))
+
+
+class Reader(Callback):
+    """Reads gradients, or another event."""
+
+    def __init__(self, event: str) -> None:
+        self.event = event
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event.value == self.event:
+            assert all(p.grad is not None for p in state.model.parameters())
+
+
+def test_gradients_that_something_may_read_are_waited_for() -> None:
+    def steps() -> list[int]:
+        clipping = [algorithms.GradientClipping("norm", 1.0), GradientClipping("norm", 1.0)]
+        return [
+            *(overlapped(algorithms=[each])[0] for each in clipping),
+            *(overlapped(callbacks=[each])[0] for each in (Reader("after_backward"), SpeedMonitor())),
+        ]
+
+    assert on_ranks(steps) == [[0, 0, 0, 3]] * 2
+
+
+class Sent:
+    """A bucket on its way."""
+
+    def __init__(self, log: list[Any], number: int) -> None:
+        self._log, self._number = log, number
+
+    def wait(self) -> None:
+        self._log.append(f"bucket {self._number} is there")
+
+
+def test_a_bucket_is_stepped_before_the_next_one_is_there() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
+    number = {parameter: i for i, parameter in enumerate(parameters)}
+    optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 1e-4}], lr=1e-3)
+    for parameter in parameters:
+        parameter.grad = torch.ones(())
+    log: list[Any] = []
+    sums = GradientSums()
+    held: list[list[Tensor]] = [[parameters[3]], [parameters[0], parameters[2]]]
+    sums._under_way = [(each, Sent(log, i)) for i, each in enumerate(held)]
+
+    def step() -> None:
+        log.append([[number[p] for p in group["params"]] for group in optimizer.param_groups])
+
+    _by_buckets(sums, step)(optimizer)
+    assert log == [[[1], []], "bucket 0 is there", [[], [3]], "bucket 1 is there", [[0], [2]]]
+    log.clear()
+    step()
+    assert log == [[[0, 1], [2, 3]]], "as they were"
+
+
+def test_composers_own_trainer_is_left_alone() -> None:
+    make_trainer(cls=MicrobatchTrainer).close()
+    assert dist_strategy.DistributedDataParallel is DistributedDataParallel

@@ -1,0 +1,80 @@
+"""torch's threads on the host: the ranks of a node share its cores, and one copies batches to a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import composer_speedups.train.trainer
+from composer_speedups import FusedOptimizer, OffloadedOptimizer
+from composer_speedups.distributed.host_threads import _at_first, share_cores
+from composer_speedups.train.config import Config
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+
+
+@pytest.fixture(autouse=True)
+def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Eight threads, as on a machine of eight cores."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(8)
+    _at_first.cache_clear()
+    yield
+    torch.set_num_threads(before)
+    _at_first.cache_clear()
+
+
+@pytest.mark.parametrize(("computes", "ranks", "threads"), [(True, 1, 8), (True, 3, 2), (True, 9, 1), (False, 1, 1)])
+def test_threads_of_a_rank(computes: bool, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda: ranks)
+    for _ in range(2):  # a second Trainer of the process shares no less
+        share_cores(computes=computes)
+        assert torch.get_num_threads() == threads
+    monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda: 1)
+    share_cores(computes=True)
+    assert torch.get_num_threads() == 8
+
+
+def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    share_cores(computes=False)
+    assert torch.get_num_threads() == 8
+
+
+@pytest.mark.parametrize(
+    ("on", "fsdp", "technique", "computes"),
+    [
+        ("cpu", None, None, True),
+        ("cuda", None, None, False),
+        ("cuda", SimpleNamespace(cpu_offload=True), None, True),
+        ("cuda", SimpleNamespace(cpu_offload=False), None, False),
+        ("cuda", None, OffloadedOptimizer(), True),
+        ("cuda", None, FusedOptimizer(), False),
+    ],
+)
+def test_who_computes_on_the_host(
+    on: str, fsdp: Any, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*, computes: bool) -> None:
+        raise InterruptedError(computes)
+
+    monkeypatch.setattr(composer_speedups.train.trainer, "share_cores", asked)
+    config, device = Config(), SimpleNamespace(_device=torch.device(on))
+    config.trainer.fsdp = fsdp
+    parts: list[Any] = [config, None, None, [technique] if technique else [], device, None]
+    with pytest.raises(InterruptedError, match=str(computes)):
+        composer_speedups.train.trainer.build_trainer(*parts)
+
+
+def test_a_run_on_the_cpu_has_all_cores_and_two_ranks_share_them() -> None:
+    def threads() -> int:
+        torch.set_num_threads(8)
+        run("trainer.max_duration=1ba", "trainer.eval_batches=1", "data.batch_size=4")
+        return torch.get_num_threads()
+
+    assert threads() == 8
+    assert on_ranks(threads) == [4, 4]

@@ -1,0 +1,239 @@
+"""CUDA graphs on a GPU: replays train as plain PyTorch does, and what cannot be captured is refused."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from composer.core import DataSpec
+from torch import nn
+from torch.utils.data import DataLoader
+
+from composer_speedups import (
+    CUDAGraphs,
+    MixedPrecision,
+    SDPAAttention,
+    TorchCompile,
+    Unpadding,
+    apply_cuda_graphs,
+    apply_unpadding,
+    plan_unpadding,
+)
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from tests.algorithms.test_cuda_graphs_segments import bert
+from tests.helpers.common import Batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.waiting import no_waiting
+from tests.reference.loop import gradients, train_plainly
+from tests.reference.tolerance import assert_near
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
+    model, batches = tiny_bert(), plain_batches(6)
+    expected = train_plainly(model, batches)
+    technique = CUDAGraphs()
+    algorithms: list[Any] = [technique, SDPAAttention(), *([TorchCompile()] if compiled else [])]
+    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
+    trainer.fit()
+    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
+        "graphs": 1,
+        "replays": 5,
+        "eager_calls": 1,
+    }
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    assert_near(trained, expected.weights, what="weights")
+    trainer.close()
+    assert technique._calls is not None
+    assert technique._calls.graphs == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_micro_batches_of_replays_train_like_those_without_graphs(compiled: bool) -> None:
+    """Two replays a step write their gradients to the same buffers, and both must arrive."""
+    weights, technique = [], CUDAGraphs()
+    for algorithms in ([], [technique]):
+        others: list[Any] = [SDPAAttention(), *([TorchCompile()] if compiled else [])]
+        trainer = make_trainer(
+            [*algorithms, *others],
+            model=tiny_bert(),
+            train_dataloader=DataSpec(
+                DataLoader(Batches(plain_batches(4)), batch_size=None),  # 4 rows each
+                get_num_samples_in_batch=lambda b: len(b["labels"]),
+            ),
+            device_train_microbatch_size=2,
+            gpu=True,
+        )
+        trainer.fit()
+        weights.append(final_weights(trainer))
+        trainer.close()
+    assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
+        "graphs": 1,
+        "replays": 7,  # two a batch, but for the first of all
+        "eager_calls": 1,
+    }
+    assert_near(weights[1], weights[0], what="weights")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_dropout_differs_from_replay_to_replay_in_mixed_precision(dtype: Any) -> None:
+    one = plain_batches(1)[0]
+    losses: list[float] = []
+    technique = CUDAGraphs()
+    trainer = make_trainer(
+        [technique, MixedPrecision(dtype), SDPAAttention()],
+        model=tiny_bert(dropout=0.3),
+        batches=[one] * 6,
+        gpu=True,
+        optimizer=None,
+    )
+    for group in trainer.state.optimizers[0].param_groups:
+        group["lr"] = 0.0
+    composer_model: Any = trainer.state.model
+    original = composer_model.loss
+
+    def loss(outputs: Any, batch: Any) -> Any:
+        losses.append(float(original(outputs, batch).detach()))
+        return original(outputs, batch)
+
+    composer_model.loss = loss
+    trainer.fit()
+    trainer.close()
+    assert technique.evidence["replays"] == 5
+    assert len(set(losses)) == 6
+
+
+@pytest.mark.gpu
+def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
+    trainer = make_trainer([CUDAGraphs(), SDPAAttention()], gpu=True)
+    bert: Any = trainer.state.model.model
+    original = bert.bert.pooler.forward
+    bert.bert.pooler.forward = lambda hidden: original(hidden * float(hidden.abs().max().item() > -1))
+    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> None:
+    technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
+    trainer = make_trainer([technique], model=model, batches=plain_batches(4), gpu=True)
+    with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
+        trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+    assert torch.rand(3, device="cuda").isfinite().all()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+
+@pytest.mark.gpu
+def test_a_model_called_past_its_forward_is_noticed() -> None:
+    technique = CUDAGraphs()
+    trainer = make_trainer([technique, SDPAAttention()], gpu=True)
+    composer_model: Any = trainer.state.model
+    composer_model.forward = composer_model.forward.original  # what replaced it was taken out again
+    with pytest.raises(NotEngagedError, match="no training batch replayed a graph"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_a_run_of_one_batch_is_too_short() -> None:
+    trainer = make_trainer([CUDAGraphs(), SDPAAttention()], batches=plain_batches(1), gpu=True)
+    with pytest.raises(NotEngagedError, match=r"no training batch replayed a graph; train longer"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_eager_attention_is_refused_with_the_reason() -> None:
+    trainer = make_trainer([CUDAGraphs()], gpu=True)
+    with pytest.raises(TechniqueError, match=r"cuda_graphs: the step cannot be captured \(.*copy between CPU and CUDA"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.gpu
+def test_a_further_shape_brings_no_gradients_of_its_own() -> None:
+    model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    calls = apply_cuda_graphs(model)
+    calls.pool = torch.cuda.graph_pool_handle()
+    allocated = []
+    for rows in (8, 8, 16, 24):
+        model.zero_grad()
+        model(torch.randn(rows, 2048, device="cuda")).square().mean().backward()
+        torch.cuda.synchronize()
+        allocated.append(torch.cuda.memory_allocated())
+    assert calls.graphs == 3
+    assert allocated[1] - allocated[0] < weights / 10
+    assert allocated[3] - allocated[1] < weights / 10
+
+
+@pytest.mark.gpu
+def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
+    reference, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
+    model.compile()
+    calls = apply_cuda_graphs(model)
+    assert apply_cuda_graphs(model) is calls
+    for seed in range(3):
+        one = {k: v.cuda() for k, v in batch([12, 7], seed=seed).items()}
+        for each in (reference, model):
+            each.zero_grad()
+            each(**one).loss.backward()
+        assert_near(gradients(model), gradients(reference))
+    assert (calls.graphs, calls.replays) == (1, 3)
+
+
+# Packed tokens of these, rounded up to 16: 48, 64, 48, 32, 64, 48, 32
+UNEVEN = [[12, 7, 16, 10], [16] * 4, [11, 8, 16, 9], [3, 2, 16, 1], [16, 16, 15, 9], [16, 1, 16, 1], [1, 9, 9, 9]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled: bool) -> None:
+    model = tiny_bert()
+    model.config.problem_type = "single_label_classification"
+    batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate(UNEVEN)]
+    expected = train_plainly(model, batches)
+    technique = CUDAGraphs()
+    algorithms: list[Any] = [technique, Unpadding(16), *([TorchCompile()] if compiled else [])]
+    trainer = make_trainer(algorithms, model=copy.deepcopy(model), batches=batches, gpu=True)
+    trainer.fit()
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    trainer.close()
+    assert [technique.evidence[k] for k in ("graphs", "replays", "eager_calls")] == [3, 6, 1]
+    assert_near(trained, expected.weights, what="weights")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("segments", [1, 3, 5])
+def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(segments: int, shared: bool) -> None:
+    """Micro-batches of several sizes, in bf16, against the same unpadded model without graphs."""
+    eager, model = (nn.Module.cuda(bert()) for _ in range(2))
+    for each in (eager, model):
+        apply_unpadding(each, 16)
+    calls = apply_cuda_graphs(model, segments=segments)
+    calls.pool = torch.cuda.graph_pool_handle() if shared else None
+    for turn in range(3):  # the first captures
+        for each in (eager, model):
+            each.zero_grad()
+            for i, lengths in enumerate(UNEVEN):
+                one = batch(lengths, 16, seed=10 * turn + i)
+                inputs = {k: v.cuda() for k, v in one.items()}
+                with no_waiting(strict=turn > 0):
+                    plan_unpadding(each, one["attention_mask"])
+                    with torch.autocast("cuda", torch.bfloat16):
+                        loss = each(**inputs).loss
+                    loss.backward()
+        assert_near(gradients(model), gradients(eager), torch.bfloat16, f"turn {turn}")
+    assert (calls.graphs, calls.replays, calls.eager_calls, calls.backward_segments) == (3, 21, 0, segments)
+    plan_unpadding(model, None)
+    calls.release()

@@ -1,0 +1,124 @@
+"""CUDA graphs of a backward pass in segments on a GPU, and replays under DDP on two."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups import CUDAGraphs, SDPAAttention, TorchCompile, apply_cuda_graphs
+from composer_speedups.algorithms.cuda_graphs import cuda_graphs
+from tests.algorithms.test_cuda_graphs_segments import bert
+from tests.gpu.test_fsdp_gpu import job
+from tests.helpers.common import final_weights, make_trainer, plain_batches
+from tests.reference.loop import train_plainly
+from tests.reference.tolerance import assert_near
+
+pytestmark = pytest.mark.gpu
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_replays_in_segments_train_like_plain_pytorch(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graphs, "apply_cuda_graphs", partial(apply_cuda_graphs, segments=3))
+    model, batches = bert(), plain_batches(6)
+    expected = train_plainly(model, batches)
+    technique = CUDAGraphs()
+    others: list[Any] = [SDPAAttention(), *([TorchCompile(scope="blocks")] if compiled else [])]
+    trainer = make_trainer([technique, *others], model=copy.deepcopy(model), batches=batches, gpu=True)
+    trainer.fit()
+    trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
+    trainer.close()
+    assert_near(trained, expected.weights, what="weights")
+    wanted = ("graphs", "replays", "eager_calls", "backward_segments")
+    assert [technique.evidence[key] for key in wanted] == [1, 5, 1, 3]
+
+
+def test_segments_bring_no_activations_of_their_own() -> None:
+    """What lies in the pool once all is captured: with segments, little more than without."""
+    held = []
+    for segments in (1, 1, 4):  # the first has the GPU set up what stays
+        model: Any = nn.Sequential(nn.Linear(16, 512), nn.ModuleList(nn.Linear(512, 512) for _ in range(8))).cuda()
+        model.forward = partial(_through, model)
+        calls = apply_cuda_graphs(model, segments=segments)
+        gc.collect()  # what an earlier model held
+        before = torch.cuda.memory_allocated()
+        for _ in range(2):
+            model.zero_grad()
+            model(torch.ones(8192, 16, device="cuda")).backward()
+        gc.collect()
+        held.append(torch.cuda.memory_allocated() - before)
+        assert calls.backward_segments == segments
+        calls.release()
+        del model, calls
+    activation = 8192 * 512 * 4
+    assert held[2] - held[1] < activation
+
+
+def _through(model: Any, x: Any) -> Any:
+    hidden = model[0](x)
+    for block in model[1]:
+        hidden = block(hidden).tanh()
+    return hidden.square().mean()
+
+
+UNPADDED = [
+    "algorithms.sdpa_attention=null",
+    "algorithms.unpadding={pad_to_multiple_of: 64}",
+    "data.padding=max_length",
+    "data.drop_last=true",
+    "optimizer.max_grad_norm=null",  # steps overlap with what is still sent
+]
+GRAPHS = "algorithms.cuda_graphs={max_graphs: 16}"
+SIXTEEN_BITS = ["algorithms.mixed_precision={dtype: bf16}", "algorithms.fused_layers={}"]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    """All jobs at once: what each learns does not depend on the others."""
+    jobs: dict[str, tuple[int, list[str]]] = {
+        "one": (1, UNPADDED),
+        "two": (2, [*UNPADDED, GRAPHS]),
+        "micro": (2, [*UNPADDED, GRAPHS, "trainer.microbatch_size=2"]),
+        "bf16": (2, [*UNPADDED, *SIXTEEN_BITS]),
+        "bf16 graphs": (2, [*UNPADDED, *SIXTEEN_BITS, GRAPHS]),
+    }
+    with ThreadPoolExecutor() as pool:
+        yield {
+            name: pool.submit(job, tmp_path_factory.mktemp("job"), ranks, *overrides)
+            for name, (ranks, overrides) in jobs.items()
+        }
+
+
+@two_gpus
+@pytest.mark.parametrize(("name", "calls"), [("two", 1), ("micro", 2)])
+def test_two_gpus_train_as_one_process_does_without_graphs(
+    name: str, calls: int, reports: dict[str, Future[dict[str, Any]]]
+) -> None:
+    one, two = reports["one"].result(), reports[name].result()
+    for metric, value in one["metrics"].items():
+        assert two["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
+    assert two["training"]["ranks"] == 2
+    evidence = two["algorithms"]["cuda_graphs"]["evidence"]
+    assert evidence["replays"] == calls * (two["training"]["batches"] - 2)
+    assert evidence["eager_calls"] == 2 * calls, "until DDP has settled its buckets"
+    assert evidence["backward_segments"] == 6, "two of BERT-base's layers each"
+    assert two["ddp"]["buckets"] > 3
+    assert two["ddp"]["overlapped_steps"] == two["training"]["batches"] - 2
+
+
+@two_gpus
+def test_fused_kernels_in_16_bits_train_as_they_do_without_graphs(
+    reports: dict[str, Future[dict[str, Any]]],
+) -> None:
+    without, graphs = reports["bf16"].result(), reports["bf16 graphs"].result()
+    assert graphs["metrics"]["loss"] == pytest.approx(without["metrics"]["loss"], abs=0.02)
+    assert graphs["algorithms"]["cuda_graphs"]["evidence"]["replays"] > 0
+    assert graphs["algorithms"]["fused_layers"]["engaged"]

@@ -1,0 +1,84 @@
+"""FSDP on two GPUs: losses of one process at the same global batch, what each holds, a checkpoint for one process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.helpers.jobs import SHORT
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+JOB = [
+    *SHORT,
+    "data.train_samples=64",
+    "trainer.max_duration=1ep",
+    "model.size=base",
+    "algorithms={fused_optimizer: {}, sdpa_attention: {}, early_loss: {}}",
+    "optimizer.lr=1e-4",
+    "optimizer.max_grad_norm=0.5",
+    "loggers.file.flush_interval=1",
+]
+
+
+WAYS = [["shard=grad_op"], ["shard=full"], ["shard=full", "cpu_offload=true"], ["shard=full", "replicas=2"]]
+
+
+def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
+    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "train.py")]
+    command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *JOB, "run_name=job", *overrides]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500, cwd=folder)
+    assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
+    return json.loads((folder / "runs" / "job" / "report.json").read_text())
+
+
+def shared_out(folder: Path, way: list[str]) -> dict[str, Any]:
+    """The report of two ranks; one process can go on from their checkpoint."""
+    report = job(folder, 2, *(f"trainer.fsdp.{key}" for key in way), "checkpoint.interval=1ep")
+    (checkpoint,) = (folder / "runs" / "job" / "checkpoints").glob("ep1*.pt")
+    job(folder, 1, f"checkpoint.load={checkpoint}", "trainer.max_duration=2ep", "run_name=again", "runs_folder=again")
+    return report
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[dict[str, Any]]]]:
+    """All jobs at once: what each holds and learns does not depend on the others."""
+    with ThreadPoolExecutor() as pool:
+        found = {"one": pool.submit(job, tmp_path_factory.mktemp("one"), 1)}
+        found["ddp"] = pool.submit(job, tmp_path_factory.mktemp("ddp"), 2)
+        for way in WAYS:
+            found["-".join(way)] = pool.submit(shared_out, tmp_path_factory.mktemp("shards"), way)
+        yield found
+
+
+def test_ddp_trains_as_one_process_and_reads_its_losses_early(reports: dict[str, Future[dict[str, Any]]]) -> None:
+    one, ddp = reports["one"].result(), reports["ddp"].result()
+    for metric, value in one["metrics"].items():
+        assert ddp["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
+    assert ddp["algorithms"]["early_loss"]["evidence"]["losses_read"] == ddp["training"]["batches"]
+
+
+@pytest.mark.parametrize("way", WAYS, ids="-".join)
+def test_shards_train_as_one_process_does_in_less_memory(
+    way: list[str], reports: dict[str, Future[dict[str, Any]]]
+) -> None:
+    report = reports["-".join(way)].result()
+    for metric, value in reports["one"].result()["metrics"].items():
+        assert report["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
+    assert report["training"]["ranks"] == 2
+    held, whole = report["memory"], reports["ddp"].result()["memory"]
+    if "replicas=2" not in way:  # two copies on two GPUs are shared by none
+        assert held["optimizer_gib"] < 0.6 * whole["optimizer_gib"]
+    if way == ["shard=full"]:
+        assert held["weights_gib"] < 0.6 * whole["weights_gib"]

@@ -1,0 +1,197 @@
+"""fused_layers on a GPU: values in bf16 beside the stock model's, and no wait for the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import (
+    CUDAGraphs,
+    FusedLayers,
+    MixedPrecision,
+    Unpadding,
+    apply_fused_layers,
+    apply_unpadding,
+    plan_unpadding,
+)
+from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
+from composer_speedups.algorithms.fused_layers.families import FusedLayer
+from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.core.errors import CannotRunError, TechniqueError
+from tests.core.test_models_of_ones_own import (
+    INPUTS,
+    BiEncoder,
+    Mine,
+    Pooling,
+    both,
+    inside,
+    last_slot,
+    masked_mean,
+    pairs,
+    plain_max,
+    plain_mean,
+)
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.masks import masked_batch, random_masks
+from tests.helpers.models import FAMILIES, HEADS, tiny_model
+from tests.helpers.waiting import no_waiting
+from tests.reference.nearness import distance, values
+
+# torch says once a process that its debug mode may miss synchronizations.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_about_as_near_to_float32_as_the_padded_model(family: Any, head: Any, dtype: torch.dtype) -> None:
+    """Logits and gradients in 16 bits: the residual stream rounds too, so up to three times the stock error."""
+    stock = tiny_model(family, head).cuda()
+    ours = copy.deepcopy(stock)
+    apply_unpadding(ours)
+    apply_fused_layers(ours)
+    exact, theirs, mine = [], [], []
+    for seed, mask in enumerate(random_masks(25, widest=64)):
+        if mask.any():
+            inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
+            exact.append(values(stock, inputs, None))
+            theirs.append(values(stock, inputs, dtype))
+            mine.append(values(ours, inputs, dtype))
+    ran = {module.ran for module in ours.modules() if isinstance(module, FusedLayer | FusedEmbeddings)}
+    assert "triton" in ran
+    for i, what in enumerate(["logits", "gradients"]):
+        reference = torch.cat([each[i] for each in exact])
+        error = distance(torch.cat([each[i] for each in mine]), reference)
+        assert 0 < error <= 3 * distance(torch.cat([each[i] for each in theirs]), reference), what
+
+
+def test_a_planned_step_never_waits_for_the_gpu() -> None:
+    model: Any = tiny_bert(dropout=0.1)
+    model.cuda().train()
+    model.config.problem_type = "single_label_classification"
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    for i, step in enumerate([batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]):
+        inputs = {k: v.cuda() for k, v in step.items()}
+        with no_waiting(strict=i > 0):
+            plan_unpadding(model, step["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
+
+
+def test_the_same_seed_trains_alike_and_dropout_is_drawn_anew_each_step() -> None:
+    model: Any = tiny_bert(dropout=0.3)
+    model.cuda().train()
+    apply_unpadding(model)
+    apply_fused_layers(model)
+    inputs = {k: v.cuda() for k, v in batch([12, 7, 16, 10]).items()}
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        with torch.autocast("cuda", torch.bfloat16):
+            runs.append([model(**inputs).logits for _ in range(2)])
+    assert torch.equal(runs[0][0], runs[1][0])
+    assert not torch.equal(runs[0][0], runs[0][1])
+
+
+def test_what_is_compiled_ahead_runs() -> None:
+    from composer_speedups.kernels.compile_ahead import launches  # it imports Triton
+
+    shape = Shape(64, 128, 2, 0.1, 0.1, 0.1, 64, 0.1)
+    for some in launches(shape, torch.bfloat16, torch.device("cuda")):
+        for launch in some:
+            launch()
+    torch.cuda.synchronize()
+
+
+def test_fp32_is_refused() -> None:
+    with pytest.raises(TechniqueError, match="16 bits: it needs mixed precision"):
+        make_trainer([FusedLayers(), Unpadding()], gpu=True)
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_it_trains_under_composer(with_graphs: bool) -> None:
+    graphs = CUDAGraphs()
+    technique = FusedLayers()
+    algorithms: list[Any] = [technique, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
+    trainer = make_trainer(algorithms, batches=plain_batches(6), gpu=True)
+    trainer.fit()
+    weights = [p.detach().float() for p in trainer.state.model.parameters()]
+    trainer.close()
+    assert technique.evidence["layers_ran"] == "1 first tokens, 1 triton"
+    assert technique.evidence["embeddings_ran"] == "triton"
+    assert all(w.isfinite().all() for w in weights)
+    if with_graphs:
+        assert graphs.evidence["graphs"] >= 1
+
+
+@inside
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_changed_layer_computes_what_it_does_untouched(change: Any, said: str, when: str) -> None:
+    """In bf16, with the kernels in the layers that are as they were: about as near to float32 as the padded model."""
+    stock, ours = tiny_bert(), tiny_bert()
+    model: Any
+    for model in (stock, ours):
+        torch.manual_seed(4)
+        if when == "after" and model is ours:
+            both(model)
+        change(model.bert.encoder.layer[0])
+        if when == "before" and model is ours:
+            both(model)
+        model.cuda()
+    inputs = {name: value.cuda() for name, value in INPUTS.items()}
+    exact, theirs = (values(stock, inputs, dtype) for dtype in (None, torch.bfloat16))
+    mine = values(ours, inputs, torch.bfloat16)
+    ran = [module.ran for module in ours.modules() if isinstance(module, FusedLayer)]
+    assert ran == (["unfused", "first tokens"] if when == "after" else ["first tokens"])
+    for i, what in enumerate(["logits", "gradients"]):
+        assert 0 < distance(mine[i], exact[i]) <= 3 * distance(theirs[i], exact[i]) + 1e-3, what
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_a_model_of_ones_own_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
+    fused, graphs = FusedLayers(), CUDAGraphs()
+    algorithms = [fused, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
+    trainer = make_trainer(algorithms, model=Mine(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
+    trainer.fit()
+    trainer.close()
+    assert fused.evidence["compared_with_untouched"]["largest_gradient_difference"] < 2e-3
+    assert fused.evidence["layers_ran"] == "2 triton"
+    if with_graphs:
+        assert graphs.evidence["replays"] >= 4
+
+
+@pytest.mark.parametrize("pool", [plain_mean, plain_max, last_slot])
+def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
+    algorithms = [FusedLayers(), Unpadding(), MixedPrecision("bf16"), CUDAGraphs()]
+    trainer = make_trainer(algorithms, model=Mine(Pooling(pool)), gpu=True)
+    with pytest.raises(CannotRunError, match="unpadding: the model does not compute what it does untouched"):
+        trainer.fit()
+    trainer.close()
+
+
+@pytest.mark.parametrize("encoders", [1, 2])
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_bi_encoders_train_with_a_plan_for_each_mask(encoders: int, with_graphs: bool) -> None:
+    unpadding, graphs = Unpadding(8), CUDAGraphs(8)
+    algorithms = [FusedLayers(), unpadding, MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
+    trainer = make_trainer(algorithms, model=BiEncoder(encoders), batches=pairs(4), gpu=True)
+    trainer.fit()
+    counted = [encoder.counted for encoder in unpadded_encoders(trainer.state.model)]
+    trainer.close()
+    assert counted == [0] * encoders  # no training batch counted for itself
+    if with_graphs:
+        assert graphs.evidence["replays"] == 3
+
+
+def test_the_functions_serve_two_masks_on_a_gpu() -> None:
+    stock, ours = BiEncoder().cuda(), both(BiEncoder().cuda())
+    for each in pairs(3):
+        inputs = {name: value.cuda() for name, value in each.items()}
+        with torch.no_grad():
+            torch.testing.assert_close(ours(inputs), stock(inputs), rtol=1e-4, atol=1e-4)

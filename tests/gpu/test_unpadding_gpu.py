@@ -1,0 +1,118 @@
+"""Unpadding on a GPU: the flash kernel's values and operator, and no wait for the device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+
+from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
+from composer_speedups.algorithms.unpadding.attention import FLASH, operators_among
+from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.core.operator_recorder import OperatorRecorder
+from tests.helpers.common import batch, make_trainer, tiny_bert
+from tests.helpers.masks import masked_batch, random_masks
+from tests.helpers.models import HEADS, UNPADDED, tiny_model
+from tests.helpers.waiting import no_waiting
+from tests.reference.loop import gradients
+from tests.reference.nearness import distance, values
+
+# torch says once a process that its debug mode may miss synchronizations.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", UNPADDED)
+def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str, head: str) -> None:
+    """Over random masks, logits and gradients in bf16 stray from float32 no further than the padded model's."""
+    padded = tiny_model(family, head).cuda()
+    unpadded = copy.deepcopy(padded)
+    apply_unpadding(unpadded)
+    exact, padded_bf16, unpadded_bf16 = [], [], []
+    flash = 0
+    for seed, mask in enumerate(random_masks(60, widest=64)):
+        if mask.any():
+            inputs = {k: v.cuda() for k, v in masked_batch(mask, head, seed=seed).items()}
+            exact.append(values(padded, inputs, None))
+            padded_bf16.append(values(padded, inputs, torch.bfloat16))
+            recorder = OperatorRecorder()
+            with recorder:
+                unpadded_bf16.append(values(unpadded, inputs, torch.bfloat16))
+            if unpadded_encoders(unpadded)[0].ran == "unpadded":
+                assert operators_among(recorder.counts) == [FLASH.strip("_")]
+                assert recorder.counts[FLASH] == 2
+                flash += 1
+    assert flash >= 20
+    for i, what in enumerate(["logits", "gradients"]):
+        reference = torch.cat([each[i] for each in exact])
+        ours = distance(torch.cat([each[i] for each in unpadded_bf16]), reference)
+        theirs = distance(torch.cat([each[i] for each in padded_bf16]), reference)
+        assert 0 < ours <= 1.5 * theirs, what
+
+
+def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:
+    model = tiny_model("bert", attention_dropout=0.5).cuda().train()
+    apply_unpadding(model)
+    inputs = {k: v.cuda() for k, v in batch([6, 9, 12]).items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
+        model.eval()
+        assert torch.equal(model(**inputs).logits, model(**inputs).logits)
+
+
+def test_a_batch_of_nothing_but_padding_gives_no_nan_on_the_flash_kernel() -> None:
+    model = tiny_model("bert", "mlm").cuda()
+    apply_unpadding(model)
+    inputs = {k: v.cuda() for k, v in masked_batch(torch.zeros(3, 5, dtype=torch.long), "mlm").items()}
+    with torch.autocast("cuda", torch.bfloat16):
+        logits = model(**inputs).logits
+    logits.float().sum().backward()
+    assert logits.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients(model).values())
+
+
+def test_a_planned_step_never_waits_for_the_gpu() -> None:
+    model: Any = tiny_bert(dropout=0.1)
+    model.cuda().train()
+    model.config.problem_type = "single_label_classification"
+    apply_unpadding(model)
+    steps = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
+    for i, step in enumerate(steps):
+        inputs = {k: v.cuda() for k, v in step.items()}
+        with no_waiting(strict=i > 0):
+            plan_unpadding(model, step["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
+        assert unpadded_encoders(model)[0].ran == "unpadded"
+
+
+class NoWaiting(Algorithm):
+    """torch's sync debug mode from the second batch's forward pass to the end of its backward pass.
+
+    Composer itself reads its number of samples back between loading a batch and the forward pass.
+    """
+
+    def match(self, event: Event, state: State) -> bool:
+        return event in (Event.BEFORE_FORWARD, Event.AFTER_BACKWARD)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        steady = event == Event.BEFORE_FORWARD and state.timestamp.batch.value > 0
+        torch.cuda.set_sync_debug_mode("error" if steady else "default")
+
+
+def test_a_steady_training_step_never_waits_for_the_gpu() -> None:
+    model = tiny_bert(dropout=0.1)
+    model.config.problem_type = "single_label_classification"
+    technique = Unpadding()
+    trainer = make_trainer([NoWaiting(), technique], model=model, gpu=True, precision="amp_bf16")
+    try:
+        trainer.fit()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        trainer.close()
+    assert technique.evidence["attention"] == "flash_attention_forward"

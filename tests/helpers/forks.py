@@ -1,0 +1,169 @@
+"""Processes that begin with everything imported: forked from one that has done nothing else.
+
+Imports take ten seconds a process, and the test's own cannot be forked: where autograd has threads by then, or CUDA was
+looked at, a child of it cannot train.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import dill  # functions within functions, which pickle does not take
+
+__all__ = ["Done", "Fork", "on_ranks"]
+
+_warm: subprocess.Popen[bytes] | None = None
+
+
+class Done(NamedTuple):
+    status: int  # negative for a signal's number
+    stderr: str
+
+
+class Fork:
+    """A process that runs ``function`` in the current folder and ends with 0, as it exits, or with 1 and a traceback.
+
+    Args:
+        function: What it runs; a copy, with what it refers to.
+        name: Its output goes to ``<name>.err``.
+        environment: Variables set in it, beside this process's.
+    """
+
+    def __init__(self, function: Callable[[], Any], name: str = "fork", **environment: str) -> None:
+        global _warm
+        if _warm is None:
+            command = [sys.executable, "-m", "tests.helpers.forks"]
+            root = Path(__file__).parents[2]
+            _warm = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root)
+            atexit.register(_warm.kill)
+        assert _warm.stdin is not None
+        assert _warm.stdout is not None
+        self.path = Path(f"{name}.err").absolute()
+        self._ended = self.path.with_suffix(f".{time.monotonic_ns()}.status")
+        dill.dump((function, self.path, self._ended, {**os.environ, **environment}), _warm.stdin)
+        _warm.stdin.flush()
+        self.pid = int(_warm.stdout.readline())
+
+    def wait(self, seconds: float = 120) -> Done:
+        """Its end; it is killed where it does not come in time."""
+        if not self.ends_within(seconds):
+            self.signal(signal.SIGKILL)
+            raise TimeoutError(f"it goes on after {seconds} s: {self.path.read_text()[-3000:]}")
+        return Done(int(self._ended.read_text()), self.path.read_text())
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait for so long at most."""
+        deadline = time.monotonic() + seconds
+        while not self._ended.exists():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def signal(self, number: int) -> None:
+        """Nothing where it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+def on_ranks(function: Callable[[], Any], ranks: int = 2) -> list[Done]:
+    """``function`` in as many processes of one Composer run on the CPU."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+
+    def run() -> None:
+        from composer.devices import DeviceCPU
+        from composer.utils import dist
+
+        dist.initialize_dist(DeviceCPU(), timeout=60)
+        function()
+
+    numbers = [{"RANK": str(r), "LOCAL_RANK": str(r), "NODE_RANK": "0"} for r in range(ranks)]
+    forks = [Fork(run, f"rank{r}", **shared, **number) for r, number in enumerate(numbers)]
+    return [fork.wait() for fork in forks]
+
+
+def _serve(requests: BinaryIO, replies: BinaryIO) -> None:
+    """Fork a child for each request, and note how each ended, until the tests are over."""
+    running: dict[int, Path] = {}
+    while True:
+        if select.select([requests], [], [], 0.05)[0]:
+            try:
+                function, path, ended, environment = dill.load(requests)
+            except EOFError:
+                return
+            pid = os.fork()
+            if not pid:
+                _run(function, path, environment)
+            running[pid] = ended
+            replies.write(b"%d\n" % pid)
+            replies.flush()
+        while running:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            ended = running.pop(pid)
+            partial = ended.with_suffix(".partial")
+            partial.write_text(str(os.waitstatus_to_exitcode(status)))
+            partial.rename(ended)
+
+
+def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -> None:
+    """Never returns."""
+    status = 1
+    try:
+        os.chdir(path.parent)
+        os.environ.clear()
+        os.environ.update(environment)
+        nothing, out = os.open(os.devnull, os.O_RDONLY), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        for source, target in ((nothing, 0), (out, 1), (out, 2)):
+            os.dup2(source, target)
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+        warnings.resetwarnings()  # those of a user's own process
+        function()
+        status = 0
+    except SystemExit as stop:  # as Python ends by it: with a number, or with 1 and what it says
+        status = int(stop.code or 0) if not isinstance(stop.code, str) else 1
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    from composer.models import huggingface
+
+    from benchmarks.worker import _import_all
+    from composer_speedups.train.startup import look_at_cpu
+    from tests.helpers.common import tiny_bert
+    from tests.helpers.forks import _serve as serve  # under its own name, as what comes in refers to it
+    from tests.helpers.isa import take_the_processors_word
+
+    _import_all()
+    look_at_cpu().join()  # a process that each child would start
+    take_the_processors_word()
+    huggingface._is_registered_causal_lm(tiny_bert())  # imports all of them, as each child with such a model would
+    # Nothing that is printed meanwhile may get among the replies.
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    serve(os.fdopen(0, "rb", buffering=0), answers)  # type: ignore[arg-type]

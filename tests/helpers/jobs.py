@@ -1,0 +1,45 @@
+"""Short runs of train.py in this process."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_speedups.callbacks import throughput
+from composer_speedups.train import application
+from tests.conftest import ROOT
+
+# This machine's own, measured once rather than in each run of this process: it takes as long as a few batches.
+throughput.device_peak = functools.cache(throughput.device_peak)
+
+# The quickstart, cut down to seconds.
+SHORT = [
+    "data.train_samples=48",
+    "data.eval_samples=16",
+    "data.batch_size=8",
+    "data.eval_batch_size=8",
+    "data.vocab_size=400",
+    "trainer.progress_bar=false",
+    "plot=false",
+    "scheduler.warmup=1ba",
+]
+
+
+def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[str, Any]:
+    """Run a YAML of the repository with overrides; its report.json, from the folder ``runs``."""
+    arguments = ["-f", str(ROOT / "yamls" / f"{yaml}.yaml"), *(SHORT if short else []), *overrides]
+    application.main(arguments)
+    name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml)
+    return json.loads((Path("runs") / name / "report.json").read_text())
+
+
+def short_checkpoint(folder: Path) -> Path:
+    """A checkpoint of the quickstart's first two batches, below a folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false")
+    return folder / "runs" / "quickstart" / "checkpoints" / "ep0-ba2-rank0.pt"

@@ -1,0 +1,133 @@
+"""train.py in forked children of a warm process, killed at a chosen point and started again."""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.forks import Fork
+
+__all__ = ["POINTS", "Point", "run_cases"]
+
+Point = dict[str, Any]  # {"at": one of POINTS or "random", "count": which time, "signal": what it gets}
+
+
+def run_cases(folder: Path, cases: list[dict[str, Any]], timeout: float = 120) -> dict[str, list[int]]:
+    """Run cases one after the other; each is ``{"name", "arguments", "points"}``.
+
+    A case is one run of train.py for each of its points, which is stopped there, and one more to the end, of
+    ``timeout`` seconds each at most. Returns for each the exit statuses in order (negative: the signal that killed
+    it); ``<name>.out`` has all that was printed. A random point's moment lies within the time that the last run of
+    the case took that ``like`` names.
+    """
+    folder.mkdir(exist_ok=True)
+    found: dict[str, list[int]] = {}
+    seconds: dict[str, float] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for case in cases:
+            statuses = found.setdefault(case["name"], [])
+            for point in case.get("points", []):
+                if point["at"] == "random":
+                    moment = random.Random(point["count"]).uniform(0.05, 0.8) * seconds.get(case.get("like", ""), 2.0)
+                    point = {**point, "count": moment}
+                statuses.append(_run(case, point, timeout))
+            started = time.monotonic()
+            if statuses[-1:] != [0]:  # else a random moment came too late, and there is nothing to go on with
+                statuses.append(_run(case, None, timeout))
+            seconds[case["name"]] = time.monotonic() - started
+    return found
+
+
+def _run(case: dict[str, Any], point: Point | None, timeout: float) -> int:
+    fork = Fork(partial(_train, case["arguments"], point), f"{case['name']}.run")
+    if point is not None and point["at"] == "random" and not fork.ends_within(point["count"]):
+        fork.signal(point.get("signal", signal.SIGKILL))
+    done = fork.wait(timeout)
+    with Path(f"{case['name']}.out").open("a") as out:
+        out.write(done.stderr)
+    return done.status
+
+
+def _train(arguments: list[str], point: Point | None) -> None:
+    import torch
+
+    from composer_speedups.train import application
+    from composer_speedups.train.cli import exit_codes
+
+    torch.set_num_threads(1)
+    if point is not None and point["at"] == "disk":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (point["largest_file"], point["largest_file"]))
+    elif point is not None and point["at"] != "random":
+        _PLACES[point["at"]](point["count"], lambda: os.kill(os.getpid(), point.get("signal", signal.SIGKILL)))
+    with exit_codes():
+        application.main(arguments)
+
+
+def _at_call(owner: Any, name: str, count: int, act: Callable[[], None], *, before: bool) -> None:
+    """Act at the ``count``-th call of a function, before it or after it."""
+    original, seen = getattr(owner, name), [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        seen[0] += 1
+        if before and seen[0] == count:
+            act()
+        result = original(*args, **kwargs)
+        if not before and seen[0] == count:
+            act()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def _in_write(count: int, act: Callable[[], None]) -> None:
+    """Act in the middle of the ``count``-th checkpoint's bytes."""
+    import torch
+    from composer.utils import checkpoint
+
+    original, seen = checkpoint._write_checkpoint_file, [0]
+
+    def halfway(state_dict: dict[str, Any], filename: str) -> None:
+        seen[0] += 1
+        original(state_dict, filename)
+        if seen[0] == count:
+            os.truncate(filename, os.path.getsize(filename) // 2)
+            act()
+            torch.save(state_dict, filename)  # a signal that does not kill at once
+
+    checkpoint._write_checkpoint_file = halfway
+
+
+def _calls(owner: str, name: str, *, before: bool = True) -> Callable[[int, Callable[[], None]], None]:
+    """What installs an act at the calls of ``name``; ``owner``, by its dotted path, is imported only then."""
+
+    def install(count: int, act: Callable[[], None]) -> None:
+        _at_call(pkgutil.resolve_name(owner), name, count, act, before=before)
+
+    return install
+
+
+_PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
+    "data": _calls("composer_speedups.data.loader:Pad", "__call__"),
+    "step": _calls("torch:Tensor", "backward"),
+    "batch_end": _calls("composer_speedups.callbacks.throughput:ThroughputMonitor", "_end_batch"),
+    "eval": _calls("composer:Trainer", "_eval_loop", before=False),
+    "write": _in_write,
+    "rename": _calls("composer_speedups.train.checkpoints.saver", "publish"),
+    "symlink": _calls("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_point_at"),
+    "rotate": _calls("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_remove_older"),
+    "export": _calls("composer_speedups.tasks.export", "model_of", before=False),
+    "report": _calls("composer_speedups.train.report", "write_atomically"),
+}
+POINTS = tuple(_PLACES)

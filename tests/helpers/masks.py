@@ -1,0 +1,91 @@
+"""Masks of every kind, and batches and logits to go with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.helpers.common import VOCABULARY, Batch
+
+__all__ = ["KINDS", "draw_mask", "masked_batch", "random_masks", "real_logits"]
+
+KINDS = (
+    "right padding",
+    "left padding",
+    "holes",
+    "rows of nothing",
+    "rows of one token",
+    "short of a multiple of 8",
+    "width 1",
+    "one row",
+    "no padding",
+)
+
+
+def draw_mask(kind: str, seed: int, *, widest: int = 17) -> Tensor:
+    """A mask of one of :data:`KINDS`, (B, S) of 0 and 1 with at least one token; the seed alone decides."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    rows = 1 if kind == "one row" else number(2, 5)
+    width = 1 if kind == "width 1" else number(2, widest)
+    lengths = torch.randint(1, width + 1, (rows, 1), generator=generator)
+    if kind == "rows of nothing":
+        lengths[torch.randperm(rows, generator=generator)[: number(1, rows - 1)]] = 0
+    elif kind == "rows of one token":
+        lengths[torch.randperm(rows, generator=generator)[: number(1, rows)]] = 1
+    elif kind == "width 1":
+        lengths[1:] = torch.randint(0, 2, (rows - 1, 1), generator=generator)
+    elif kind == "no padding":
+        lengths[:] = width
+    right = torch.arange(width) < lengths
+    if kind == "short of a multiple of 8":
+        total = 8 * number(1, rows * width // 8 or 1) - number(1, 2)
+        right = (torch.arange(rows * width) < total).view(rows, width)
+    if kind == "left padding":
+        return right.flip(-1).long()
+    if kind == "holes":
+        holes = torch.rand(rows, width, generator=generator) < 0.6
+        holes[:, 0] |= ~holes.any(-1) | bool(number(0, 1))  # a classifier's head reads that slot
+        return holes.long()
+    return right.long()
+
+
+def random_masks(count: int, *, seed: int = 0, widest: int = 17) -> list[Tensor]:
+    """Right padding, left padding, holes, rows of one token and of none, full batches; 1 to 5 rows."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def number(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    masks = []
+    for i in range(count):
+        rows, width = number(1, 5), number(1, widest)
+        lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
+        right = torch.arange(width) < lengths
+        holes = torch.rand(rows, width, generator=generator) < 0.6
+        kinds = [right, right.flip(-1), holes, right | (torch.arange(width) == 0), torch.ones_like(right)]
+        masks.append(kinds[i % len(kinds)].long())
+    return masks
+
+
+def masked_batch(mask: Tensor, head: str, *, seed: int = 0) -> Batch:
+    """Random tokens; labels that the loss ignores where there is no token."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator)
+    if head == "mlm":
+        labels = ids.masked_fill(mask == 0, -100)
+    else:
+        labels = torch.randint(0, 2, (len(mask),), generator=generator).masked_fill(mask.sum(-1) == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def real_logits(output: Any, mask: Tensor) -> Tensor:
+    """Logits of real tokens, or of rows that have one."""
+    logits = output.logits
+    assert logits.isfinite().all()
+    return logits[mask.bool() if logits.ndim == 3 else mask.bool().any(-1)]

@@ -1,0 +1,114 @@
+"""Tiny random models of every supported family with either head, and batches that fit them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DistilBertConfig,
+    ElectraConfig,
+    ModernBertConfig,
+    PreTrainedConfig,
+    RobertaConfig,
+)
+
+from tests.helpers.common import VOCABULARY, Batch
+
+Family = Literal["bert", "roberta", "distilbert", "electra", "modernbert"]
+Head = Literal["classification", "mlm"]
+FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
+UNPADDED: tuple[Family, ...] = (*FAMILIES, "modernbert")
+HEADS: tuple[Head, ...] = ("classification", "mlm")
+
+_AUTO: dict[Head, Any] = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
+
+
+def tiny_model(
+    family: Family,
+    head: Head = "classification",
+    *,
+    dropout: float = 0.0,
+    attention_dropout: float | None = None,
+    seed: int = 0,
+    layers: int = 2,
+    **settings: Any,
+) -> Any:
+    """Layers of 32 with eager attention, as :func:`tests.helpers.common.tiny_bert`; MLM heads have tied decoders.
+
+    ``settings`` of the configuration go over those chosen here.
+    """
+    torch.manual_seed(seed)
+    config = _config(family, layers, dropout, dropout if attention_dropout is None else attention_dropout)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    return _AUTO[head].from_config(config, attn_implementation="eager")
+
+
+def _config(family: Family, layers: int, dropout: float, attention_dropout: float) -> PreTrainedConfig:
+    common = {"vocab_size": VOCABULARY, "max_position_embeddings": 80, "initializer_range": 0.2}
+    if family == "distilbert":
+        rates = {"dropout": dropout, "attention_dropout": attention_dropout, "seq_classif_dropout": dropout}
+        return DistilBertConfig(n_layers=layers, n_heads=2, dim=32, hidden_dim=64, **common, **rates)
+    if family == "modernbert":
+        rates = dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), dropout)
+        kinds = ["full_attention", "sliding_attention"] * layers
+        return ModernBertConfig(
+            **{**common, "initializer_range": 0.3},  # its layers scale it down
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            hidden_size=32,
+            intermediate_size=32,
+            pad_token_id=0,
+            layer_types=kinds[-layers:],  # the last is local
+            local_attention=8,
+            attention_dropout=attention_dropout,
+            **rates,
+        )
+    common |= {"num_hidden_layers": layers, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
+    common |= {"type_vocab_size": 2, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
+    if family == "electra":
+        return ElectraConfig(embedding_size=16, **common)  # smaller than the hidden size: a projection between
+    return {"bert": BertConfig, "roberta": RobertaConfig}[family](**common)
+
+
+def fit_batches(model: Any, batches: list[Batch]) -> list[Batch]:
+    """The batches with the model's own padding id and, for a masked LM, labels (rows, length).
+
+    RoBERTa counts positions from the ids that are not padding, so no real token may have the padding's id. A
+    masked LM is asked for every third real token of a row, beginning with the first; -100 elsewhere.
+    """
+    pad = model.config.pad_token_id
+    fitted = []
+    for batch in batches:
+        real = batch["attention_mask"].bool()
+        ids = batch["input_ids"].masked_fill(batch["input_ids"] == pad, pad + 1).masked_fill(~real, pad)
+        labels = batch["labels"]
+        if is_mlm(model):
+            asked = real & (torch.arange(ids.shape[1]) % 3 == 0)
+            labels = ids.masked_fill(~asked, -100)
+        fitted.append({**batch, "input_ids": ids, "labels": labels})
+    return fitted
+
+
+def is_mlm(model: Any) -> bool:
+    return type(model).__name__.endswith("ForMaskedLM")
+
+
+@torch.no_grad()
+def real_logits(model: Any, batches: list[Batch]) -> list[Tensor]:
+    """Logits in eval mode of what has a right answer: rows with a real token, or real tokens of a masked LM."""
+    training = model.training
+    model.eval()
+    result = []
+    for batch in batches:
+        mask = batch["attention_mask"].bool()
+        logits = model(**batch).logits.float()[mask if is_mlm(model) else mask.any(-1)]
+        assert logits.isfinite().all()
+        result.append(logits)
+    model.train(training)
+    return result

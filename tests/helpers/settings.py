@@ -1,0 +1,242 @@
+"""One entry a technique: how the generic tests exercise it. A technique without one fails collection."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.technique import Technique
+
+__all__ = ["ENTRIES", "Entry", "cases"]
+
+Same = Literal["logits", "losses", "gradients", "weights"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How to test a technique.
+
+    Attributes:
+        variants: Constructor arguments, one dict a test case. Those that need a GPU go to ``gpu_variants``.
+        exactness: ``"exact"`` (bit for bit), ``"rounding"`` (within ``dtype``'s tolerance of the untouched
+            model), or ``"recipe"`` (another training recipe).
+        same: What still equals the untouched model within ``dtype``'s tolerance; a recipe keeps less than the
+            default, all of it.
+        loss_bound: Greatest distance of the smoothed loss over 200 steps from the untouched model's; stated by
+            every technique that computes in less than float32 or changes the recipe.
+        dtype: What the technique computes in.
+        needs: Techniques it requires beside it.
+        evidence: Keys that its evidence must hold.
+        stock_checkpoint: Parameter names, shapes and exports are the stock model's.
+        weight_dtype: Dtype of the trained and exported weights.
+        package: What the GPU variants are skipped without, where that is no extra of ours.
+        also: Further variants to which something else applies than to these.
+        gpu: What applies on a GPU instead.
+    """
+
+    variants: list[dict[str, Any]] = field(default_factory=list)
+    gpu_variants: list[dict[str, Any]] = field(default_factory=list)
+    exactness: Literal["exact", "rounding", "recipe"] = "rounding"
+    same: tuple[Same, ...] = ("logits", "losses", "gradients", "weights")
+    loss_bound: float | None = None
+    dtype: torch.dtype = torch.float32
+    needs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    evidence: tuple[str, ...] = ()
+    stock_checkpoint: bool = True
+    weight_dtype: torch.dtype = torch.float32
+    package: str | None = None
+    also: tuple[Entry, ...] = ()
+    gpu: Entry | None = None
+
+    def __post_init__(self) -> None:
+        assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
+        approximate = self.exactness == "recipe" or self.dtype != torch.float32
+        assert approximate == (self.loss_bound is not None), "loss_bound is for those that are not exact in float32"
+
+
+BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
+
+SWAPPED = ("optimizer_steps", "parameters_moved", "state_dtypes", "state_bytes")
+BNB = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matrices have 1024 and 2048 values
+LOW_BITS = {"min_size": 1024}
+
+ENTRIES: dict[str, Entry] = {
+    "adafactor": Entry(
+        [{}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.25,
+        evidence=(*SWAPPED, "factored"),
+    ),
+    "apex_optimizer": Entry(gpu_variants=[{}], evidence=(*SWAPPED, "apex_steps"), package="apex"),
+    "bnb_optimizer": Entry(
+        [BNB, {**BNB, "embeddings_32bit": False}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.01,
+        evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+        also=(
+            Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits")),
+            Entry(
+                [{**BNB, "stable_embedding": True}],
+                exactness="recipe",
+                same=(),
+                loss_bound=0.05,
+                evidence=(*SWAPPED, "stable_embedding"),
+                stock_checkpoint=False,
+            ),
+        ),
+    ),
+    "cuda_graphs": Entry(gpu_variants=[{}], needs={"sdpa_attention": {}}, evidence=("graphs", "replays")),
+    "early_loss": Entry(
+        gpu_variants=[{}], exactness="exact", evidence=("losses_read", "read_before_the_batch_was_over")
+    ),
+    "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
+    "fast_layernorm": Entry(
+        [{}],
+        gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fused_layernorm.py
+        needs=BF16,
+        dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=("modules", "output_dtype", "function"),
+    ),
+    "float8_linear": Entry(
+        [{"recipe": "tensorwise", "emulate": True}],  # the coarsest; test_float8_linear.py has all of them
+        gpu_variants=[{"recipe": "tensorwise"}, {"recipe": "rowwise"}, {"recipe": "rowwise_with_gw_hp"}],
+        needs=BF16,
+        dtype=torch.float8_e4m3fn,
+        loss_bound=0.06,
+        evidence=("modules", "float8_matmuls", "seen_in"),
+    ),
+    "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "fused_layers": Entry(
+        [{}, {"last_layer": "all"}],
+        needs={"unpadding": {}},
+        evidence=("layers", "layers_ran", "embeddings_ran"),
+        gpu=Entry(  # its kernels take 16 bits only
+            gpu_variants=[{}, {"last_layer": "all"}],
+            needs={"unpadding": {}, **BF16},
+            dtype=torch.bfloat16,
+            loss_bound=0.05,
+        ),
+    ),
+    "gradient_checkpointing": Entry(
+        [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
+    ),
+    "kahan_optimizer": Entry(
+        [{}],
+        dtype=torch.bfloat16,
+        weight_dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=(*SWAPPED, "compensated"),
+    ),
+    "lora": Entry(
+        # Above the defaults, with which a base of random weights learns next to nothing at the tests' rate.
+        [{"targets": "all-linear", "alpha": 64.0}, {"targets": ["query", "dense"], "rank": 4, "alpha": 64.0}],
+        exactness="recipe",
+        same=("logits",),  # adapters start at zero
+        loss_bound=0.55,  # one that learned nothing would end 0.7 away
+        evidence=("modules", "trainable_parameters", "total_parameters", "adapters_with_gradient", "parameters_moved"),
+        stock_checkpoint=False,
+    ),
+    "lowbit_optimizer": Entry(
+        [{"bits": 8, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
+        exactness="recipe",
+        same=("logits", "gradients"),
+        loss_bound=0.01,
+        evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+        also=(
+            Entry(
+                [{"bits": 4, **LOW_BITS}],
+                exactness="recipe",
+                same=("logits", "gradients"),
+                loss_bound=0.1,
+                evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+            ),
+        ),
+    ),
+    "mixed_precision": Entry(
+        [{"dtype": "bf16", "allow_cpu": True}],
+        gpu_variants=[{"dtype": "bf16"}, {"dtype": "fp16"}],
+        dtype=torch.bfloat16,
+        loss_bound=0.05,
+        evidence=("dtypes_seen",),
+    ),
+    "offloaded_optimizer": Entry([{"allow_cpu": True}], gpu_variants=[{}], evidence=(*SWAPPED, "copied_bytes")),
+    "sdpa_attention": Entry(
+        [{}, {"backend": "math"}],
+        gpu_variants=[{}, {"backend": "efficient"}],  # the others take no fp32; see test_sdpa_attention.py
+        evidence=("kernel",),
+    ),
+    "sparse_upcycling": Entry(
+        [{"every": 1}],
+        exactness="recipe",
+        same=("logits",),
+        loss_bound=0.1,
+        evidence=("layers", "parameters_added", "rows_per_expert", "load_balancing_loss", "share_in_first_batch"),
+        stock_checkpoint=False,
+    ),
+    "tf32_matmul": Entry(
+        gpu_variants=[{"precision": "high"}, {"precision": "medium"}],
+        dtype=torch.float16,  # TF32 has fp16's mantissa
+        loss_bound=0.05,
+        evidence=("matmul_relative_error",),
+    ),
+    "torch_compile": Entry(
+        [{"scope": "blocks", "backend": "aot_eager"}, {"scope": "model", "backend": "aot_eager"}],
+        gpu_variants=[{"scope": "model"}, {"scope": "blocks"}],
+        evidence=("graphs", "graph_breaks", "recompiles"),
+    ),
+    "unpadding": Entry(
+        [{}, {"pad_to_multiple_of": 8}],
+        evidence=("encoders", "layers", "attention", "first_batch_packed", "padding_of_the_run"),
+    ),
+}
+
+missing = set(technique_names()) ^ set(ENTRIES)
+if missing:
+    raise RuntimeError(f"tests/helpers/settings.py and the technique folders differ by: {', '.join(sorted(missing))}")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One technique with one set of arguments."""
+
+    name: str
+    arguments: tuple[tuple[str, Any], ...]
+    entry: Entry
+
+    def build(self) -> Technique:
+        return technique_class(self.name)(**dict(self.arguments))
+
+    def build_all(self) -> list[Technique]:
+        """The technique and what it needs."""
+        return [*(technique_class(n)(**kw) for n, kw in self.entry.needs.items()), self.build()]
+
+    @property
+    def id(self) -> str:
+        return "-".join([self.name, *(str(v) for _, v in self.arguments)])
+
+
+def cases(*, gpu: bool = False) -> list[Any]:
+    """pytest parameters: every variant of every technique, on the CPU or on a GPU."""
+    found = [
+        Case(name, tuple(arguments.items()), entry)
+        for name, first in sorted(ENTRIES.items())
+        for entry in ((first.gpu or first) if gpu else first, *first.also)
+        for arguments in ((entry.gpu_variants or entry.variants) if gpu else entry.variants)
+    ]
+    return [pytest.param(case, id=case.id, marks=_skip(case.entry.package)) for case in found]
+
+
+def _skip(package: str | None) -> list[pytest.MarkDecorator]:
+    if package is None or importlib.util.find_spec(package) is not None:
+        return []
+    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed")]

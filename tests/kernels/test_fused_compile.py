@@ -1,0 +1,159 @@
+"""The Triton kernels of fused_layers, as they are launched, compile for GPUs that need not be here."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+
+from transformers import BertConfig, BertModel  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from composer_speedups.algorithms.fused_layers.families import FusedBertLayer  # noqa: E402
+from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa: E402
+from composer_speedups.algorithms.fused_layers.parts import Rates  # noqa: E402
+from composer_speedups.algorithms.fused_layers.shape import Shape  # noqa: E402
+from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
+from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
+from composer_speedups.kernels.embeddings import embed  # noqa: E402
+from composer_speedups.kernels.gelu import gelu_backward  # noqa: E402
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
+
+TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+SEED, CU = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 200, 256], dtype=torch.int32)
+HIDDEN = 768
+
+
+class Launch(NamedTuple):
+    """What Triton compiles a kernel for."""
+
+    fn: Any
+    signature: dict[str, str]
+    constants: dict[tuple[int], Any]
+    attributes: dict[tuple[int], Any]
+    options: dict[str, int]
+
+    @classmethod
+    def of(cls, fn: Any, *args: Any, **kwargs: Any) -> Launch:
+        names = inspect.signature(fn.fn).parameters
+        given = {**dict(zip(names, args, strict=False)), **{n: v for n, v in kwargs.items() if n in names}}
+        found = cls(fn, {}, {}, {}, {n: v for n, v in kwargs.items() if n not in names})
+        for i, (name, value) in enumerate(given.items()):
+            if isinstance(value, Tensor):
+                found.signature[name] = f"*{TYPES[value.dtype]}"
+            elif fn.params[i].is_constexpr or (value == 1 and not fn.params[i].do_not_specialize):
+                found.signature[name], found.constants[i,] = "constexpr", value
+            else:
+                whole = "i32" if -(2**31) <= value < 2**31 else "i64"
+                found.signature[name] = "fp32" if isinstance(value, float) else whole
+            divisible = isinstance(value, int) and value % 16 == 0 and not fn.params[i].do_not_specialize
+            if isinstance(value, Tensor) or (divisible and (i,) not in found.constants):
+                found.attributes[i,] = [["tt.divisibility", 16]]
+        return found
+
+    def compile(self, architecture: int) -> Any:
+        source = ASTSource(self.fn, self.signature, self.constants, self.attributes)
+        return triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=self.options)
+
+    def key(self) -> str:
+        return f"{self.fn.fn.__module__}.{self.fn.fn.__name__} {self[1:]}"
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Kernels are not launched, which needs a GPU, but noted."""
+    found: list[Launch] = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        assert all(programs > 0 for programs in grid)
+        found.append(Launch.of(self, *args, **kwargs))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return found
+
+
+def tokens(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def norms(dropout: float, dtype: torch.dtype) -> None:
+    x, weight = tokens(256, HIDDEN, dtype=dtype), torch.zeros(HIDDEN)
+    add_norm_forward(x, x, weight, weight, 1e-12, dropout, SEED)
+    for bias in (None, weight):
+        add_norm_backward(x, x, torch.zeros(2, 256), weight, dropout, SEED, bias)
+
+
+def attention(dropout: float, dtype: torch.dtype) -> None:
+    qkv, out = tokens(256, 3 * HIDDEN, dtype=dtype), tokens(256, HIDDEN, dtype=dtype)
+    attention_forward(qkv, CU, 256, 12, dropout, SEED)
+    attention_backward(out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED)
+
+
+def gelu(dropout: float, dtype: torch.dtype) -> None:
+    gelu_backward(tokens(256, 4 * HIDDEN, dtype=dtype), tokens(256, 4 * HIDDEN, dtype=dtype))
+
+
+def embeddings(dropout: float, dtype: torch.dtype, rows: int = 4, no_gradient: tuple[int, int] = (0, -1)) -> None:
+    ids, places = torch.zeros(rows, 64, dtype=torch.long), torch.arange(64)[None]
+    word, position, kind = (torch.zeros(n, HIDDEN, requires_grad=True) for n in (32, 64, 2))
+    weight = torch.zeros(HIDDEN, requires_grad=True)
+    out = embed(ids, places, 0 * places, word, position, kind, weight, weight, 1e-12, dropout, dtype, no_gradient)
+    if out.requires_grad:
+        out.backward(torch.zeros_like(out))
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("case", [norms, attention, gelu, embeddings])
+@pytest.mark.parametrize(("architecture", "dropout"), [(80, 0.1), (90, 0.1), (90, 0.0)])
+def test_every_launch_compiles_and_spills_no_registers(
+    case: Callable[[float, torch.dtype], None],
+    architecture: int,
+    dropout: float,
+    launched: list[Launch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(Path.cwd()))
+    case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
+    assert len(launched) == {"norms": 3, "attention": 3, "gelu": 1, "embeddings": 2}[case.__name__]
+    compiled = [launch.compile(architecture) for launch in launched]
+    if architecture == 90:  # what the block sizes were chosen for
+        for kernel in compiled:
+            Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
+            tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
+            used = subprocess.run(
+                [tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True, check=True
+            ).stdout
+            registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())  # type: ignore[union-attr]
+            assert (stack, registers <= 255) == (0, True), kernel.metadata.name
+
+
+@pytest.mark.parametrize("dropouts", [Rates(0.1, 0.1, 0.1), Rates(0.1, 0.0, 0.6)])
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_is_compiled_ahead_is_what_a_model_launches(dropouts: Rates, rows: int, launched: list[Launch]) -> None:
+    config = BertConfig(num_hidden_layers=1)
+    parts = FusedBertLayer.parts(BertModel(config).encoder.layer[0])  # type: ignore[arg-type]
+    shape = Shape(HIDDEN, 4 * HIDDEN, 12, *dropouts, embedding=HIDDEN, embedded=0.1)
+    for some in launches(shape, torch.bfloat16, torch.device("cpu")):
+        for launch in some:
+            launch()
+    ahead = {launch.key() for launch in launched}
+    launched.clear()
+    x, cu = tokens(512, HIDDEN).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
+    fused_layer(x, parts, dropouts, cu, 512).backward(tokens(512, HIDDEN))
+    embeddings(0.1, torch.bfloat16, rows, (0, 1))
+    with torch.no_grad():
+        fused_layer(x, parts, Rates(0.0, 0.0, 0.0), cu, 512)
+        embeddings(0.0, torch.bfloat16, rows)
+    assert len(launched) == 3 + 6 + 2 + 3 + 1
+    assert {launch.key() for launch in launched} <= ahead

@@ -1,0 +1,248 @@
+"""The swap itself, on bare optimizers: what is carried over, what is refused, what the evidence sees."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from composer.optim import DecoupledAdamW
+from composer.utils.parallelism import FSDPConfig
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ChainedScheduler, ConstantLR, OneCycleLR, StepLR
+
+from composer_speedups import AdafactorOptimizer
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.core.optimizer_evidence import StepWatch, state_bytes, state_dtypes
+from composer_speedups.surgery.optimizer_swap import (
+    UnfitOptimizerError,
+    attach_schedulers,
+    check_label,
+    label_of,
+    swap_optimizer,
+)
+from tests.helpers.common import make_trainer
+
+pytestmark = pytest.mark.pins
+
+
+class OtherAdamW(AdamW):
+    """AdamW under another name."""
+
+
+class NoGradAdamW(AdamW):
+    """Calls its closure with gradients off, as some libraries' optimizers do."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            loss = None if closure is None else closure()
+        super().step()
+        return loss
+
+
+class LazyAdamW(AdamW):
+    """Takes steps that change nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        return None if closure is None else closure()
+
+
+def swapped(old: Optimizer, label: str = "other", cls: Any = OtherAdamW) -> Optimizer:
+    return swap_optimizer(old, label, lambda groups: cls(groups, foreach=False))
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def closure(model: nn.Module, optimizer: Optimizer) -> Any:
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.arange(8.0).reshape(2, 4)).square().sum()
+        loss.backward()
+        return loss
+
+    return compute
+
+
+def test_groups_keep_their_settings_parameters_and_the_users_own_keys() -> None:
+    model = linear()
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+    groups: list[Any] = [
+        {"params": [model.weight, frozen], "lr": 1e-2, "betas": (0.8, 0.9), "name": "matrices"},
+        {"params": [model.bias], "weight_decay": 0.0, "eps": 1e-4},
+        {"params": []},
+    ]
+    old = AdamW(groups, lr=1e-3, weight_decay=0.5, foreach=True, capturable=False)
+    StepLR(old, 1)  # sets initial_lr
+    new = swapped(old)
+    assert type(new) is OtherAdamW
+    for key in ("lr", "initial_lr", "betas", "eps", "weight_decay"):
+        assert [g[key] for g in new.param_groups] == [g[key] for g in old.param_groups], key
+    assert [len(g["params"]) for g in new.param_groups] == [2, 1, 0]
+    assert new.param_groups[0]["params"][0] is model.weight
+    assert new.param_groups[0]["name"] == "matrices"
+    assert new.param_groups[0]["foreach"] is False, "the implementation is the new optimizer's own"
+    before = copy.deepcopy(model.state_dict())
+    new.step(closure(model, new))
+    assert all((model.state_dict()[n] != w).any() for n, w in before.items())
+    assert frozen.eq(0).all()
+
+
+def test_swapping_twice_gives_the_same_optimizer_and_to_a_third_is_refused() -> None:
+    new = swapped(AdamW(linear().parameters()))
+    assert swapped(new) is new
+    assert label_of(new) == "other"
+    with pytest.raises(UnfitOptimizerError, match=r"is other already, and third is asked for; swap a fresh"):
+        swapped(new, "third")
+
+
+def _stepped(optimizer: Optimizer) -> Optimizer:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=1.0), r"torch\.optim\.sgd\.SGD is not AdamW.*; use torch\.optim\.AdamW"),
+        (OtherAdamW, "OtherAdamW is not AdamW"),
+        (lambda p: Adam(p, weight_decay=0.1), "mixes weight decay into the gradient"),
+        (lambda p: AdamW(p, amsgrad=True), "amsgrad=True, which would be lost; set amsgrad=False"),
+        (lambda p: AdamW(p, maximize=True), "maximize=True"),
+        (lambda p: AdamW(p, differentiable=True, foreach=False), "differentiable=True"),
+        (lambda p: AdamW(p, lr=torch.tensor(1e-3), foreach=False), "learning rate in a tensor; give it as a float"),
+        (lambda p: _stepped(AdamW(p)), "has stepped already and its state would be lost; swap it before training"),
+        (lambda p: DecoupledAdamW(p, lr=0.0), "DecoupledAdamW with a learning rate of 0"),
+        (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), "complex64 parameters"),
+    ],
+)
+def test_what_would_be_lost_is_refused(build: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said) as error:
+        swapped(build(list(linear().parameters())))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("cls", [Adam, DecoupledAdamW])
+def test_optimizers_that_amount_to_adamw_keep_their_trajectory(cls: Any) -> None:
+    settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0 if cls is Adam else 0.02}
+    trained = []
+    for swap in (False, True):
+        model = linear()
+        optimizer = cls(model.parameters(), **settings)
+        optimizer = swapped(optimizer) if swap else optimizer
+        for rate in (1e-2, 5e-3, 1e-3):  # a schedule, under which DecoupledAdamW's decay is lr / initial_lr
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step(closure(model, optimizer))
+        trained.append(model.state_dict())
+    torch.testing.assert_close(trained[1], trained[0])
+    without_decay = cls(linear().parameters(), **{**settings, "weight_decay": 0.0})
+    assert without_decay.param_groups[0]["weight_decay"] == 0
+
+
+@pytest.mark.parametrize("positional", [True, False])
+def test_closures_run_with_gradients_on(positional: bool) -> None:
+    model = linear()
+    new = swapped(AdamW(model.parameters(), weight_decay=0.0), cls=NoGradAdamW)
+    before = model.weight.detach().clone()
+    compute = closure(model, new)
+    loss = new.step(compute) if positional else new.step(closure=compute)
+    assert loss.requires_grad
+    assert (model.weight != before).all()
+
+
+def test_a_foreign_state_is_refused_and_its_own_is_not() -> None:
+    old = AdamW((model := linear()).parameters())
+    foreign = copy.deepcopy(old.state_dict())
+    new = swapped(old)
+    new.step(closure(model, new))
+    own = copy.deepcopy(new.state_dict())
+    with pytest.raises(ValueError, match=r"that of another optimizer, and this optimizer is other; load a state"):
+        new.load_state_dict(foreign)
+    third = swapped(AdamW(model.parameters()), "third").state_dict()
+    with pytest.raises(ValueError, match="that of third, and this optimizer is other"):
+        new.load_state_dict(third)
+    new.load_state_dict(own)
+    check_label(new, "other")
+    new.param_groups[0]["swapped_to"] = "third"  # as load_state_dict without hooks would
+    with pytest.raises(ValueError, match="that of third"):
+        check_label(new, "other")
+
+
+def test_torch_schedulers_move_over_with_those_inside_them() -> None:
+    old = AdamW((model := linear()).parameters(), lr=1.0)
+    inner = [ConstantLR(old, 0.5, 1), StepLR(old, 1, 0.1)]
+    chained = ChainedScheduler(inner)
+    foreign = StepLR(AdamW(linear().parameters()), 1)
+    new = swapped(old)
+    assert new.param_groups[0]["lr"] == 0.5
+    assert attach_schedulers([chained, foreign], old, new) == ["ChainedScheduler", "ConstantLR", "StepLR"]
+    assert attach_schedulers([chained], old, new) == []
+    assert new.param_groups[0]["lr"] == 0.5, "attaching sets no rate"
+    new.step(closure(model, new))
+    chained.step()  # torch would warn, and so fail this test, if it thought that no optimizer had stepped
+    assert new.param_groups[0]["lr"] == pytest.approx(0.1)
+    assert old.param_groups[0]["lr"] == 0.5
+
+
+def test_a_scheduler_that_cycles_betas_needs_an_optimizer_that_has_them() -> None:
+    old = AdamW(linear().parameters())
+    scheduler = OneCycleLR(old, 1e-3, total_steps=4)
+    new = swapped(old)
+    del new.param_groups[0]["betas"]  # as in optimi's and transformers' optimizers
+    with pytest.raises(ValueError, match=r"OneCycleLR cycles betas.*set cycle_momentum=False"):
+        attach_schedulers([scheduler], old, new)
+
+
+def test_the_watch_sees_steps_that_move_nothing() -> None:
+    for cls, expected in ((OtherAdamW, 2), (LazyAdamW, 0)):
+        model = linear()
+        new = swapped(AdamW(model.parameters(), lr=0.0), cls=cls)
+        watch = StepWatch(new)
+        new.step(closure(model, new))
+        assert (watch.steps, watch.moved) == (1, None), "at a rate of 0 nothing can be said"
+        new.param_groups[0]["lr"] = 1e-3
+        new.step(closure(model, new))
+        assert (watch.steps, watch.moved, watch.watched) == (2, expected, 2)
+        watch.remove()
+        new.step(closure(model, new))
+        assert watch.steps == 2
+
+
+def test_the_state_is_counted_with_its_dtypes() -> None:
+    model = linear()
+    new = swapped(AdamW(model.parameters()))
+    new.step(closure(model, new))
+    assert state_bytes(new) == 15 * 8 + 2 * 4  # two moments an element, a step count a parameter
+    assert state_dtypes(new) == {"exp_avg": ["float32"], "exp_avg_sq": ["float32"]}
+
+
+class Lazy(AdafactorOptimizer):
+    """The technique around an optimizer that does nothing."""
+
+    def swap(self, state: Any) -> Optimizer:
+        return swapped(state.optimizers[0], cls=LazyAdamW)
+
+
+def test_an_optimizer_that_moves_nothing_stops_the_run() -> None:
+    trainer = make_trainer([Lazy()])
+    with pytest.raises(NotEngagedError, match="a step of other moved no parameter"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_sharded_parameters_and_several_optimizers_are_refused() -> None:
+    trainer = make_trainer()
+    trainer.state.optimizers = [AdamW(linear().parameters()), AdamW(linear().parameters())]
+    with pytest.raises(TechniqueError, match="there are 2 optimizers; give the Trainer one"):
+        AdafactorOptimizer().engage(trainer.state)
+    trainer.state.fsdp_config = FSDPConfig()
+    with pytest.raises(TechniqueError, match=r"adafactor: the optimizer cannot be swapped under FSDP .*DDP works"):
+        AdafactorOptimizer().engage(trainer.state)
+    trainer.close()

@@ -1,0 +1,80 @@
+"""Metrics over ranks: torchmetrics' own numbers, without ranks waiting for each other's shapes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from composer.utils import dist
+from datasets import Dataset
+from torch import distributed
+
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.models import build_model
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+
+
+def _counting(name: str, calls: Counter[str]) -> Any:
+    original = getattr(distributed, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        calls[name] += 1
+        return original(*args, **kwargs)
+
+    return noted
+
+
+def _both_ways(task: str) -> dict[str, tuple[float, float]]:
+    """Name → this project's value and torchmetrics' own, of other rows on each rank."""
+    text = Dataset.from_dict({"text": ["a review of a film"], "label": [1]})
+    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", text)
+    model = build_model(ModelConfig(size="tiny", init="random", task=task), tokenizer, 32)  # type: ignore[arg-type]
+    found = {}
+    drawn = torch.Generator().manual_seed(dist.get_global_rank())
+    classes = len(tokenizer) if task == "mlm" else 2
+    shape = (6, 5) if task == "mlm" else (6 + dist.get_global_rank(),)
+    for name, metric in model.get_metrics(is_train=True).items():
+        metric.update(torch.randn(*shape, classes, generator=drawn), torch.randint(classes, shape, generator=drawn))
+        own, metric._computed, metric.dist_sync_fn = float(metric.compute()), None, None
+        found[name] = own, float(metric.compute())
+    return found
+
+
+def _classification() -> dict[str, tuple[float, float]]:
+    return _both_ways("classification")
+
+
+def _mlm() -> dict[str, tuple[float, float]]:
+    return _both_ways("mlm")
+
+
+@pytest.mark.parametrize("job", [_classification, _mlm])
+def test_metrics_over_ranks_are_torchmetrics_own(job: Any) -> None:
+    ranks = on_ranks(job)
+    assert ranks[0] == ranks[1]
+    assert len(ranks[0]) == 2
+    for own, expected in ranks[0].values():
+        assert own == expected
+
+
+def _collectives_of_a_batch() -> Counter[str]:
+    """What ranks do together in the sixth batch."""
+    counts = []
+    for batches in (5, 6):
+        calls: Counter[str] = Counter()
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("all_gather", "barrier", "all_gather_object"):
+                patch.setattr(distributed, name, _counting(name, calls))
+            options = ("trainer.device=cpu", "plot=false", "export=false", "data.train_samples=64")
+            run(*options, f"trainer.max_duration={batches}ba", "scheduler.name=constant", f"run_name=run{batches}")
+        counts.append(calls)
+    return counts[1] - counts[0]
+
+
+def test_no_batch_has_ranks_meet_at_a_barrier() -> None:
+    for more in on_ranks(_collectives_of_a_batch):
+        assert dict(more) == {"all_gather": 6}, "one for each number that the two metrics count"

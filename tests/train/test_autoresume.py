@@ -1,0 +1,190 @@
+"""What an interrupted run goes on from, and what it refuses: in this process, with runs that end early."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train.checkpoints.finding import checkpoints_in
+from composer_speedups.train.config import Config, load_config
+from composer_speedups.train.interrupt import StopSignals
+from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.startup_times import StartupTimes
+from tests.helpers.jobs import run
+
+JOB = [
+    *("run_name=job", "checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.max_duration=8ba"),
+    *("trainer.eval_batches=1", "trainer.eval_interval=100ba", "export=false"),
+]
+FOLDER = Path("runs/job")
+CHECKPOINTS = FOLDER / "checkpoints"
+
+
+class Crash(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def crash_after(batch: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Within, a run ends with an error after so many batches."""
+
+    def batch_end(_: Any, state: Any, logger: Any) -> None:
+        if state.timestamp.batch.value == batch:
+            raise Crash
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StartupTimes, "batch_end", batch_end)
+        with contextlib.suppress(Crash):
+            yield
+            pytest.fail("the run went on")
+    gc.collect()  # Composer's clean-up of the Trainer, which would otherwise wait for the interpreter's end
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run that crashed."""
+    folder = tmp_path_factory.mktemp("template")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        with crash_after(5, patch):
+            run(*JOB)
+    return folder
+
+
+@pytest.fixture
+def interrupted(template: Path) -> None:
+    """A run of which checkpoints 2 and 4 are there."""
+    shutil.copytree(template, ".", dirs_exist_ok=True, symlinks=True)
+    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep0-ba4-rank0.pt", "ep0-ba2-rank0.pt"]
+
+
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.pins
+def test_the_same_command_goes_on_and_says_from_what(capsys: pytest.CaptureFixture[str]) -> None:
+    stored = yaml.safe_load((FOLDER / "config.yaml").read_text())
+    del stored["checkpoint"]["autoresume"], stored["data"]["length_batching"]  # as an older version wrote it
+    (FOLDER / "config.yaml").write_text(yaml.safe_dump(stored))
+    report = run(*JOB, "trainer.max_duration=9ba", "checkpoint.keep=1")
+    said = capsys.readouterr().out
+    assert "job: goes on from runs/job/checkpoints/ep0-ba4-rank0.pt" in said
+    assert "resumed after batch 4" in said
+    assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
+    assert report["training"]["batches"] == 9
+    assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["job"]
+    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep1-ba9-rank0.pt"], "keep=1 now"
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_a_finished_run_begins_anew() -> None:
+    run(*JOB)
+    report = run(*JOB)
+    assert report["resumed"] == []
+    assert len([path for path in Path("runs").iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_it_begins_anew_where_that_is_asked_for() -> None:
+    assert run(*JOB, "checkpoint.autoresume=false", "optimizer.lr=0.5")["resumed"] == []
+    assert len(list(Path("runs").glob("job.*/checkpoints/*ba4*.pt"))) == 1
+
+
+@pytest.mark.usefixtures("interrupted")
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("optimizer.lr=0.5", "optimizer.lr=0.001 and not 0.5"),
+        ("seed=3", "seed=17 and not 3"),
+        ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer={} and not nothing"),
+        ("data.batch_size=16", "data.batch_size=8 and not 16"),
+        ("trainer.max_duration=7ba", "trainer.max_duration=8ba and not 7ba"),
+        ("trainer.max_duration=3ep", "trainer.max_duration=8ba and not 3ep"),
+    ],
+)
+def test_another_config_is_refused_by_name(override: str, named: str) -> None:
+    before = sorted(Path("runs").rglob("*"))
+    with pytest.raises(ConfigError) as error:
+        run(*JOB, override)
+    assert f"run_name: 'job' was interrupted under another config, {named}; to go on, give what" in str(error.value)
+    assert sorted(Path("runs").rglob("*")) == before
+    (FOLDER / "config.yaml").write_text("a: [")
+    with pytest.raises(ConfigError, match=r"its runs/job/config\.yaml cannot be read"):
+        run(*JOB)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_damaged_checkpoints_are_passed_over_and_kept() -> None:
+    newest = CHECKPOINTS / "ep0-ba4-rank0.pt"
+    newest.write_bytes(newest.read_bytes()[:-1000])
+    with pytest.warns(UserWarning, match=r"passed over: checkpoint\.autoresume: .*ba4-rank0\.pt is damaged"):
+        assert run(*JOB)["resumed"] == [{"batch": 2, "checkpoint": "ep0-ba2-rank0.pt"}]
+    assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1
+    for path in checkpoints_in(CHECKPOINTS):
+        path.write_bytes(b"")
+    (FOLDER / "report.json").unlink()
+    with pytest.warns(UserWarning, match="passed over"):
+        assert run(*JOB)["resumed"] == []
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_going_back_puts_later_checkpoints_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    back = [*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt"]
+    with crash_after(4, monkeypatch):
+        run(*back)
+    assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1
+    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep0-ba2-rank0.pt"]
+    report = run(*back)
+    assert [entry["batch"] for entry in report["resumed"]] == [2]
+    again = run(*JOB, f"checkpoint.load={CHECKPOINTS}/ep1-ba6-rank0.pt", "trainer.max_duration=10ba")
+    assert [entry["batch"] for entry in again["resumed"]] == [2, 6]
+    assert len(list(FOLDER.glob("report.json.*"))) == 1
+
+
+def test_an_unnamed_run_begins_anew() -> None:
+    """Under the default name, jobs that have nothing to do with each other meet."""
+    config = load_config(None, ["checkpoint.interval=1ep"])
+    CHECKPOINTS.mkdir(parents=True)
+    shutil.move("runs/job", "runs/run")
+    Path("runs/run/config.yaml").write_text("")
+    Path("runs/run/checkpoints/ep0-ba2-rank0.pt").write_bytes(b"")
+    with RunFolder(config, named=False) as folder:
+        assert folder.load is None
+    assert Config().run_name == "run"
+
+
+def test_signals_wait_for_the_batch_only_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopSignals() as stop:
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == 143
+        stop.defer()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)  # as Composer's launcher passes it on
+        assert stop.received == signal.SIGINT
+        monkeypatch.setattr("os._exit", lambda status: (_ for _ in ()).throw(Crash(status)))
+        with pytest.raises(Crash, match="130"):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGTERM) == before
+    with StopSignals() as stop:
+        stop.ignore()
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_each_batch_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with crash_after(3, monkeypatch):
+        run(*JOB)
+    run(*JOB)
+    report = json.loads((FOLDER / "report.json").read_text())
+    throughput = report["throughput"]
+    assert throughput["steady_batches"] + throughput["other_batches"] == 8
+    assert throughput["other_batches"] == 2 + 3, "the first three of each process; the third of the first is lost"

@@ -1,0 +1,172 @@
+"""More than 500 mutated configs: each is refused in one line, or passes every check and trains."""
+
+from __future__ import annotations
+
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups.core.errors import UserError
+from composer_speedups.core.ordering import screen
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes, read_command_line
+from composer_speedups.train.trainer import context_of, open_device
+from tests.conftest import ROOT
+from tests.helpers.forks import Fork
+from tests.helpers.jobs import SHORT
+from tests.helpers.mutations import Mutation, files, overrides
+
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+SECONDS = 10  # that one check may take; all take milliseconds
+
+# What a config that passed asks for, and a test does not: endless runs, hundreds of processes, an account, a compiler.
+NOT_RUN = ("max_duration", "workers", "wandb", "torch_compile")
+
+
+def refusal(mutation: Mutation) -> str | None:
+    """The line that refuses it, from the checks that train.py makes before it builds anything; None where it passes."""
+    Path("mutated.yaml").write_bytes(b"{}" if mutation.file is None else mutation.file)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # on_unavailable: warn
+            config, origins = read_command_line(["-f", "mutated.yaml", *mutation.arguments])
+            techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
+            screen(techniques, context_of(config.trainer, open_device(config.trainer)))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def _in_time() -> Iterator[None]:
+    def late(*_: Any) -> None:
+        raise TimeoutError(f"it takes more than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
+    """How many were tried, and those that passed. What raises anything but a UserError fails, with the mutation."""
+    tried, passed = 0, []
+    for mutation in [*files(), *overrides(seed, each)]:
+        tried += 1
+        try:
+            with _in_time():
+                line = refusal(mutation)
+        except BaseException as error:
+            raise AssertionError(f"{mutation.what!a}: {type(error).__name__}: {error}") from error
+        if line is None:
+            passed.append(mutation)
+        else:
+            assert "\n" not in line, mutation.what
+            assert line.strip(), mutation.what
+            assert len(line) <= 2000, mutation.what
+    return tried, passed
+
+
+def run_all(mutations: list[Mutation], seconds: float = 60) -> dict[int, int]:
+    """Two batches of each, and how many ended with which status: 0, or 2 (1) and one line."""
+    ended: dict[int, int] = {}
+    for mutation in mutations:
+        if any(name in argument for argument in mutation.arguments for name in NOT_RUN) or mutation.file is not None:
+            continue
+        base = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "trainer.device=cpu"]
+
+        def job(mutation: Mutation = mutation) -> None:
+            with exit_codes():
+                application.main(["-f", QUICKSTART, *SHORT, *base, *mutation.arguments])  # noqa: B023
+
+        done = Fork(job).wait(seconds)
+        assert done.status in (0, 1, 2), f"{mutation.what!a}: {done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr, f"{mutation.what!a}: {done.stderr[-3000:]}"
+        if done.status:
+            assert done.stderr.splitlines()[-1].startswith("train.py: "), f"{mutation.what!a}: {done.stderr[-3000:]}"
+        ended[done.status] = ended.get(done.status, 0) + 1
+    return ended
+
+
+def test_more_than_500_mutated_configs_are_refused_in_one_line_or_pass() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tried, passed = check_all(seed=17, each=1)
+    assert tried >= 500
+    assert 0 < len(passed) < tried / 2
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "KiB: half a GiB at most"
+    assert not torch.cuda.is_initialized() or torch.cuda.max_memory_allocated() == 0
+    ended = run_all(random.Random(17).sample([m for m in passed if m.file is None], 5))
+    assert ended[0] >= 1
+
+
+@pytest.mark.long
+def test_thousands_of_mutated_configs() -> None:
+    """``pytest -m long -s tests/train/test_bad_input.py`` prints the counts."""
+    start = time.monotonic()
+    tried, passed = check_all(seed=int(time.time()), each=12)
+    ended = run_all(passed)
+    print(f"\n{tried} configs: {tried - len(passed)} refused, {len(passed)} passed; run, by exit status: {ended}")
+    print(f"{time.monotonic() - start:.0f} s")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.train_samples=1000000000", "data.train_samples must be at most 1,000,000 with data.source: builtin"),
+        ("runs_folder=/dev/null/x", "runs_folder: /dev/null/x/quickstart cannot be written"),
+        ("data.cache_dir=/dev/null/x", "data.cache_dir: /dev/null/x/tokenizers cannot be made"),
+        ("loggers.wandb={mode: offline, project: a/b}", "loggers.wandb: Weights & Biases cannot begin a run"),
+    ],
+)
+def test_what_only_a_run_finds_out_is_one_line_too(override: str, message: str) -> None:
+    def job() -> None:
+        with exit_codes():
+            application.main(["-f", QUICKSTART, *SHORT, "trainer.max_duration=1ba", override])
+
+    done = Fork(job).wait()
+    assert done.status == 2, done.stderr
+    assert message in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+_REFUSED = """
+import atexit, os, sys
+plain = os._exit
+def leave(status):
+    import torch
+    taken = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+    print("GPU bytes:", taken, "initialized:", torch.cuda.is_initialized(), flush=True)
+    plain(status)
+os._exit = leave
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes
+with exit_codes():
+    application.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+def test_a_refusal_takes_no_memory_of_a_gpu() -> None:
+    override = "algorithms={fused_optimizer: {}, foreach_optimizer: {}}"  # told apart once everything is imported
+    command = [sys.executable, "-c", _REFUSED, "-f", QUICKSTART, override]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, cwd=ROOT)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("train.py: ")
+    assert done.stdout.startswith("GPU bytes: 0 ")
+    if not torch.cuda.is_available():
+        assert "initialized: False" in done.stdout

@@ -1,0 +1,410 @@
+"""Checkpoints and models of others: nothing that they hold is executed, unless the user says that it is trusted."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import shutil
+import signal
+import tarfile
+import warnings
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from composer.trainer import trainer as composer_trainer
+from composer.utils import ObjectStore, reproducibility
+from composer.utils import checkpoint as composer_checkpoint
+
+from composer_speedups import FusedOptimizer, SDPAAttention
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train import run_folder as runs
+from composer_speedups.train.checkpoints.contents import admit, check_contents, plain_generators
+from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, restricted_loading
+from composer_speedups.train.checkpoints.unpickling import restricted_unpickling
+from tests.helpers.common import make_trainer
+from tests.helpers.forks import Fork
+from tests.helpers.jobs import run, short_checkpoint
+from tests.helpers.payload import MARKER, Payload
+
+Attack = Callable[[dict[str, Any]], None]
+
+
+def by_pickle(checkpoint: dict[str, Any]) -> None:
+    checkpoint["state"]["run_name"] = Payload()
+
+
+def by_expression(checkpoint: dict[str, Any]) -> None:
+    """Composer evaluates ``algorithms.<repr>``."""
+    expression = f"Alibi.__init__.__globals__['__builtins__']['__import__']('os').mkdir({str(MARKER)!r})"
+    checkpoint["state"]["algorithms"].append(("Alibi", {"repr": expression}))
+
+
+def by_argument(checkpoint: dict[str, Any]) -> None:
+    """A call of the right name, with an expression inside."""
+    expression = f"Alibi(max_sequence_length=__import__('os').mkdir({str(MARKER)!r}))"
+    checkpoint["state"]["algorithms"].append(("Alibi", {"repr": expression}))
+
+
+def by_underscore(checkpoint: dict[str, Any]) -> None:
+    """Composer strips a leading underscore from any key, then takes it for the key without one."""
+    by_expression(checkpoint)
+    checkpoint["state"]["_algorithms"] = checkpoint["state"]["algorithms"]
+    checkpoint["state"]["algorithms"] = checkpoint["state"]["_algorithms"][:-1]
+
+
+def by_underscore_alone(checkpoint: dict[str, Any]) -> None:
+    by_underscore(checkpoint)
+    del checkpoint["state"]["algorithms"]
+
+
+attacks = pytest.mark.parametrize("attack", [by_pickle, by_expression, by_argument])
+every_attack = pytest.mark.parametrize(
+    "attack", [by_pickle, by_expression, by_argument, by_underscore, by_underscore_alone]
+)
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of a short run."""
+    return short_checkpoint(tmp_path_factory.mktemp("honest"))
+
+
+def poisoned(honest: Path, attack: Attack) -> Path:
+    checkpoint = torch.load(honest, weights_only=False)
+    attack(checkpoint)
+    torch.save(checkpoint, "poisoned.pt")
+    return Path("poisoned.pt")
+
+
+@attacks
+@pytest.mark.parametrize("weights_only", [False, True])
+@pytest.mark.pins
+def test_an_attack_is_refused_before_anything_is_touched(attack: Attack, weights_only: bool, honest: Path) -> None:
+    path = poisoned(honest, attack)
+    Path("runs/quickstart").mkdir(parents=True)
+    named = "posix.mkdir" if attack is by_pickle else "Alibi"
+    with pytest.raises(
+        ConfigError, match=rf"checkpoint\.load: poisoned\.pt: refused, .*{named}.*trust_checkpoint=true"
+    ):
+        run(f"checkpoint.load={path}", f"checkpoint.weights_only={json.dumps(weights_only)}")
+    assert not MARKER.exists()
+    assert sorted(Path("runs").rglob("*")) == [Path("runs/.quickstart.lock"), Path("runs/quickstart")]
+
+
+@attacks
+@pytest.mark.pins
+def test_a_file_that_changes_after_it_was_looked_at_gains_nothing(
+    attack: Attack, honest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "check_checkpoint", lambda *_, **__: None)
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: poisoned\.pt: refused, "):
+        run(f"checkpoint.load={poisoned(honest, attack)}")
+    assert not MARKER.exists()
+
+
+@pytest.mark.pins
+def test_a_key_that_composer_would_take_for_another_is_left_out(honest: Path) -> None:
+    brief = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
+    for attack, more in ((by_underscore, []), (by_underscore_alone, ["checkpoint.weights_only=true"])):
+        load = f"checkpoint.load={poisoned(honest, attack)}"
+        with pytest.warns(UserWarning, match=r"left out of the checkpoint, .*: state/_algorithms"):
+            assert run(load, *more, *brief)["training"]["batches"] == 3
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.load: poisoned\.pt is malformed: state/algorithms is missing; "
+    ):
+        run(f"checkpoint.load={poisoned(honest, by_underscore_alone)}", *brief)
+    assert not MARKER.exists()
+
+
+@pytest.mark.parametrize("weights_only", [False, True])
+def test_composer_gets_keys_that_are_known_and_algorithms_of_the_run(weights_only: bool, honest: Path) -> None:
+    """Whatever the file's other keys are: nothing is looked for in them."""
+    trainer = make_trainer([SDPAAttention(), FusedOptimizer()])
+    held = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state(), "_state": {}}
+    plain_generators(held)
+    held["state"] |= {"_model": Payload(), "is_model_ddp": True, "precision": "fp32", "_seed": Payload()}
+    held["state"]["callbacks"]["InMemoryLogger"] = Payload()
+    with pytest.warns(UserWarning, match="state/_model, state/is_model_ddp, state/precision, state/_seed, _state"):
+        admit(held, trainer.state, weights_only=weights_only)
+    trainer.close()
+    if weights_only:
+        assert [*held] == ["state"]
+        assert [*held["state"]] == ["model"]
+        return
+    assert [*held] == ["state", "rng"]
+    assert {*held["state"]} <= {*trainer.state.serialized_attributes}
+    algorithms = held["state"]["algorithms"]
+    assert type(algorithms) is dict, "Composer evaluates what it finds in a list"
+    assert {*algorithms} == {"SDPAAttention", "FusedOptimizer"}
+    assert held["state"]["callbacks"]["InMemoryLogger"] == {}
+
+
+@every_attack
+def test_the_attacks_are_real_where_the_user_trusts_the_file(attack: Attack, honest: Path) -> None:
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever comes of it
+        warnings.simplefilter("ignore")
+        run(f"checkpoint.load={poisoned(honest, attack)}", "checkpoint.trust_checkpoint=true")
+    assert MARKER.exists()
+
+
+def test_autoresume_looks_too(honest: Path) -> None:
+    settings = ["checkpoint.interval=2ba", "run_name=mine", "trainer.max_duration=4ba", "trainer.eval_batches=1"]
+    run(*settings)
+    folder = Path("runs/mine/checkpoints")
+    Path("runs/mine/report.json").unlink()
+    shutil.copy(poisoned(honest, by_pickle), folder / "ep0-ba5-rank0.pt")
+    with pytest.raises(ConfigError, match=r"checkpoint\.autoresume: .*ba5-rank0\.pt: refused, .*posix\.mkdir"):
+        run(*settings)
+    assert not MARKER.exists()
+
+
+def test_folders_and_archives_are_refused(honest: Path) -> None:
+    Path("sharded").mkdir()
+    with pytest.raises(ConfigError, match="sharded is a folder; sharded checkpoints are unpickled"):
+        run("checkpoint.load=sharded")
+    for name in ("file.tar", "file.pt.gz"):  # a zip file by its end, and by its name something that Composer unpacks
+        shutil.copy(honest, name)
+        with pytest.raises(ConfigError, match=f"{name} is an archive"):
+            run(f"checkpoint.load={name}")
+    with tarfile.open("real.tar", "w") as tar:
+        tar.add(honest, "composer_states.pt")
+    with pytest.raises(ConfigError, match=r"real\.tar is an archive"):  # with a zip file's end near its own
+        run("checkpoint.load=real.tar")
+    with pytest.raises(ConfigError, match="is an archive"):
+        check_checkpoint("s3://bucket/file.tar.gz", "checkpoint.load")
+
+
+class Crafted:
+    """Pickled as a NumPy dtype or array that NumPy itself would not make."""
+
+    def __init__(self, function: Any, arguments: tuple[Any, ...], state: tuple[Any, ...] | None = None) -> None:
+        self.pickled = (function, arguments) if state is None else (function, arguments, state)
+
+    def __reduce__(self) -> Any:
+        return self.pickled
+
+
+def crafted_array() -> Crafted:
+    """Numbers of 64 bits with a field of Python objects, a gigabyte behind them."""
+    objects = Crafted(np.dtype, ("O8", False, True))
+    fields = (3, "<", None, ("a",), {"a": (objects, 2**30)}, 8, 8, 0)
+    kind = Crafted(np.dtype, ("f8", False, True), fields)
+    reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+    return Crafted(reconstruct, (np.ndarray, (0,), b"b"), (1, (624,), kind, False, b"\1" * 8 * 624))
+
+
+def test_no_numpy_object_is_rebuilt_that_could_crash_the_process(honest: Path) -> None:
+    def by_array(checkpoint: dict[str, Any]) -> None:
+        checkpoint["rng"][0]["numpy"] = ("MT19937", crafted_array(), 624, 0, 0.0)
+
+    torch.save(crafted_array(), "array.pt")
+
+    def read_with_numpy_allowed() -> None:
+        reconstruct = np._core.multiarray._reconstruct  # type: ignore[attr-defined]
+        with torch.serialization.safe_globals([np.ndarray, np.dtype, type(np.dtype("f8")), reconstruct]):
+            array = torch.load("array.pt", weights_only=True)
+        repr(array["a"])
+
+    assert Fork(read_with_numpy_allowed).wait().status == -signal.SIGSEGV
+    with pytest.raises(ConfigError, match=r"refused, it holds more than .*NumPy dtype 'f8' other than that of NumPy's"):
+        check_checkpoint(str(poisoned(honest, by_array)), "checkpoint.load")
+
+
+def test_a_place_behind_the_random_words_is_refused_where_numpy_reads_it(honest: Path) -> None:
+    def by_place(checkpoint: dict[str, Any]) -> None:
+        name, words, _, *others = checkpoint["rng"][0]["numpy"]
+        checkpoint["rng"][0]["numpy"] = (name, words, 10**9, *others)
+
+    poisoned(honest, by_place)
+
+    def trusting() -> None:
+        run("checkpoint.load=poisoned.pt", "checkpoint.trust_checkpoint=true", "trainer.max_duration=4ba")
+        np.random.random()
+
+    assert Fork(trusting).wait().status == -signal.SIGSEGV
+    with pytest.raises(ConfigError, match=r"is malformed: rng/0/numpy/2 is 1000000000, and not within 0 to 624"):
+        run("checkpoint.load=poisoned.pt")
+
+
+def test_our_checkpoints_hold_no_numpy_and_composer_takes_their_random_state(honest: Path) -> None:
+    with torch.serialization.safe_globals([timedelta, torch.torch_version.TorchVersion]):
+        held = torch.load(honest, weights_only=True)
+    words = held["rng"][0]["numpy"]
+    expected = np.random.RandomState()
+    expected.set_state(words)
+    reproducibility.load_rng_state(held["rng"])
+    assert np.random.random() == expected.random_sample()
+    assert type(words[1]) is tuple
+
+
+@pytest.mark.pins
+def test_a_checkpoint_that_composer_wrote_is_read_with_its_numpy_array(tmp_path: Path) -> None:
+    trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
+    trainer.fit()
+    trainer.close()
+    path = str(tmp_path / "ba2.pt")
+    held = torch.load(path, weights_only=False)
+    assert isinstance(held["rng"][0]["numpy"][1], np.ndarray)
+    check_checkpoint(path, "checkpoint.load")
+    kept = load_unpickled(path)
+    assert kept["rng"][0]["numpy"][1] == tuple(held["rng"][0]["numpy"][1].tolist())
+
+
+def load_unpickled(path: str) -> dict[str, Any]:
+    with restricted_unpickling():
+        return check_contents(torch.load(path), weights_only=False)
+
+
+def pickled(name: str, instructions: bytes) -> str:
+    """A checkpoint of these instructions alone."""
+    with zipfile.ZipFile(name, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + instructions + b".")
+        archive.writestr("archive/version", "3\n")
+    return name
+
+
+TWICE = b"q\0h\0\x86"  # a tuple of the last value and itself
+LIST_TWICE = b"q\0]h\0ah\0a"
+
+
+@pytest.mark.parametrize(
+    ("instructions", "said"),
+    [
+        (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashed, it overflows the stack
+        (b"})" + TWICE * 60 + b"Ns", "in too many places"),  # hashed, it takes years
+        (b"]" + LIST_TWICE * 60, "in too many places"),
+        (b"]q\0h\0a", "holds itself"),
+        (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "import bytearray"),
+        (b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x01\x85R", "import torch.FloatTensor"),
+        (b"0", "no pickle of torch's|instruction POP"),
+    ],
+    ids=["deep", "wide", "wide list", "cycle", "bytearray", "tensor", "empty stack"],
+)
+def test_a_pickle_that_would_exhaust_stack_time_or_memory_is_not_carried_out(instructions: bytes, said: str) -> None:
+    path = pickled("bomb.pt", instructions)
+
+    def refused() -> None:
+        with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({said})"):
+            check_checkpoint(path, "checkpoint.load")
+        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as the load itself has it
+            composer_checkpoint.safe_torch_load(path)
+
+    assert Fork(refused).wait().status == 0
+
+
+def test_a_file_that_is_no_archive_is_not_unpickled() -> None:
+    """Of an address it is known no earlier than at the load."""
+    torch.save({"state": {}}, "old.pt", _use_new_zipfile_serialization=False)
+    with restricted_unpickling(), pytest.raises(pickle.UnpicklingError, match="another kind than a zip archive"):
+        composer_checkpoint.safe_torch_load("old.pt")
+
+
+@pytest.mark.parametrize("attribute", ["items", "keys", "get"])
+def test_a_dict_whose_attributes_hide_its_methods_is_one_line(attribute: str, honest: Path) -> None:
+    class Hiding(OrderedDict[str, Any]):
+        def __reduce__(self) -> Any:
+            return OrderedDict, (), {attribute: 3}, None, iter(dict.items(self))
+
+    def by_state(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state"] = Hiding(checkpoint["state"])
+
+    def by_model(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state"]["model"] = Hiding(a=3)
+
+    for attack, said in ((by_state, "state is missing"), (by_model, "state/model/a is an int")):
+        with pytest.raises(ConfigError, match=f"is malformed: {said}"):
+            check_checkpoint(str(poisoned(honest, attack)), "checkpoint.load")
+
+
+@pytest.mark.parametrize("attribute", ["detach", "is_complex"])
+def test_a_tensor_whose_attributes_hide_its_methods_is_read_as_it_is(attribute: str, honest: Path) -> None:
+    def by_attribute(checkpoint: dict[str, Any]) -> None:
+        setattr(checkpoint["rng"][0]["torch"], attribute, 3)
+
+    check_checkpoint(str(poisoned(honest, by_attribute)), "checkpoint.load")
+
+
+class FakeStore(ObjectStore):
+    """A folder in the place of a bucket."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def get_object_size(self, object_name: str) -> int:
+        return (self.folder / object_name).stat().st_size
+
+    def download_object(self, object_name: str, filename: Any, *_: Any, **__: Any) -> None:
+        shutil.copy(self.folder / object_name, filename)
+
+
+@pytest.mark.parametrize("trust", [False, True])
+def test_the_index_of_a_sharded_checkpoint_in_an_object_store_is_not_unpickled(trust: bool, tmp_path: Path) -> None:
+    (tmp_path / "bucket" / "ep1").mkdir(parents=True)
+    (tmp_path / "bucket" / "ep1" / ".metadata").write_bytes(pickle.dumps(Payload()))
+    sharded: Any = SimpleNamespace(
+        fsdp_sharded_state_dict_enabled=True, fsdp_config=object(), device_mesh=None, run_name="run"
+    )
+    with restricted_loading("checkpoint.load", trust=trust), pytest.raises(ConfigError) as error:
+        composer_checkpoint.load_checkpoint("ep1", sharded, None, FakeStore(tmp_path / "bucket"))  # type: ignore[arg-type]
+    assert MARKER.exists() is trust
+    if not trust:
+        assert "checkpoint.load: ep1: refused, sharded checkpoints are unpickled without any check" in str(error.value)
+
+
+def test_an_address_of_a_folder_is_refused_before_anything_is_touched() -> None:
+    for address in ("s3://bucket/run/ep1-ba4", "gs://bucket/run/checkpoints/", "s3://bucket/latest-rank0.pt.symlink"):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.load: {address} names no file that ends in \.pt; sharded"):
+            run(f"checkpoint.load={address}")
+    assert not list(Path("runs").glob("q*"))
+
+
+def test_a_checkpoint_in_an_object_store_goes_through_the_same_reader(
+    honest: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", lambda _: FakeStore(Path("bucket")))
+    load = ["checkpoint.load=s3://bucket/run/one.pt", "trainer.max_duration=3ba", "trainer.eval_batches=1"]
+    Path("bucket/run").mkdir(parents=True)
+    shutil.copy(honest, "bucket/run/one.pt")
+    assert run(*load)["training"]["batches"] == 3
+    shutil.copy(poisoned(honest, by_pickle), "bucket/run/one.pt")
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: run/one\.pt: refused, .*posix\.mkdir"):
+        run(*load)
+    assert not MARKER.exists()
+
+
+def test_a_checkpoint_with_any_byte_changed_is_damaged_or_the_same(honest: Path) -> None:
+    """torch looks at no checksum: a flipped bit of a weight would train on."""
+    whole, path = honest.read_bytes(), Path("flipped.pt")
+    expected = torch.load(honest, weights_only=False)["state"]["model"]
+    generator = torch.Generator().manual_seed(0)
+    damaged = 0
+    for attempt in range(40):
+        place = int(torch.randint(len(whole), (), generator=generator))
+        if attempt % 4 == 0:
+            path.write_bytes(whole[:place])
+        else:
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << attempt % 8]) + whole[place + 1 :])
+        try:
+            check_checkpoint(str(path), "checkpoint.load")
+        except DamagedCheckpointError:
+            damaged += 1
+        else:  # between the archive's members
+            held = torch.load(path, weights_only=False)["state"]["model"]
+            torch.testing.assert_close(held, expected, rtol=0, atol=0)
+    assert damaged > 30
+
+
+def test_composer_itself_still_needs_all_this(honest: Path) -> None:
+    """If it no longer does, reading.py can go."""
+    path = poisoned(honest, by_pickle)
+    composer_checkpoint.safe_torch_load(str(path))
+    assert MARKER.exists()

@@ -1,0 +1,240 @@
+"""YAML and overrides → a checked config, or one line that names the key, the nearest one and the file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.registry import build_techniques, technique_class
+from composer_speedups.core.settings import field_docs
+from composer_speedups.train.config import (
+    Config,
+    Origins,
+    help_text,
+    load_config,
+    load_with_origins,
+    parse_command_line,
+    save_config,
+)
+from composer_speedups.train.config.load import schema_keys, section_of
+
+
+def write(text: str, name: str = "x.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+@pytest.mark.pins
+def test_file_and_overrides_are_merged_and_typed() -> None:
+    file = write("run_name: a\noptimizer: {lr: 3e-4}\nalgorithms: [torch_compile, {sdpa_attention: {backend: math}}]")
+    config = load_config(
+        file,
+        [
+            "optimizer.weight_decay=0",
+            "trainer.microbatch_size=auto",
+            "algorithms.torch_compile.scope=blocks",
+            "algorithms.sdpa_attention=null",
+            "algorithms.fused_optimizer=true",
+            "loggers.wandb={mode: offline}",
+            "callbacks.memory=null",
+        ],
+    )
+    assert isinstance(config, Config)
+    assert (config.run_name, config.optimizer.lr, config.optimizer.weight_decay) == ("a", 3e-4, 0.0)
+    assert config.trainer.microbatch_size == "auto"
+    assert config.algorithms == {"torch_compile": {"scope": "blocks"}, "fused_optimizer": {}}
+    assert config.loggers.wandb is not None
+    assert config.loggers.wandb.mode == "offline"
+    assert config.callbacks.memory is None
+    assert config.data.batch_size == 40
+
+
+def test_all_techniques_can_be_taken_out_at_once() -> None:
+    file = write("algorithms: {torch_compile: {}, fused_optimizer: {}}")
+    assert load_config(file, ["algorithms=null"]).algorithms == {}
+    assert load_config(file, ["algorithms=[]", "algorithms.sdpa_attention={}"]).algorithms == {"sdpa_attention": {}}
+
+
+def test_a_saved_config_reads_back_the_same() -> None:
+    config = load_config(write("algorithms: {torch_compile: {scope: blocks}}\nloggers: {wandb: {}}"))
+    save_config(config, Path("saved.yaml"))
+    assert load_config("saved.yaml") == config
+    assert not list(Path().glob("*.tmp"))
+
+
+MISTAKES = {
+    "data: {bach_size: 3}": "unknown key 'data.bach_size'; did you mean 'data.batch_size'?",
+    "batch_size: 3": "unknown key 'batch_size'; did you mean 'data.batch_size'?",
+    "zzz: 1": "unknown key 'zzz'; composer train.py --help lists all keys",
+    "data: {batch_size: many}": "data.batch_size: Value 'many' of type 'str' could not be converted to Integer",
+    "data: {batch_size: 1.5}": "data.batch_size",
+    "data: {batch_size: 0}": "data.batch_size must be at least 1, not 0",
+    "data: {batch_size: null}": "data.batch_size",
+    "data: 3": "data is a section of keys and cannot be 3",
+    "data: [1]": "data is a section of keys and cannot be [1]",
+    "optimizer: {lr: -1}": "optimizer.lr must be greater than 0",
+    "optimizer: {lr: .nan}": "optimizer.lr must be a finite number",
+    "optimizer: {lr: .inf}": "optimizer.lr must be a finite number",
+    "trainer: {max_duration: 2}": "trainer.max_duration must be a Composer time",
+    "trainer: {max_duration: 0ep}": "trainer.max_duration must be greater than 0",
+    "trainer: {max_duration: 0.5dur}": "trainer.max_duration must be a Composer time",
+    "scheduler: {warmup: 2dur}": "scheduler.warmup must be a Composer time",
+    "trainer: {precision: fp16}": "trainer.precision: Invalid value 'fp16', expected one of",
+    "trainer: {microbatch_size: some}": "trainer.microbatch_size must be a number or one of auto",
+    "trainer: {microbatch_size: 0}": "trainer.microbatch_size must be at least 1",
+    "trainer: {parallelism_config: {ddp: {}}}": "trainer.parallelism_config takes fsdp and tp, not ddp",
+    "run_name: ../up": "run_name must be letters, digits",
+    "run_name: ''": "run_name must be letters, digits",
+    "model: {size: tiny}": "model.size goes with model.init: random",
+    "model: {init: random, size: tiny}": "data.tokenizer is missing",
+    "data: {source: files}": "data.train_file is missing",
+    "data: {train_file: a.csv}": "data.train_file has no effect with data.source: hub",
+    "data: {persistent_workers: true}": "data.persistent_workers needs data.workers",
+    "data: {prefetch_factor: 2}": "data.prefetch_factor needs data.workers",
+    "data: {train_file: '${oc.env:NO_SUCH_VARIABLE}/x'}": "data.train_file",
+    "checkpoint: {load: nope.pt}": "checkpoint.load is no file: nope.pt (relative to /",
+    "checkpoint: {load: my.yaml}": "checkpoint.load is no complete checkpoint: my.yaml",
+    "checkpoint: {weights_only: true}": "checkpoint.weights_only needs checkpoint.load",
+    "trainer: {precision: amp_bf16}\nalgorithms: [mixed_precision]": "both set the precision",
+    "algorithms: {tf32_matmull: {}}": "unknown technique 'algorithms.tf32_matmull'; did you mean 'tf32_matmul'?",
+    "algorithms: {tf32_matmul: 3}": "algorithms.tf32_matmul must be a mapping of settings, not 3",
+    "algorithms: [tf32_matmul, tf32_matmul]": "algorithms names 'tf32_matmul' twice",
+    "algorithms: tf32_matmul": "algorithms must hold technique names",
+    "algorithms: [3]": "algorithms must hold technique names",
+    "a: 1\na: 2": "not valid YAML",
+    "{": "not valid YAML",
+    "[1, 2]": "must hold keys and values",
+}
+
+
+@pytest.mark.parametrize("text", MISTAKES)
+@pytest.mark.pins
+def test_a_mistake_in_a_file_is_one_line_with_the_key_and_the_file(text: str) -> None:
+    file = write(text, "my.yaml")
+    with pytest.raises(ConfigError) as error:
+        load_config(file)
+    message = str(error.value)
+    assert message.startswith("my.yaml: ")
+    assert MISTAKES[text] in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "# run_name: mine\n", "null", "~", "---\n"])
+def test_a_file_without_keys_does_not_start_the_default_run(text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write(text, "my.yaml"), ["seed=1"])
+    assert str(error.value).startswith("my.yaml: the file is empty")
+    assert "start from yamls/quickstart.yaml" in str(error.value)
+    assert load_config(write("{}", "my.yaml")) == Config(), "asked for in so many words"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.bach_size=3", "command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'?"),
+        ("data.batch_size=-1", "command line: data.batch_size must be at least 1, not -1"),
+        ("data=3", "command line: data is a section"),
+        ("optimizer.lr={", "command line: the value of optimizer.lr is not valid YAML"),
+        (".=1", "command line: '.' is not a key"),
+        ("data..batch_size=1", "command line: 'data..batch_size' is not a key"),
+        ("algorithms.fuse=true", "command line: unknown technique 'algorithms.fuse'; did you mean"),
+    ],
+)
+def test_a_mistake_in_an_override_names_the_command_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(write("seed: 1"), [override])
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["-f"], "-f needs a file"),
+        (["-f", "a", "-f", "b"], "is given twice"),
+        (["quickstart"], "cannot read 'quickstart'; expected -f FILE or key=value"),
+        (["--lr=3"], "cannot read '--lr=3'"),
+        (["=3"], "cannot read '=3'"),
+    ],
+)
+def test_a_mistyped_command_line_is_refused(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_command_line(argv)
+
+
+def test_missing_unreadable_and_deep_files_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no\.yaml \(relative to /.*\): no such file"):
+        load_config("no.yaml")
+    Path("folder.yaml").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.yaml: cannot be read"):
+        load_config("folder.yaml")
+    Path("binary.yaml").write_bytes(b"\xff\xfe\x00\x80" * 9)
+    with pytest.raises(ConfigError, match=r"binary\.yaml"):
+        load_config("binary.yaml")
+    with pytest.raises(ConfigError, match=r"deep\.yaml: not valid YAML"):
+        load_config(write("a: " + "[" * 3000, "deep.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"torch_compile": {"scop": "model"}},
+            "unknown key 'algorithms.torch_compile.scop'; did you mean 'scope'",
+        ),
+        (
+            {"torch_compile": {"scope": "layers"}},
+            "algorithms.torch_compile.scope must be 'model' or 'blocks'",
+        ),
+        ({"torch_compile": {"dynamic": 1}}, "algorithms.torch_compile.dynamic must be bool or null, not 1"),
+        ({"torch_compile": {"backend": None}}, "algorithms.torch_compile.backend must be str, not None"),
+        ({"torch_compile": {"backend": "eager", "mode": "x"}}, "algorithms.torch_compile: mode='x'"),
+        ({"fused_optimizer": {"on_unavailable": "no"}}, "algorithms.fused_optimizer.on_unavailable must be"),
+        ({"fuse": {}}, "unknown technique 'fuse'"),
+    ],
+)
+def test_settings_of_a_technique_are_checked(settings: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_techniques(settings, origins=Origins("my.yaml"))
+    assert message in str(error.value)
+    if "fuse" not in settings:
+        assert str(error.value).startswith("my.yaml: ")
+
+
+def test_a_mistaken_setting_is_put_down_to_the_file_or_the_command_line_that_made_it() -> None:
+    file = write("algorithms: {torch_compile: {scope: block}}", "my.yaml")
+    for override, message in [
+        ("seed=1", "my.yaml: algorithms.torch_compile.scope must be"),
+        ("algorithms.torch_compile.scope=layer", "command line: algorithms.torch_compile.scope must be"),
+    ]:
+        config, origins = load_with_origins(file, [override])
+        with pytest.raises(ConfigError) as error:
+            build_techniques(config.algorithms, origins=origins)
+        assert str(error.value).startswith(message)
+
+
+def test_on_unavailable_of_the_file_is_the_default_of_each() -> None:
+    built = build_techniques({"fused_optimizer": {}, "torch_compile": {"on_unavailable": "stop"}}, "warn")
+    assert [t.on_unavailable for t in built] == ["warn", "stop"]
+    assert technique_class("fused_optimizer").name == "fused_optimizer"
+
+
+@pytest.mark.pins
+def test_every_key_has_a_doc_line_and_the_help_shows_it_with_its_default() -> None:
+    text = help_text()
+    docs = {"": field_docs(Config)}
+    for dotted, field, hint in schema_keys():
+        prefix, _, name = dotted.rpartition(".")
+        doc = docs[prefix].get(name)
+        assert doc, f"{dotted} has no doc string"
+        assert doc in text
+        section = section_of(hint)
+        if section is not None:
+            docs[dotted] = field_docs(section)
+        else:
+            default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
+            shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
+            assert any(line.strip().startswith(f"{dotted}: ") and f"= {shown}" in line for line in text.splitlines())
+    assert "scope: Literal['model', 'blocks'] = 'model'" in text

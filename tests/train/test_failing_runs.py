@@ -1,0 +1,174 @@
+"""Runs that fail on their way: one line on stderr, exit status 1, no rank and no worker waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from composer.core import DataSpec
+from composer.utils import dist
+from torch.utils.data import DataLoader, get_worker_info
+
+from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.core.errors import RunFailedError
+from composer_speedups.data.loader import Pad
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.report_errors import failed_run
+from tests.conftest import ROOT
+from tests.helpers.common import Batches, make_trainer, plain_batches
+from tests.helpers.forks import Fork, on_ranks
+from tests.helpers.jobs import SHORT, run
+from tests.helpers.nonfinite import Poisoned, batches
+
+QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
+SHORT_RUN = ["trainer.max_duration=4ba", "trainer.eval_interval=100ba", "export=false"]
+
+
+def _train(*arguments: str) -> None:
+    with exit_codes():
+        application.main([*QUICKSTART, *arguments])
+
+
+def _train_with_bad_batches(*arguments: str, bad: tuple[int, ...] = (3,)) -> None:
+    """``application.main`` with a model whose loss is no number in some of its batches."""
+    plain, calls = FinetuneModel.loss, iter(range(1, 1000))
+
+    def loss(self: Any, outputs: Any, batch: Any) -> torch.Tensor:
+        value = plain(self, outputs, batch)
+        return value * float("nan") if self.training and next(calls) in bad else value
+
+    FinetuneModel.loss = loss  # type: ignore[method-assign]
+    try:
+        _train(*arguments)
+    finally:
+        FinetuneModel.loss = plain  # type: ignore[method-assign]
+
+
+def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> None:
+    settings = ["loggers.file={flush_interval: 1000}", "checkpoint.interval=1ba", *SHORT_RUN]
+    done = Fork(lambda: _train_with_bad_batches(*settings)).wait()
+    (line,) = [line for line in done.stderr.splitlines() if "train.py" in line]
+    assert line.startswith("train.py: loss: nan at step 3 (batch 3 of epoch 1), next learning rate ")
+    techniques = "techniques in force: sdpa_attention, fused_optimizer"
+    assert re.search(rf"{techniques}; not finite: (\d+) of \1 gradients, model\.bert", line), line
+    assert "resume from runs/quickstart/checkpoints/ep0-ba2-rank0.pt" in line
+    assert (done.status, "Traceback" in done.stderr) == (1, False)
+    assert "loss/train/total" in Path("runs/quickstart/log-rank0.txt").read_text()
+    assert not Path("runs/quickstart/report.json").exists()
+
+
+def test_train_py_counts_what_it_skips_in_the_report() -> None:
+    _train_with_bad_batches("callbacks.finite_loss.on_nonfinite=skip", "callbacks.divergence={}", *SHORT_RUN)
+    guards = json.loads(Path("runs/quickstart/report.json").read_text())["guards"]
+    assert (guards["nonfinite_losses"], guards["skipped_steps"]) == (1, 1)
+    assert guards["smoothed_loss"] > 0
+    assert run("callbacks.finite_loss=null", *SHORT_RUN)["guards"] == {}
+
+
+@pytest.mark.parametrize("wish", ["stop", "skip"])
+def test_a_loss_that_is_no_number_on_one_rank_is_one_on_all(wish: Any) -> None:
+    def fit() -> None:
+        rank = int(os.environ["RANK"])
+        guard = FiniteLoss(wish)
+        given = Batches(batches(8, 6))  # of which the second rank takes every other one, the sixth among them
+        loader = DataLoader(given, 1, sampler=dist.get_sampler(given, shuffle=False), collate_fn=lambda rows: rows[0])
+        data = DataSpec(loader, split_batch=lambda batch, _: [batch], get_num_samples_in_batch=lambda _: 4)
+        trainer = make_trainer(model=Poisoned(), callbacks=[guard], max_duration="4ba", train_dataloader=data)
+        trainer.fit()
+        weights = torch.cat([p.detach().flatten() for p in trainer.state.model.parameters()])
+        np.save(f"rank{rank}.npy", weights.numpy())
+        Path(f"rank{rank}.json").write_text(json.dumps(guard.summary()))
+
+    def whole() -> None:
+        with exit_codes():
+            fit()
+
+    done = on_ranks(whole)
+    if wish == "stop":
+        assert [d.status for d in done] == [1, 1]
+        assert all("train.py: loss: nan at step 3 " in d.stderr for d in done)
+        return
+    assert [d.status for d in done] == [0, 0], done
+    first, second = (np.load(f"rank{rank}.npy") for rank in (0, 1))
+    assert np.isfinite(first).all()
+    np.testing.assert_array_equal(first, second)
+    assert all(
+        json.loads(Path(f"rank{r}.json").read_text()) == {"nonfinite_losses": 1, "skipped_steps": 1} for r in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_that_is_killed_ends_the_run_at_once(persistent: bool) -> None:
+    endless = ["trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "data.workers=1", "algorithms=null"]
+    fork = Fork(
+        lambda: _train(*endless, f"data.persistent_workers={persistent}".lower(), "loggers.file={flush_interval: 1}")
+    )
+    log, deadline = Path("runs/quickstart/log-rank0.txt"), time.monotonic() + 60
+    while not (log.exists() and "[batch=8" in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    killed, last = False, time.monotonic()
+    while not killed and time.monotonic() < deadline:  # workers come and go with the epochs
+        for child in psutil.Process(fork.pid).children():
+            child.send_signal(signal.SIGKILL)
+            killed, last = True, time.monotonic()
+    done = fork.wait(30)
+    assert time.monotonic() - last < 15
+    assert done.status == 1
+    lines = done.stderr.splitlines()
+    assert re.match(r"train\.py: data\.workers: (a )?DataLoader worker .*lower data\.workers", lines[-1]), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_worker_that_hangs_ends_with_the_run() -> None:
+    def hang(self: Any, rows: Any) -> Any:
+        if get_worker_info() is not None and next(calls) == 3:
+            Path("hangs").write_text(str(os.getpid()))
+            time.sleep(1000)
+        return plain(self, rows)
+
+    def train_and_hang() -> None:
+        Pad.__call__ = hang  # type: ignore[method-assign]
+        _train("data.workers=1", "data.worker_timeout=2", "algorithms=null")
+
+    plain, calls = Pad.__call__, iter(range(1000))
+    done = Fork(train_and_hang).wait(60)
+    assert done.status == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "train.py: data.worker_timeout: no batch came from the workers for 2 s"
+    )
+    assert "Traceback" not in done.stderr
+    worker = int(Path("hangs").read_text())
+    assert not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError("DataLoader worker (pid 3) is killed by signal: Killed. "),
+            "data.workers: DataLoader worker (pid 3)",
+        ),
+        (MemoryError("Unable to allocate 8. TiB"), "out of memory: Unable to allocate 8. TiB; lower data.batch_size"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory: CUDA out of memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you"), "out of memory: "),
+        (RuntimeError("shapes differ"), None),
+    ],
+)
+def test_errors_of_the_stack_are_put_in_one_line_or_left(error: Exception, line: str | None) -> None:
+    trainer = make_trainer(batches=plain_batches(1))
+    with pytest.raises(RuntimeError if line is None else RunFailedError) as raised, failed_run(trainer):
+        raise error
+    assert str(raised.value).startswith(line or str(error)) if line else raised.value is error
+    assert trainer.engine._is_closed
+    assert "\n" not in str(raised.value)

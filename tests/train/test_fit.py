@@ -1,0 +1,33 @@
+"""The end of training."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+from composer.core import DataSpec, Evaluator
+from torch.utils.data import DataLoader
+
+from composer_speedups.train.fit import train_to_end
+from tests.helpers.common import Batches, make_trainer, plain_batches
+
+
+def _loader() -> DataSpec:
+    loader = DataLoader(Batches(plain_batches(2)), batch_size=None, num_workers=1, persistent_workers=True)
+    return DataSpec(loader, split_batch=lambda b, n: [b], get_num_samples_in_batch=lambda b: len(b["labels"]))
+
+
+def test_workers_of_evaluations_end_with_training() -> None:
+    """With pinned memory torch would wait five seconds for each at the end of the process."""
+    before = set(multiprocessing.active_children())
+    trainer = make_trainer(eval_dataloader=[_loader_of("a"), _loader_of("b")], eval_interval="1ba")
+    assert set(multiprocessing.active_children()) == before
+    train_to_end(trainer)
+    iterators = [evaluator.dataloader.dataloader._iterator for evaluator in trainer.state.evaluators]
+    assert all(len(iterator._workers) == 1 for iterator in iterators), "they were there"
+    assert not any(worker.is_alive() for iterator in iterators for worker in iterator._workers)
+    assert set(multiprocessing.active_children()) == before
+    trainer.close()
+
+
+def _loader_of(label: str) -> Evaluator:
+    return Evaluator(label=label, dataloader=_loader(), metric_names=[])

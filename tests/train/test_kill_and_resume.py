@@ -1,0 +1,155 @@
+"""Runs that are killed, stopped, or run out of disk, and are started again by the same command: nothing is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from composer_speedups.train.checkpoints.finding import checkpoints_in
+from tests.conftest import ROOT
+from tests.helpers.jobs import SHORT
+from tests.helpers.kill_harness import POINTS, Point, run_cases
+from tests.helpers.settings import ENTRIES
+
+_JOB = [
+    *("-f", str(ROOT / "yamls" / "quickstart.yaml")),
+    *SHORT,
+    *("trainer.max_duration=3ep", "checkpoint.interval=5ba", "model.dropout=0.1", "optimizer.lr=0.01"),
+    "loggers.file={}",
+]
+
+
+def job(name: str, *overrides: str) -> list[str]:
+    return [*_JOB, *overrides, f"run_name={name}"]
+
+
+def at(point: str, count: float = 1, by: int = signal.SIGKILL) -> Point:
+    return {"at": point, "count": count, "signal": int(by)}
+
+
+def losses(folder: Path) -> dict[int, set[str]]:
+    """The loss of each batch in the logs of all processes that worked in a run's folder."""
+    found: dict[int, set[str]] = {}
+    for log in folder.glob("log-rank0*.txt"):
+        for batch, value in re.findall(r"\[batch=(\d+)\]: loss/train/total: (\S+)", log.read_text()):
+            found.setdefault(int(batch), set()).add(value)
+    return found
+
+
+def check_same(folder: Path, whole: str, name: str) -> dict[str, Any]:
+    """The resumed run ended as the whole one: metrics, weights, each batch's loss, and one measurement a batch."""
+    one, other = folder / "runs" / whole, folder / "runs" / name
+    expected, got = (json.loads((run / "report.json").read_text()) for run in (one, other))
+    assert got["metrics"] == expected["metrics"], name
+    assert got["training"] == expected["training"]
+    weights, others = (load_file(next((run / "model").glob("*.safetensors"))) for run in (one, other))
+    torch.testing.assert_close(others, weights, rtol=0, atol=0)
+    assert losses(other) == losses(one)  # those trained again after a resume had the same losses
+    assert len(losses(one)) == got["training"]["batches"]
+    throughput = got["throughput"]
+    assert throughput["steady_batches"] + throughput["other_batches"] == got["training"]["batches"]
+    assert throughput["padding_fraction"] == pytest.approx(expected["throughput"]["padding_fraction"], abs=0.05)
+    assert throughput["eval_seconds"] > 0
+    assert all(entry["engaged"] and entry["evidence"] for entry in got["algorithms"].values())
+    assert [path for path in other.rglob(".*") if path.name.startswith((".unfinished", ".ep"))] == []
+    assert len(checkpoints_in(other / "checkpoints")) == 1
+    assert (other / "checkpoints" / "latest-rank0.pt").exists()
+    return got
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
+    """The cases of the everyday suite."""
+    cases: list[dict[str, Any]] = [
+        {"name": "whole", "arguments": job("whole")},
+        {
+            "name": "killed",
+            "arguments": job("killed"),
+            "points": [at("step", 8), at("write", 2), at("rotate", 2), at("report", 1)],
+        },
+        {
+            "name": "stopped",
+            "arguments": job("stopped"),
+            "points": [
+                at("step", 8, signal.SIGTERM),
+                {"at": "disk", "largest_file": 4_000_000},  # bytes, fewer than a checkpoint has
+            ],
+        },
+    ]
+    folder = tmp_path_factory.mktemp("stopped")
+    return folder, run_cases(folder, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "statuses", "resumed"),
+    [
+        ("killed", [-9, -9, -9, -9, 0], [5, 10, 15, 18]),
+        ("stopped", [143, 1, 0], [8]),
+    ],
+)
+def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
+    name: str, statuses: list[int], resumed: list[int], stopped: tuple[Path, dict[str, list[int]]]
+) -> None:
+    folder, seen = stopped
+    assert seen["whole"] == [0]
+    assert seen[name] == statuses, (folder / f"{name}.out").read_text()[-3000:]
+    report = check_same(folder, "whole", name)
+    assert [entry["batch"] for entry in report["resumed"]] == resumed
+    if name == "stopped":
+        line = next(ln for ln in (folder / "stopped.out").read_text().splitlines() if "could not be written" in ln)
+        assert line.startswith(
+            "train.py: checkpoint: runs/stopped/checkpoints/ep1-ba10-rank0.pt could not be written (File"
+        )
+        assert "ep1-ba8-rank0.pt is whole, and the same command goes on from it" in line
+
+
+def _techniques() -> list[tuple[str, str]]:
+    """Each technique that trains on the CPU, with the ``algorithms`` of its first settings."""
+    found: list[tuple[str, str]] = []
+    for name, entry in sorted(ENTRIES.items()):
+        for variant in [*entry.variants, *(v for other in entry.also for v in other.variants)]:
+            chosen = {**entry.needs, name: variant}
+            found.append((f"{name}-{len(found)}", f"algorithms={json.dumps(chosen)}"))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.slow  # so that -m "not slow" leaves it out too
+def test_every_technique_is_killed_and_resumed(tmp_path: Path) -> None:
+    """Twice each: at one of the points in turn, then at a random moment."""
+    cases: list[dict[str, Any]] = []
+    places = itertools.cycle(POINTS)
+    counts = {"data": 9, "step": 8, "batch_end": 11, "eval": 2, "write": 2, "rename": 2, "symlink": 2, "rotate": 3}
+    for i, (name, chosen) in enumerate(_techniques()):
+        settings = ("algorithms=null", chosen)
+        point = next(places)
+        cases.append({"name": f"{name}-whole", "arguments": job(f"{name}-whole", *settings)})
+        cases.append(
+            {
+                "name": name,
+                "like": f"{name}-whole",
+                "arguments": job(name, *settings),
+                "points": [at(point, counts.get(point, 1)), at("random", i)],
+            }
+        )
+    results = run_cases(tmp_path, cases, timeout=600)
+    kills = 0
+    for name, _ in _techniques():
+        said = (tmp_path / f"{name}.out").read_text()[-3000:]
+        assert results[f"{name}-whole"] == [0], (tmp_path / f"{name}-whole.out").read_text()[-3000:]
+        assert results[name][-1] == 0, said
+        assert results[name][0] == -signal.SIGKILL, said
+        kills += results[name].count(-signal.SIGKILL)
+        report = check_same(tmp_path, f"{name}-whole", name)
+        print(name, results[name], "resumed after", [entry["batch"] for entry in report["resumed"]])
+    print(f"{kills} kills over {len(results) // 2} settings of techniques")
+    assert kills >= 20

@@ -1,0 +1,110 @@
+"""A rank ends soon after its launcher, as on SIGTERM; a process that no launcher started goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from composer_speedups.train import launcher
+from composer_speedups.train.launcher import watch_launcher
+from tests.conftest import ROOT
+
+# A launcher by name, which starts a rank and waits; the rank ignores SIGTERM where it is told to.
+_LAUNCHER = """
+import os, subprocess, sys
+process = subprocess.Popen([sys.executable, "rank.py", *sys.argv[1:]])
+process.wait()
+"""
+_RANK = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+from composer_speedups.train.launcher import watch_launcher
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid(), watch_launcher(look=0.05, grace=0.5), flush=True)
+time.sleep(60)
+"""
+
+
+def started_by(name: str, *arguments: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process, bool]:
+    """A process of that name, the one that it started, and whether the latter watches."""
+    Path(name).write_text(_LAUNCHER)
+    Path("rank.py").write_text(_RANK.format(root=str(ROOT)))
+    cleared = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
+    process = subprocess.Popen(
+        [sys.executable, name, *arguments],
+        env={**cleared, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    pid, watches = process.stdout.readline().split()
+    return process, psutil.Process(int(pid)), watches == "True"
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("stubborn", [[], ["stubborn"]])
+def test_a_rank_ends_soon_after_its_launcher(how: signal.Signals, stubborn: list[str]) -> None:
+    process, rank, watches = started_by("composer", *stubborn, LOCAL_RANK="0")
+    assert watches
+    time.sleep(0.3)
+    assert rank.is_running(), "while its launcher lives"
+    process.send_signal(how)
+    rank.wait(20)
+    said = process.communicate()[1]
+    assert said == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
+
+
+@pytest.mark.parametrize(("name", "environment"), [("composer", {}), ("start.sh", {"LOCAL_RANK": "0"})])
+def test_a_process_without_a_launcher_outlives_its_parent(name: str, environment: dict[str, str]) -> None:
+    process, rank, watches = started_by(name, **environment)
+    assert not watches
+    process.kill()
+    process.wait()
+    time.sleep(0.5)
+    try:
+        assert rank.is_running()
+    finally:
+        rank.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("command", "launches"),
+    [
+        ([sys.executable, "/env/bin/composer", "-n", "2", "train.py"], True),
+        ([sys.executable, "-m", "composer.cli.launcher", "-n", "2"], True),
+        (["/usr/bin/torchrun", "train.py"], True),
+        ([sys.executable, "-m", "torch.distributed.run", "train.py"], True),
+        (["bash", "job.sh"], False),
+        ([sys.executable, "composer_job.py"], False),
+        ([], False),
+    ],
+)
+def test_launchers_are_told_by_their_command_lines(
+    command: list[str], launches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Parent:
+        def cmdline(self) -> list[str]:
+            return command
+
+    monkeypatch.setattr(psutil, "Process", lambda _: Parent())
+    assert launcher._is_launcher(1) is launches
+
+
+def test_a_parent_that_cannot_be_looked_at_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(pid: int) -> Any:
+        raise psutil.NoSuchProcess(pid)
+
+    monkeypatch.setattr(psutil, "Process", gone)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert not watch_launcher()

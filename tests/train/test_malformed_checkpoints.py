@@ -1,0 +1,272 @@
+"""Checkpoints that are not what they should be: one line names the place and the fix, and nothing is changed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Callback
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train.checkpoints.structure import conforming
+from composer_speedups.train.cli import exit_codes
+from tests.helpers.forks import Fork
+from tests.helpers.jobs import run, short_checkpoint
+
+Change = Callable[[dict[str, Any]], Any]
+BRIEF = ("trainer.max_duration=4ba", "trainer.eval_batches=1", "export=false")
+EMBEDDINGS = "model.bert.embeddings.word_embeddings.weight"
+WEIGHT = f"state/model/{EMBEDDINGS}"
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_checkpoint(tmp_path_factory.mktemp("honest"))
+
+
+def changed(honest: Path, change: Change, name: str = "changed.pt") -> str:
+    held = torch.load(honest, weights_only=False)
+    change(held)
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(held, name)
+    return f"checkpoint.load={name}"
+
+
+def sort_of(held: dict[str, Any], path: str, value: Any) -> None:
+    """Put ``value`` at the end of a path of keys; ``...`` takes away what is there."""
+    *parents, last = [int(key) if key.isdigit() else key for key in path.split("/")]
+    for key in parents:
+        held = held[key]
+    if value is ...:
+        del held[last]
+    else:
+        held[last] = value
+
+
+def put(path: str, value: Any) -> Change:
+    return lambda held: sort_of(held, path, value)
+
+
+TIME = "state/timestamp/Timestamp"
+ADAMW = "state/optimizers/AdamW"
+SCHEDULE = "state/schedulers/LambdaLR"
+CALLBACKS = "state/callbacks"
+MALFORMED: list[tuple[Change, str]] = [
+    (put("state", []), "state is missing"),
+    (put("state/model", [1, 2]), "state/model is a list, and not a dict"),
+    (put("state/model", ...), "state/model is missing"),
+    (put(WEIGHT, 3), f"{WEIGHT} is an int, and not a tensor"),
+    (put(WEIGHT, torch.eye(3).to_sparse()), f"{WEIGHT} is a sparse or nested tensor"),
+    (put(WEIGHT, torch.empty(3, device="meta")), f"{WEIGHT} is a tensor without values"),
+    (put(f"{TIME}/batch", "two"), f"{TIME}/batch is a str, and not an int"),
+    (put(f"{TIME}/batch", -1), f"{TIME}/batch is -1"),
+    (put(f"{TIME}/batch", True), f"{TIME}/batch is a bool"),
+    (put(f"{TIME}/epoch", 2**10), f"{TIME}/epoch is 1024, and batch is 2"),
+    (put(f"{TIME}/epoch", 2**40), f"{TIME}/epoch is 1099511627776, and not within 0 to 99999"),
+    (put(f"{TIME}/token", ...), f"{TIME} has no token"),
+    (put(f"{TIME}/total_wct", 1.0), f"{TIME}/total_wct is a float, and not a timedelta"),
+    (put("state/timestamp", {}), "state/timestamp has no Timestamp"),
+    (put("state/rank_zero_seed", "17"), "state/rank_zero_seed is a str, and not an int"),
+    (put("state/rank_zero_seed", 2**40), "state/rank_zero_seed is 1099511627776"),
+    (put("state/rank_zero_seed", torch.tensor(17)), "state/rank_zero_seed is a Tensor"),
+    (put("state/algorithms", {"a": {}}), "state/algorithms is a dict, and not a list"),
+    (put("state/algorithms", ["FusedOptimizer"]), "state/algorithms/0 is a str, and not a tuple"),
+    (put("state/callbacks", ...), "state/callbacks is missing"),
+    (put("state/dataset_state", {"train": 3, "eval": {}}), "state/dataset_state/train is an int, and not a dict"),
+    (put("rng", ...), "rng is nothing, and not a list"),
+    (put("rng", []), "rng is empty"),
+    (put("rng/0/torch", torch.zeros(9, dtype=torch.uint8)), "rng/0/torch is no state of that generator"),
+    (put("rng/0/torch", "x"), "rng/0/torch is a str, and not a tensor"),
+    (put("rng/0/python", (3, (1, 2), None)), "rng/0/python is no state of that generator"),
+    (put("rng/0/numpy", ("MT19937", (1, 2), 0, 0, 0.0)), "rng/0/numpy is no state of that generator"),
+    (put("rng/0/numpy", ("PCG64", (1,) * 624, 0, 0, 0.0)), "rng/0/numpy is no state of that generator"),
+    (put("rng/0/numpy", ...), "rng/0 has no numpy"),
+]
+# What only the run knows: its own objects have other keys, lengths and sizes.
+UNFIT: list[tuple[Change, str]] = [
+    (put(f"{SCHEDULE}/last_epoch", ...), f"{SCHEDULE} has no last_epoch"),
+    (put(f"{SCHEDULE}/base_lrs", [0.1]), f"{SCHEDULE}/base_lrs is a list of 1 and not a list of 2"),
+    (put(f"{SCHEDULE}/step", "x"), f"{SCHEDULE} has 'step', which this run has not"),
+    (put("state/schedulers", {}), "state/schedulers has no LambdaLR"),
+    (put(f"{ADAMW}/param_groups/0/lr", "x"), f"{ADAMW}/param_groups/0/lr is a str, and not a float"),
+    (put(f"{ADAMW}/param_groups/0/params", []), f"{ADAMW}/param_groups/0/params is a list of 0"),
+    (put(f"{ADAMW}/param_groups", []), f"{ADAMW}/param_groups is a list of 0 and not a list of 2"),
+    (
+        put(f"{ADAMW}/state/{EMBEDDINGS}/exp_avg", torch.ones(1)),
+        f"{ADAMW}/state/{EMBEDDINGS}/exp_avg has the shape",
+    ),
+    (put(f"{ADAMW}/state/{EMBEDDINGS}", ...), f"{ADAMW}/state has no {EMBEDDINGS}"),
+    (put("state/optimizers", {"Adam": {}}), "state/optimizers has no AdamW, which this run has"),
+    (
+        put(f"{CALLBACKS}/RunHistory/wall_seconds", "x"),
+        f"{CALLBACKS}/RunHistory/wall_seconds is a str, and not a float",
+    ),
+    (
+        put(f"{CALLBACKS}/RunHistory/wall_seconds", 2**2000),
+        f"{CALLBACKS}/RunHistory/wall_seconds is an int that no float can hold",
+    ),
+    (put(f"{CALLBACKS}/RunHistory/resumed", [{}]), f"{CALLBACKS}/RunHistory/resumed/0 has no batch"),
+    (put(f"{CALLBACKS}/FiniteLoss", {}), f"{CALLBACKS}/FiniteLoss has no losses"),
+    (put(f"{CALLBACKS}/ThroughputMonitor/batches", [[3]]), f"{CALLBACKS}/ThroughputMonitor/batches/0/0 is an int"),
+    *(
+        (
+            put(f"{CALLBACKS}/MicrobatchHistory/changes", [{"batch": 1, "from": 8, "to": size}]),
+            f"{CALLBACKS}/MicrobatchHistory/changes/0/to is {size}, and not within 1 to",
+        )
+        for size in (0, -4)
+    ),
+    (
+        put(WEIGHT, torch.ones(500, 128)),
+        f"{WEIGHT} has the shape (500, 128), and not (400",
+    ),
+    (put(WEIGHT, torch.ones(400, 128).long()), f"{WEIGHT} holds int64, and not float32"),
+    (put(WEIGHT, ...), f"state/model has no {EMBEDDINGS}"),
+    (put("state/model/more", torch.ones(1)), "state/model has 'more', which this run's model has not"),
+]
+
+
+def in_runs() -> list[Path]:
+    return sorted(path for path in Path("runs").rglob("*") if not path.name.endswith(".lock"))
+
+
+@pytest.mark.parametrize(("change", "said"), MALFORMED, ids=[said for _, said in MALFORMED])
+def test_what_no_run_can_use_is_refused_before_anything_is_touched(change: Change, said: str, honest: Path) -> None:
+    Path("runs/quickstart").mkdir(parents=True)
+    with pytest.raises(ConfigError) as error:
+        run(changed(honest, change), *BRIEF)
+    assert f"checkpoint.load: changed.pt is malformed: {said}" in str(error.value)
+    assert "; give the model" in str(error.value) or "; take another checkpoint" in str(error.value)
+    assert in_runs() == [Path("runs/quickstart")]
+
+
+@pytest.mark.parametrize(("change", "said"), UNFIT, ids=[said for _, said in UNFIT])
+def test_what_does_not_fit_the_run_is_refused_and_an_earlier_run_stays(change: Change, said: str, honest: Path) -> None:
+    Path("runs/quickstart").mkdir(parents=True)
+    Path("runs/quickstart/report.json").touch()
+    with pytest.raises(ConfigError) as error:
+        run(changed(honest, change), *BRIEF)
+    assert f"checkpoint.load: changed.pt does not fit this run: {said}" in str(error.value)
+    assert "; give the model" in str(error.value) or "; take another checkpoint" in str(error.value)
+    assert in_runs() == [Path("runs/quickstart"), Path("runs/quickstart/report.json")]
+
+
+@pytest.mark.parametrize("path", [f"{TIME}/batch", f"{SCHEDULE}/base_lrs"])
+def test_the_process_ends_with_2_and_one_line(path: str, honest: Path) -> None:
+    load = changed(honest, put(path, "x"))
+
+    def job() -> None:
+        with exit_codes():
+            run(load, *BRIEF)
+
+    done = Fork(job).wait()
+    assert done.status == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("train.py: checkpoint.load: changed.pt ")
+
+
+def test_every_callback_that_keeps_something_says_what(honest: Path) -> None:
+    """What a callback does not declare is not restored."""
+    kept = torch.load(honest, weights_only=False)["state"]["callbacks"]
+    ours = {name for name, state in kept.items() if state and name != "WholeCheckpointSaver"}
+    known = {c.__qualname__: c for c in every_subclass(Callback) if c.__module__.startswith("composer_speedups")}
+    assert ours >= {"EngagementReport", "RunHistory", "ThroughputMonitor", "_TechniqueKeeper"}
+    for name in ours:
+        fields = known[name].checkpoint_fields  # type: ignore[attr-defined]
+        assert conforming(kept[name], fields, name) == kept[name]
+    for name, cls in known.items():
+        declares = "state_dict" in vars(cls)
+        assert declares is hasattr(cls, "checkpoint_fields"), name
+
+
+def every_subclass(cls: type) -> set[type]:
+    return {cls}.union(*map(every_subclass, cls.__subclasses__()))
+
+
+def test_weights_alone_are_taken_from_a_checkpoint_whose_rest_is_malformed(honest: Path) -> None:
+    def spoil(held: dict[str, Any]) -> None:
+        held["state"] = {"model": held["state"]["model"], "timestamp": "x", "optimizers": 3}
+        del held["rng"]
+
+    assert run(changed(honest, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
+
+
+@pytest.mark.parametrize("weights_only", ["false", "true"])
+def test_a_masked_lm_is_no_classifier_and_other_vocabularies_are_other_models(weights_only: str) -> None:
+    saved = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false"]
+    run(*saved, "model.task=mlm", "run_name=mlm")
+    run(*saved, "data.vocab_size=300", "run_name=small")
+    only = f"checkpoint.weights_only={weights_only}"
+    with pytest.raises(
+        ConfigError, match=r"state/model has no model\.\w+\.pooler\S+ and has 'model\.cls\S+', which .*model\.task"
+    ):
+        run("checkpoint.load=runs/mlm/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
+    with pytest.raises(ConfigError, match=r"word_embeddings.weight has the shape \(300, 128\), .*data\.vocab_size"):
+        run("checkpoint.load=runs/small/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
+
+
+def test_a_name_that_lies_about_its_batch_is_no_newest_checkpoint(honest: Path) -> None:
+    folder = Path("runs/mine/checkpoints")
+    job = ["run_name=mine", "checkpoint.interval=2ba", "checkpoint.keep=1", *BRIEF[1:]]
+    run(*job, "trainer.max_duration=2ba")
+    Path("runs/mine/report.json").unlink()
+    true = folder / "ep0-ba2-rank0.pt"
+    (folder / "ep0-ba50-rank0.pt").symlink_to(true.name)
+    with pytest.raises(ConfigError, match=r"ba50-rank0\.pt is not what its name says: .* in epoch 0 after batch 2; "):
+        run(f"checkpoint.load={folder}/ep0-ba50-rank0.pt", "run_name=other", *BRIEF)
+    shutil.copy(true, "ep3-ba9-rank0.pt")
+    Path("latest-rank0.pt").symlink_to("ep3-ba9-rank0.pt")
+    with pytest.raises(ConfigError, match=r"latest-rank0\.pt is not what its name says"):
+        run("checkpoint.load=latest-rank0.pt", "run_name=other", *BRIEF)
+    with pytest.warns(UserWarning, match=r"passed over: .*ba50-rank0\.pt is not what its name says"):
+        report = run(*job, "trainer.max_duration=4ba")
+    assert report["resumed"] == [{"batch": 2, "checkpoint": "ep0-ba2-rank0.pt"}]
+    assert (folder / "ep0-ba4-rank0.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("https://example.org/a.pt", "is an address of a kind that Composer loads no checkpoint from (https)"),
+        ("file:///tmp/a.pt", "is an address of a kind that Composer loads no checkpoint from (file)"),
+        ("ftp://example.org/a.pt", "is an address of a kind that Composer loads no checkpoint from (ftp)"),
+        ("wandb://a/b.pt", "is an address of a kind that Composer loads no checkpoint from (wandb)"),
+        ("https:/example.org/a.pt", "is no file: https:/example.org/a.pt"),
+        ("s3:bucket/a.pt", "is no file: s3:bucket/a.pt"),
+        ("s3:///a.pt", "names no bucket: s3:///a.pt"),
+        ("s3://", "names no bucket: s3://"),
+        ("file:a.pt", "is no file: file:a.pt"),
+        ("run:one.pt", "has a colon"),
+        ("a{b.pt", "is no file"),
+        ("a{}b.pt", "is no file"),
+        ("a{rank.x}.pt", "is no file"),
+    ],
+)
+def test_addresses_that_lead_nowhere(address: str, said: str, honest: Path) -> None:
+    shutil.copy(honest, "run:one.pt")
+    for more in ([], ["checkpoint.trust_checkpoint=true"], ["run_name=x", "checkpoint.interval=2ba"]):
+        with pytest.raises(ConfigError) as error:
+            run(f"checkpoint.load='{address}'", *more)
+        assert "checkpoint.load" in str(error.value)
+        assert said in str(error.value)
+    assert in_runs() == []
+
+
+def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer.trainer import trainer as composer_trainer
+
+    def fails(_: str) -> Any:
+        raise ModuleNotFoundError("No module named 'boto3'")
+
+    monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", fails)
+    with pytest.raises(ConfigError, match=r"checkpoint\.load: s3://bucket/a\.pt cannot be reached \(No module named"):
+        run("checkpoint.load=s3://bucket/a.pt", *BRIEF)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_no_micro_batch_below_one(size: int) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.microbatch_size must be at least 1, not {size}"):
+        run(f"trainer.microbatch_size={size}", *BRIEF)

@@ -1,0 +1,75 @@
+"""Micro-batches: the report says how large they were and who chose; the effective batch stays."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from composer_speedups.train.report import summary_table
+from tests.helpers.jobs import run
+
+
+@pytest.mark.pins
+def test_the_report_states_a_size_given_by_the_config() -> None:
+    report = run("trainer.microbatch_size=2", "trainer.max_duration=2ba", "export=false")
+    training = report["training"]
+    assert (training["microbatch_size"], training["microbatch_chosen"]) == (2, "by the config")
+    assert training["samples"] == 16
+    assert "chosen by the config" in summary_table(report, "runs")
+
+
+# Batches that need some 10 GiB at once.
+LARGE = [
+    "trainer.max_duration=3ba",
+    "model.size=mini",
+    "data.train_samples=2048",
+    "data.batch_size=1024",
+    "data.max_length=256",
+    "data.padding=max_length",
+    "algorithms={fused_optimizer: {}}",
+    "export=false",
+]
+
+
+@contextlib.contextmanager
+def three_gib() -> Iterator[None]:
+    """Within, this process may take 3 GiB of the GPU's memory."""
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [None, 512])
+@pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
+def test_a_batch_that_does_not_fit_a_gpu_is_trained_in_smaller_ones(given: int | None) -> None:
+    """Neither the batch as a whole fits nor the size that is given."""
+    whole = run(*LARGE, "trainer.microbatch_size=64")
+    with three_gib():
+        report = run(*LARGE, f"trainer.microbatch_size={'null' if given is None else given}")
+    training = report["training"]
+    assert training["microbatch_chosen"] == "after running out of memory"
+    assert training["microbatch_changes"][0]["from"] == (given or 1024)
+    assert training["samples"] == 3 * 1024
+    assert report["memory"]["peak_gib"] < 3
+    assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:`device_train_microbatch_size='auto'` may:UserWarning")  # Composer's own advice
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive:RuntimeWarning")  # what it says at each halving
+def test_auto_finds_a_size_that_fits_and_the_report_states_it() -> None:
+    with three_gib():
+        report = run(*LARGE, "trainer.microbatch_size=auto")
+    training = report["training"]
+    assert training["microbatch_size"] in (16, 32, 64, 128, 256, 512)
+    assert training["microbatch_chosen"] == "automatically"
+    assert training["samples"] == 3 * 1024
+    assert report["memory"]["peak_gib"] < 3
+    assert "chosen automatically" in summary_table(report, "runs")

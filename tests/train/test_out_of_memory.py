@@ -1,0 +1,194 @@
+"""Out of memory: smaller micro-batches, the same effective batch, and said; or stopped with the size to set."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, DataSpec, Event, State
+from composer.loggers import Logger
+from torch.utils.data import DataLoader
+from transformers import BertForMaskedLM
+
+from composer_speedups import SDPAAttention, Unpadding
+from composer_speedups.core.errors import RunFailedError
+from composer_speedups.data.loader import masked_tokens
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train import out_of_memory
+from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
+from composer_speedups.train.report import summary_table
+from tests.helpers.common import Batch, Batches, Recorder, batch, final_weights, make_trainer, tiny_bert, tiny_config
+from tests.helpers.jobs import run
+from tests.reference.tolerance import assert_near
+
+# Composer's, at each batch below the micro-batch size
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor of length:UserWarning")
+SAID = pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
+OOM = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore of it"
+
+
+class SmallGPU(Algorithm):
+    """Passes over more than ``rows`` raise what CUDA's allocator raises."""
+
+    def __init__(self, rows: int, at: Event = Event.BEFORE_FORWARD) -> None:
+        self.rows, self.at = rows, at
+        self.seen: list[int] = []
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == self.at
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        self.seen.append(len(state.batch["labels"]))
+        if self.seen[-1] > self.rows:
+            raise torch.OutOfMemoryError(OOM)
+
+
+BATCHES = [batch([9, 16, 3, 12, 5, 8, 2], seed=1), batch([1, 4, 16, 7, 7, 2, 3], seed=2), batch([2, 9, 4], seed=3)]
+
+
+def masked(rows: list[list[int]], seed: int) -> Batch:
+    """Labels at the given positions of each row only."""
+    made = batch([16] * len(rows), seed=seed)
+    labels = torch.full_like(made["input_ids"], -100)
+    for row, places in enumerate(rows):
+        labels[row, places] = made["input_ids"][row, places]
+    return {**made, "labels": labels}
+
+
+MASKED = [masked([[1, 2, 3, 4, 5], [6], [7, 8], [], [9, 10, 11]], 1), masked([[3], [], [], [1, 5, 7, 9], [2]], 2)]
+
+
+def train(
+    *algorithms: Algorithm, batches: list[Batch] = BATCHES, size: int = 7, mlm: bool = False, **settings: Any
+) -> tuple[Any, Recorder, MicrobatchHistory]:
+    recorder, history = Recorder(), MicrobatchHistory()
+    model: Any = tiny_bert()
+    if mlm:
+        torch.manual_seed(0)
+        none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        model = FinetuneModel(BertForMaskedLM(tiny_config(initializer_range=0.2, **none)), use_logits=True)
+    trainer = make_trainer(
+        algorithms,
+        model=model,
+        callbacks=[recorder, history],
+        cls=MicrobatchTrainer,
+        train_dataloader=DataSpec(
+            DataLoader(Batches(batches), batch_size=None),
+            get_num_samples_in_batch=lambda b: len(b["labels"]),
+            get_num_tokens_in_batch=masked_tokens if mlm else None,
+        ),
+        max_duration=f"{len(batches)}ba",
+        device_train_microbatch_size=size,
+        accumulate_train_batch_on_tokens=mlm and size < 5,
+    )
+    for name, value in settings.items():
+        setattr(trainer, name, value)
+    trainer.fit()
+    trainer.close()
+    return trainer, recorder, history
+
+
+@pytest.mark.pins
+@pytest.mark.parametrize("at", [Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD])
+def test_a_batch_that_does_not_fit_is_trained_in_smaller_pieces_to_the_same_weights(at: Event) -> None:
+    """7 reviews → 3 + 3 + 1: wherever the memory ran out, nothing of the failed pass is left in the gradient."""
+    whole, losses, untouched = train()
+    gpu = SmallGPU(3, at)
+    with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 reviews .*; going on with 3, the eff"):
+        pieces, smaller, history = train(gpu, Unpadding())
+    assert gpu.seen == [7, 3, 3, 1, 3, 3, 1, 3]
+    assert history.changes == [{"batch": 0, "from": 7, "to": 3}]
+    assert untouched.changes == []
+    assert_near(smaller.losses, losses.losses, what="losses")
+    assert_near(smaller.first_gradients, losses.first_gradients, what="gradients")
+    assert_near(final_weights(pieces), final_weights(whole), what="weights")
+
+
+@SAID
+def test_it_halves_as_often_as_it_must_and_stays_there() -> None:
+    _, losses, _ = train()
+    gpu = SmallGPU(1)
+    _, smaller, history = train(gpu)
+    assert [change["to"] for change in history.changes] == [1]  # one change a batch, as the report counts them
+    assert gpu.seen[:4] == [7, 3, 1, 1]
+    assert set(gpu.seen[3:]) == {1}
+    assert_near(smaller.losses, losses.losses, what="losses")
+
+
+@SAID
+def test_a_masked_lm_is_weighed_by_its_masked_tokens() -> None:
+    """Reviews have 0 to 5 of them; a mean over reviews would be another loss, and one of none would be NaN."""
+    whole, losses, _ = train(batches=MASKED, mlm=True, size=5)
+    given, by_config, _ = train(batches=MASKED, mlm=True, size=2)
+    pieces, smaller, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=True)
+    for recorder, trainer in ((by_config, given), (smaller, pieces)):
+        assert_near(recorder.losses, losses.losses, what="losses")
+        assert_near(final_weights(trainer), final_weights(whole), what="weights")
+    _, by_rows, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=False)
+    assert abs(by_rows.losses[0] - losses.losses[0]) > 0.01, "the batches tell the two apart"
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "message"),
+    [
+        (3, {"on_out_of_memory": "stop"}, r"7 reviews .*on_out_of_memory is stop; set trainer.microbatch_size=3$"),
+        (0, {}, r"1 reviews .*a smaller one there is not; lower data.max_length"),
+    ],
+)
+@SAID
+def test_where_it_cannot_go_on_the_last_line_says_what_to_set(rows: int, settings: Any, message: str) -> None:
+    with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 20.00 MiB.\n") as error:
+        train(SmallGPU(rows), **settings)
+    assert "more of it" not in str(error.value)
+    assert re.search(message, str(error.value))
+
+
+def test_several_ranks_and_captured_graphs_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = SDPAAttention("math")
+    monkeypatch.setattr(graphs, "fixed_shapes", True)
+    with pytest.raises(torch.OutOfMemoryError, match=r"sdpa_attention replays graphs of that size; set .*=3"):
+        train(SmallGPU(3), graphs)
+    state = make_trainer(device_train_microbatch_size=8).state
+    monkeypatch.setattr(out_of_memory.dist, "get_world_size", lambda: 2)
+    error = torch.OutOfMemoryError(OOM)
+    with pytest.raises(torch.OutOfMemoryError, match=r"2 ranks cannot repeat .*microbatch_size=4, or auto"):
+        out_of_memory._half_of(state, 8, "halve", error)
+
+
+def test_memory_that_runs_out_in_the_update_itself_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights may have moved: the batch cannot be trained again."""
+
+    def update(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError(OOM)
+
+    monkeypatch.setattr(sys.modules["torch.optim.adam"], "adam", update)
+    gpu = SmallGPU(7)
+    with pytest.raises(torch.OutOfMemoryError, match="CUDA out of memory"):
+        train(gpu)
+    assert gpu.seen == [7]
+
+
+def test_the_report_says_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = FinetuneModel.forward
+
+    def small(self: FinetuneModel, given: Batch) -> Any:
+        if self.training and len(given["labels"]) > 4:
+            raise torch.OutOfMemoryError(OOM)
+        return forward(self, given)
+
+    settings = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
+    whole = run(*settings)
+    monkeypatch.setattr(FinetuneModel, "forward", small)
+    with pytest.warns(UserWarning, match="out of memory with 8 reviews a forward pass in batch 0; going on with 4"):
+        report = run(*settings)
+    training = report["training"]
+    assert (training["microbatch_size"], training["microbatch_chosen"]) == (4, "after running out of memory")
+    assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
+    assert "chosen after running out of memory" in summary_table(report, "runs")
+    assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
+    said = r"^trainer\.microbatch_size: 8 reviews .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
+    with pytest.raises(RunFailedError, match=said):
+        run(*settings, "trainer.on_out_of_memory=stop")

@@ -1,0 +1,232 @@
+"""Calls of a table that stop or are killed: what is kept, what runs again, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import call as calls
+from benchmarks import run as runner
+from benchmarks.journal import Journal, code_version, read_unfinished
+from tests.benchmarks.test_benchmarks import REPORT, table
+from tests.conftest import ROOT
+
+WORKING = Path("results/cpu/table.runs.jsonl")
+ROWS = Path("results/cpu/table.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "present_gpu", lambda: None)
+
+
+def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate: float = 100.0) -> list[str]:
+    """Put a fake in the place of runs; the last override of each, as they come."""
+    seen: list[str] = []
+
+    def fake(base: str, arm: runner.Arm, *_: Any) -> dict[str, Any]:
+        if len(seen) == stop_after:
+            raise KeyboardInterrupt
+        seen.append(arm.overrides[-1])
+        return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate + len(seen)}}
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    return seen
+
+
+def run(*overrides: str, **changes: Any) -> list[dict[str, Any]]:
+    return runner.run_table(runner.read_table(table(matrix={}, **changes), overrides), "table", Path("results"))
+
+
+def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs_of(monkeypatch, stop_after=4)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    assert "resume=true goes on from results/cpu/table.runs.jsonl" in capsys.readouterr().err
+    first = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert [(row["arm"], row["repeats"]) for row in first] == [("plain", 2), ("+ x", 1), ("+ y", 1)]
+    seen = runs_of(monkeypatch, rate=200.0)
+    rows = run("resume=true")
+    assert seen == ["x=1", "y=1"]
+    assert [json.loads(line) for line in ROWS.read_text().splitlines()] == rows
+    assert {row["call"] for row in rows} == {row["call"] for row in first}
+    assert rows[0]["samples_per_sec"]["runs"] == [101.0, 104.0]
+    assert rows[1]["samples_per_sec"]["runs"] == [102.0, 201.0]
+    assert not WORKING.exists()
+    assert "goes on with the call of" in capsys.readouterr().out
+    seen = runs_of(monkeypatch)
+    run("resume=true")  # nothing is unfinished: a new call
+    assert len(seen) == 6
+
+
+def test_a_call_that_was_left_becomes_rows_when_a_new_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_of(monkeypatch, stop_after=2)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    ROWS.unlink()  # as a kill would have left it
+    runs_of(monkeypatch)
+    rows = run()
+    written = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert [(row["arm"], row["repeats"]) for row in written[:2]] == [("plain", 1), ("+ x", 1)]
+    assert written[2:] == rows
+    assert len({row["call"] for row in written}) == 2
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "differs"),
+    [
+        (["trainer.max_duration=9ba"], {}, "arms"),
+        (["arms=[plain]"], {}, "arms"),
+        (["jobs=2"], {}, "jobs"),
+        ([], {"base": "yamls/bert_imdb.yaml"}, "base"),
+    ],
+)
+def test_another_call_cannot_go_on(
+    overrides: list[str], changes: dict[str, Any], differs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs_of(monkeypatch, stop_after=1)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    before = WORKING.read_bytes()
+    seen = runs_of(monkeypatch)
+    with pytest.raises(SystemExit, match=rf"had other {differs}; .*leave out resume=true"):
+        run("resume=true", *overrides, **changes)
+    assert seen == []
+    assert WORKING.read_bytes() == before
+
+
+def test_other_code_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_of(monkeypatch, stop_after=1)
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "abc")
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "def")
+    with pytest.raises(SystemExit, match=r"had other commit \(or uncommitted changes\)"):
+        run("resume=true")
+
+
+def test_the_version_of_the_code_tells_uncommitted_changes_but_not_rows() -> None:
+    def git(*arguments: str) -> str:
+        named = ["-c", "user.name=n", "-c", "user.email=e"]
+        done = subprocess.run(["git", *named, *arguments], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    git("init", "-q")
+    Path("benchmarks/results").mkdir(parents=True)
+    for name in ("code.py", "benchmarks/results/rows"):
+        Path(name).write_text("1\n")
+    git("add", ".")
+    git("commit", "-qm", "all")
+    commit = git("rev-parse", "HEAD")
+    Path("benchmarks/results/rows").write_text("2\n")
+    assert code_version(Path()) == commit
+    Path("code.py").write_text("2\n")
+    changed = code_version(Path())
+    Path("code.py").write_text("3\n")
+    assert commit != changed != code_version(Path())
+    assert str(changed).startswith(f"{commit}+")
+
+
+def test_a_line_cut_short_is_left_out_and_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs_of(monkeypatch, stop_after=2)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    WORKING.write_bytes(WORKING.read_bytes()[:-9])
+    left = read_unfinished(WORKING)
+    assert left is not None
+    assert list(left.runs) == [(0, 0)]
+    seen = runs_of(monkeypatch, stop_after=2)
+    with pytest.raises(KeyboardInterrupt):
+        run("resume=true")
+    assert seen == ["x=1", "y=1"]
+    again = read_unfinished(WORKING)
+    assert again is not None
+    assert list(again.runs) == [(0, 0), (1, 0), (2, 0)]
+    lines = WORKING.read_text().splitlines()
+    WORKING.write_text("\n".join([lines[0], lines[1][:20], lines[2]]) + "\n")
+    with pytest.raises(SystemExit, match=r"table\.runs\.jsonl: line 2 is damaged; move the file away"):
+        run("resume=true")
+
+
+def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = Journal(WORKING)
+    runs_of(monkeypatch)
+    with pytest.raises(SystemExit, match="another process is running this table"):
+        run()
+    running.close(finished=True)
+    assert len(run()) == 3
+
+
+def test_a_run_that_the_end_of_the_table_ends_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fake(base: str, arm: runner.Arm, *_: Any) -> dict[str, Any]:
+        if arm.overrides[-1] == "x=1":
+            time.sleep(0.2)
+            raise KeyboardInterrupt
+        time.sleep(0.6)  # it is still running then
+        return {"error": "exit status -9: ", "error_kind": "failed"}
+
+    monkeypatch.setattr(runner, "run_once", fake)
+    with pytest.raises(KeyboardInterrupt):
+        run("jobs=2", "repeats=1", arms={"x": ["x=1"], "y": ["y=1"]}, cumulative=False)
+    assert not ROWS.exists()
+
+
+def test_a_killed_runner_is_resumed() -> None:
+    """SIGKILL in the middle of a run: what was done is there, and only that is not run again."""
+    table(matrix={})
+    script = Path("runner.py")
+    script.write_text(
+        textwrap.dedent(f"""
+        import sys, time
+        from pathlib import Path
+        from benchmarks import call, run
+        sys.path.insert(0, {str(ROOT)!r})
+        REPORT = {REPORT!r}
+        def fake(base, arm, workers, cache):
+            place = Path("ran")
+            place.write_text((place.read_text() if place.exists() else "") + arm.name + "\\n")
+            if len(place.read_text().splitlines()) == 3:
+                time.sleep(600)
+            return REPORT
+        run.run_once = fake
+        call.present_gpu = lambda: None
+        rows = run.run_table(run.read_table(Path("table.yaml"), sys.argv[1:]), "table", Path("results"))
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    killed = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.DEVNULL)
+    ran = Path("ran")
+    deadline = time.monotonic() + 60
+    while not (ran.exists() and len(ran.read_text().splitlines()) == 3):
+        assert killed.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not ROWS.exists()
+    ended = subprocess.run([sys.executable, str(script), "resume=true"], env=environment, check=True, text=True)
+    assert ended.returncode == 0
+    assert ran.read_text().splitlines() == ["plain", "+ x", "+ y", "+ y", "plain", "+ x", "+ y"]
+    rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
+    assert [(row["arm"], row["repeats"], row["errors"]) for row in rows] == [
+        (a, 2, []) for a in ("plain", "+ x", "+ y")
+    ]
+    assert len({row["call"] for row in rows}) == 1
+    assert not WORKING.exists()
+
+
+@pytest.mark.parametrize("override", ["repeats=0", "jobs=two", "resume=yes"])
+def test_values_that_mean_nothing_are_refused(override: str) -> None:
+    with pytest.raises(SystemExit, match=override):
+        runner.read_table(table(), [override])

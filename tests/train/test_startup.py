@@ -1,0 +1,270 @@
+"""From the start of the process to the first trained step: every second accounted for, what shortens it given back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from importlib._bootstrap_external import _code_to_timestamp_pyc  # type: ignore[attr-defined]
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.loggers import InMemoryLogger
+from composer.utils.collect_env import get_cpu_model
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config import Config
+from composer_speedups.train.report import summary_table
+from composer_speedups.train.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
+from composer_speedups.train.startup_times import StartupTimes
+from tests.conftest import ROOT
+from tests.helpers.common import make_trainer
+from tests.helpers.jobs import run
+
+
+@pytest.mark.pins
+def test_the_phases_leave_nothing_out() -> None:
+    times = iter([103.0, 104.0, 110.0, 111.5])
+    clock = StartupClock(lambda: next(times), started=100.0)
+    for phase in ("config", "imports", "imports"):
+        clock.lap(phase)
+    assert clock.summary() == {
+        "interpreter_seconds": 3.0,
+        "config_seconds": 1.0,
+        "imports_seconds": 7.5,
+        "to_first_step_seconds": 11.5,
+    }
+
+
+@pytest.mark.pins
+def test_the_clock_stops_at_the_first_batch() -> None:
+    times = iter([1.0, 5.0, 9.0])
+    callback = StartupTimes(StartupClock(lambda: next(times), started=0.0))
+    assert callback.summary() == {}
+    memory = InMemoryLogger()
+    trainer = make_trainer(callbacks=[callback], loggers=[memory])
+    trainer.fit()
+    trainer.close()
+    assert callback.summary() == {"interpreter_seconds": 1.0, "first_step_seconds": 4.0, "to_first_step_seconds": 5.0}
+    [(_, logged)] = memory.data["startup/to_first_step_seconds"]
+    assert logged == 5.0
+
+
+def test_the_report_says_where_the_seconds_went() -> None:
+    report = run("trainer.max_duration=2ba", "trainer.eval_batches=1")
+    startup = report["startup"]
+    phases = ("interpreter", "config", "imports", "device", "data", "model", "trainer", "first_step")
+    assert set(startup) == {f"{phase}_seconds" for phase in phases} | {"to_first_step_seconds"}
+    assert sum(startup[f"{phase}_seconds"] for phase in phases) == pytest.approx(startup["to_first_step_seconds"])
+    assert 0 < startup["to_first_step_seconds"] < report["wall_seconds"]
+    assert startup["first_step_seconds"] > 0
+    assert "s to the end of the first step: " in summary_table(report, "runs/quickstart")
+
+
+def test_garbage_collection_is_off_inside_only() -> None:
+    assert gc.isenabled()
+    with without_gc():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_gc():
+            pass
+        assert not gc.isenabled(), "it was off before"
+    finally:
+        gc.enable()
+
+
+def test_what_imports_made_is_not_collected_in_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = gc.get_freeze_count()
+    with without_gc():
+        pass
+    assert gc.get_freeze_count() == before, "torch was loaded already, and what is garbage now must go"
+    monkeypatch.delitem(sys.modules, "torch")
+    try:
+        with without_gc():
+            sys.modules["torch"] = torch
+        assert gc.get_freeze_count() > before + 100_000
+    finally:
+        gc.unfreeze()
+
+
+HOME = Path("home")  # of the user's caches
+_IMPORTING = """
+import json, os, sys
+sys.path.insert(0, {root!r})
+from composer_speedups.train.config import Config
+from composer_speedups.train.startup import kept_bytecode
+config = Config(bytecode={wanted})
+config.data.cache_dir = "cache"
+before = sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)
+with kept_bytecode(config) as kept:
+    import torch
+    inside = [os.environ.get(name) for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")]
+assert before == (sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)), "given back"
+print(json.dumps([kept, inside]))
+"""
+
+
+def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str | None]]:
+    """What a fresh process that imports a package named torch, without bytecode of its own, sees and leaves."""
+    package = Path("packages/torch")
+    package.mkdir(parents=True, exist_ok=True)
+    if not (source := package / "__init__.py").exists():  # a new time of change would ask for new bytecode
+        source.write_text("x = 1\n")
+    cleared = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
+    environment = {**cleared, "PYTHONPATH": str(package.parent.absolute()), "XDG_CACHE_HOME": str(HOME.absolute())}
+    environment |= variables
+    code = _IMPORTING.format(root=str(ROOT), wanted=wanted)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode and "ConfigError" in done.stderr:
+        raise ConfigError(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    kept, inside = json.loads(done.stdout)
+    return kept, inside
+
+
+def test_bytecode_is_kept_where_the_environment_keeps_none() -> None:
+    kept, inside = importing(PYTHONDONTWRITEBYTECODE="1")
+    folder = (HOME / "composer_speedups/bytecode").absolute()
+    assert kept
+    assert inside == [None, str(folder)]
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    made = [*folder.rglob("*.pyc")]
+    assert [p.name.split(".")[0] for p in made if "packages" in p.parts] == ["__init__"]
+    before = [p.stat().st_mtime_ns for p in made]
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
+    assert [p.stat().st_mtime_ns for p in folder.rglob("*.pyc")] == before, "found, not made anew"
+    assert not [*Path("packages").rglob("*.pyc")]
+
+
+def test_bytecode_is_left_to_python_where_it_keeps_it_or_the_user_says_where() -> None:
+    assert importing(wanted=False, PYTHONDONTWRITEBYTECODE="1") == (False, ["1", None])
+    assert importing(PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX="mine") == (False, ["1", "mine"])
+    assert importing() == (False, [None, None])
+    assert [*Path("packages").rglob("*.pyc")], "Python wrote it in its usual place"
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0] is False, "there is bytecode already"
+    assert not HOME.exists()
+    with kept_bytecode(Config()) as kept:  # torch is loaded here
+        assert not kept
+
+
+def test_composer_knows_the_processor_before_its_trainer_asks() -> None:
+    get_cpu_model.cache_clear()
+    look_at_cpu().join(60)
+    assert get_cpu_model.cache_info().currsize == 1
+
+
+def test_nothing_is_opened_early_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a thread was started")
+
+    monkeypatch.setattr("threading.Thread", forbidden)
+    config = Config()
+    config.trainer.device = "cpu"
+    open_early(config)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    open_early(Config())
+
+
+def test_a_gpu_that_cannot_be_opened_early_is_left_to_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fails(index: int) -> None:
+        asked.append(index)
+        raise RuntimeError("no such device")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", fails)
+    monkeypatch.setattr("threading.Thread", _AtOnce)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    open_early(Config())
+    assert asked == [3]
+
+
+class _AtOnce:
+    def __init__(self, target: Any, args: Any, daemon: bool) -> None:
+        self.target, self.args = target, args
+
+    def start(self) -> None:
+        self.target(*self.args)
+
+
+def test_what_is_left_at_the_end_is_not_looked_through() -> None:
+    frozen = gc.get_freeze_count()
+    try:
+        with exit_codes():
+            pass
+        assert gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_a_second_run_tokenizes_nothing() -> None:
+    """A tokenizer keeps the truncation of its last call, which must not change what the cache is called."""
+    made = []
+    for _ in range(2):
+        run("trainer.max_duration=1ba", "trainer.eval_batches=1")
+        made.append(sorted(Path(".cache/composer_speedups/tokens").iterdir()))
+    assert made[0] == made[1]
+    assert len(made[0]) == 2
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_opened_early() -> None:
+    code = (
+        "import sys, threading; sys.path.insert(0, sys.argv[1]); from composer_speedups.train.config import Config;"
+        "from composer_speedups.train.startup import open_early; import torch; assert not torch.cuda.is_initialized();"
+        "open_early(Config()); [t.join(60) for t in threading.enumerate() if t.daemon];"
+        "assert torch.cuda.is_initialized() and torch.cuda.memory_allocated() == 0"
+    )
+    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True)
+
+
+def plant(prefix: Path) -> None:
+    """Bytecode that Python takes for that of the package named torch, and that leaves a file named ``ran``."""
+    source = Path("packages/torch/__init__.py").absolute()
+    found, payload = source.stat(), compile("open('ran', 'w').close()", str(source), "exec")
+    target = prefix / source.parent.relative_to("/") / f"__init__.{sys.implementation.cache_tag}.pyc"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes(_code_to_timestamp_pyc(payload, int(found.st_mtime), found.st_size))
+
+
+def test_bytecode_that_others_put_into_a_shared_cache_dir_does_not_run() -> None:
+    importing()
+    shutil.rmtree("packages/torch/__pycache__")
+    for folder in ("cache", "cache/bytecode"):
+        plant(Path(folder).absolute())
+        Path(folder).chmod(0o777)
+    importing(PYTHONPYCACHEPREFIX=str(Path("cache/bytecode").absolute()))
+    Path("ran").unlink()  # where the user trusts the folder, it runs
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
+    assert not Path("ran").exists()
+
+
+def test_a_folder_of_bytecode_that_others_can_write_to_is_refused() -> None:
+    importing()
+    shutil.rmtree("packages/torch/__pycache__")
+    folder = HOME / "composer_speedups/bytecode"
+    plant(folder.absolute())
+    folder.chmod(0o777)
+    with pytest.raises(ConfigError, match=r"bytecode: others could put code into .*mode 777.*or bytecode=false"):
+        importing(PYTHONDONTWRITEBYTECODE="1")
+    assert not Path("ran").exists()
+    folder.chmod(0o755)
+    assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
+    assert Path("ran").exists(), "it is the user's own"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_no_bytecode_is_kept_where_no_folder_can_be_made() -> None:
+    Path("file").touch()
+    home = str(Path("file").absolute())
+    assert importing(PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=home) == (False, ["1", None])

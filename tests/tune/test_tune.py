@@ -1,0 +1,195 @@
+"""Tuning as a whole: keys, refusals, the YAML, and one real search on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.train import application
+from composer_speedups.train.config import Config, load_config
+from composer_speedups.tune.candidates import Candidate
+from composer_speedups.tune.outcomes import Outcome
+from composer_speedups.tune.output import MARK, check_output, default_output
+from composer_speedups.tune.results import Result, Trial, Verdict
+from composer_speedups.tune.settings import TuneConfig, help_text, read_settings
+from composer_speedups.tune.write import write_tuned
+from tests.conftest import ROOT
+from tests.helpers.jobs import SHORT
+
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+ENVIRONMENT = {
+    "gpu": None, "cpu": "a CPU", "cpu_count": 2, "torch": "2", "composer": "0", "transformers": "5", "commit": "abc"
+}  # fmt: skip
+
+
+def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "composer_speedups.tune", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
+
+
+def test_tune_keys_are_parsed_and_the_others_are_the_configs() -> None:
+    settings, rest = read_settings(["data.batch_size=8", "tune.budget_seconds=40", "tune.allow=[recipe]", "seed=3"])
+    assert (settings.budget_seconds, settings.allow, settings.repeats) == (40.0, ["recipe"], 2)
+    assert rest == ["data.batch_size=8", "seed=3"]
+    assert read_settings([])[0] == TuneConfig()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tune.budget=3", "unknown key 'tune.budget'; did you mean 'tune.budget_seconds'"),
+        ("tune.nonsense=3", "unknown key 'tune.nonsense'; known: budget_seconds, "),
+        ("tune=3", "unknown key 'tune'"),
+        ("tune.steps=few", "tune.steps: Value 'few'"),
+        ("tune.steps=2", "tune.steps must be at least 5, not 2"),
+        ("tune.budget_seconds=nan", "tune.budget_seconds must be a finite number"),
+        ("tune.allow=[recipes]", "tune.allow does not take 'recipes'; did you mean 'recipe'"),
+        ("tune.allow=recipe", r"tune.allow takes a list, as in tune.allow=\[recipe\]"),
+        ("tune.steps=[", "tune.steps: "),
+    ],
+)
+def test_a_bad_tune_key_is_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        read_settings([override])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-f", QUICKSTART, "tune.budgt=3"], "tune: command line: unknown key 'tune.budgt'; did you mean"),
+        (["-f", QUICKSTART, "data.bach_size=3"], "did you mean 'data.batch_size'"),
+        (["-f", QUICKSTART, f"tune.output={QUICKSTART}"], "tune.output: "),
+        ([], "no config file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_status_2(arguments: list[str], message: str) -> None:
+    done = tune(*arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
+    assert list(Path().iterdir()) == []
+
+
+def test_help_lists_every_key() -> None:
+    text = help_text()
+    for name, default in vars(TuneConfig()).items():
+        assert f"tune.{name}: " in text
+        assert str("null" if default is None else default) in text
+
+
+def test_the_output_is_checked_before_anything_is_measured() -> None:
+    assert default_output("yamls/x.yaml") == Path("x.tuned.yaml")
+    for name, message in [("x.txt", "does not end in .yaml"), ("no/x.yaml", r"no folder no \(relative to /")]:
+        with pytest.raises(ConfigError, match=message):
+            check_output(Path(name), QUICKSTART)
+    Path("mine.yaml").write_text("seed: 1\n")
+    with pytest.raises(ConfigError, match="was not written by this command"):
+        check_output(Path("mine.yaml"), QUICKSTART)
+    Path("ours.yaml").write_text(f"{MARK} on some day\n")
+    check_output(Path("ours.yaml"), QUICKSTART)
+
+
+def result(**changes: Any) -> Result:
+    given, faster = Outcome("ok", "", 0.1, 1.0, 3), Outcome("ok", "", 0.05, 11.0, 3)
+    compiled = Candidate("torch_compile (scope: blocks)", {"torch_compile": {"scope": "blocks"}}, kind="rounding")
+    verdicts = [
+        Verdict(compiled, "measured", "", faster, 60.86, (100.7, 60.86)),
+        Verdict(Candidate("tf32_matmul", {"tf32_matmul": {}}), "refused", "tf32_matmul: it needs a GPU"),
+        Verdict(Candidate("lora", {"lora": {}}), "untried", "not allowed"),
+        Verdict(Candidate("adafactor", {"adafactor": {}}), "untried", "not allowed"),
+    ]
+    return Result(
+        **{
+            "given": {"sdpa_attention": {}}, "planned_steps": 1000, "trial_steps": 20, "baseline": [given],
+            "base_seconds": 100.7, "noise": 2.0, "verdicts": verdicts, "pairs": [(100.7, 60.0), (100.9, 61.0)],
+            "chosen": {"sdpa_attention": {}, "torch_compile": {"scope": "blocks"}},
+            "never": {"empty_cache": "no speed"}, "sizes": {64: faster, 128: Outcome("memory", "ran out of memory")},
+            "trials": [Trial("given", {}, 20, None, given, 100.7), Trial("x", {}, 20, None, Outcome("failed"), 0.0)],
+            **changes,
+        }
+    )  # fmt: skip
+
+
+def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("NAME_OF_RUN", "named")
+    Path("given.yaml").write_text(
+        "run_name: ${oc.env:NAME_OF_RUN}\nalgorithms: [sdpa_attention]\noptimizer: {lr: 1e-5}\n"
+    )
+    overrides = ["data.batch_size=64", "algorithms.lora=null", "trainer.max_duration=100ba"]
+    write_tuned(Path("x.yaml"), "given.yaml", overrides, result(), ENVIRONMENT, 300.0)
+    text = Path("x.yaml").read_text()
+    tuned, given = load_config("x.yaml"), load_config("given.yaml", overrides)
+    assert tuned.algorithms == {"sdpa_attention": {}, "torch_compile": {"scope": "blocks"}}
+    given.algorithms = tuned.algorithms
+    assert tuned == given
+    assert "${oc.env:NAME_OF_RUN}" in text
+    assert text.startswith(MARK)
+    said = " ".join(text.replace("#", " ").split())
+    for words in (
+        "1.67 times as fast",
+        "alone 1.65 times as fast, 60.9 s (start +10.0 s, step 100.0 → 50.0 ms: pays from step 203)",
+        "in the given YAML",
+        "- tf32_matmul: it needs a GPU",
+        "- lora, adafactor: not allowed",
+        "- empty_cache: not tried: no speed",
+        "- 128: ran out of memory",
+    ):
+        assert words in said
+    assert max(map(len, text.splitlines())) <= 120
+    log = json.loads(Path("x.json").read_text())
+    assert log["chosen"] == tuned.algorithms
+    assert [t["outcome"]["status"] for t in log["trials"]] == ["ok", "failed"]
+    assert log["trials"][1]["outcome"]["step_seconds"] is None
+    assert sorted(p.name for p in Path().iterdir()) == ["given.yaml", "x.json", "x.yaml"]
+
+
+def test_given_techniques_that_were_kept_or_taken_out_are_said_to_be() -> None:
+    Path("given.yaml").write_text("algorithms: {sdpa_attention: {}}\n")
+    kept = result(chosen={"sdpa_attention": {}}, kept_given="nothing was faster", unengaged={"tf32_matmul": "no GPU"})
+    write_tuned(Path("x.yaml"), "given.yaml", [], kept, ENVIRONMENT, 300.0)
+    text = Path("x.yaml").read_text()
+    assert load_config("x.yaml") == load_config("given.yaml")
+    assert "The given techniques were kept: nothing was faster." in text
+    assert "- tf32_matmul: in the given YAML, but not in force here: no GPU" in text
+    assert kept.speedup is None
+    without = Candidate("without sdpa_attention", removes=("sdpa_attention",))
+    verdict = Verdict(without, "measured", "", Outcome("ok", "", 0.09, 1.0, 3), 90.7)
+    write_tuned(Path("x.yaml"), "given.yaml", [], result(chosen={}, verdicts=[verdict]), ENVIRONMENT, 300.0)
+    assert load_config("x.yaml") == Config()
+    assert "- sdpa_attention: in the given YAML, which takes 90.7 s without it" in Path("x.yaml").read_text()
+
+
+@pytest.mark.slow
+def test_a_real_search_ends_with_a_yaml_that_trains() -> None:
+    short = [*SHORT, "trainer.max_duration=400ba", "algorithms.fused_optimizer=null"]
+    arguments, budget = ["-f", QUICKSTART, *short, "trainer.device=cpu"], 60
+    done = tune(*arguments, f"tune.budget_seconds={budget}")
+    if done.returncode == 2:  # a slow machine: what it names is enough
+        assert list(Path().glob("*.tuned.*")) == []
+        budget = 1.5 * int(done.stderr.rpartition("give it at least ")[2])
+        done = tune(*arguments, f"tune.budget_seconds={budget}")
+    assert done.returncode == 0, done.stderr[-3000:] + done.stdout[-3000:]
+    log = json.loads(Path("quickstart.tuned.json").read_text())
+    assert log["planned_steps"] == 400
+    assert log["seconds"] <= budget + 5
+    assert log["baseline"]
+    assert any(v["state"] == "measured" for v in log["verdicts"]), "something was tried"
+    assert all(outcome["step_seconds"] > 0 for outcome in log["baseline"])
+    tuned = load_config("quickstart.tuned.yaml")
+    assert tuned.algorithms == log["chosen"]
+    assert {v["candidate"]["label"]: v["state"] for v in log["verdicts"]}["early_loss"] == "refused"
+    application.main(["-f", "quickstart.tuned.yaml", "trainer.max_duration=2ba", "trainer.eval_batches=1"])
+    report = json.loads(Path("runs/quickstart/report.json").read_text())
+    assert all(entry["engaged"] for entry in report["algorithms"].values())
+    assert not list(Path("runs").glob("trial*"))

@@ -1,0 +1,139 @@
+"""The table of candidates: complete, as exact as tests/helpers/settings.py says, and screened without a trial."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups.core.catalogue import technique_names
+from composer_speedups.core.registry import technique_class
+from composer_speedups.core.requirements import Context
+from composer_speedups.recommendation import RECOMMENDED
+from composer_speedups.train.config import Config, load_config
+from composer_speedups.tune.candidates import CHOICES, Candidate, candidates_for, kind_of, worst
+from composer_speedups.tune.changes import Refused, apply_candidate, available, forbidden, key_of, refusal
+from composer_speedups.tune.settings import Kind
+from tests.conftest import ROOT
+from tests.helpers.settings import ENTRIES, Entry
+
+CPU = Context(torch.device("cpu"))
+
+
+def exactness(entry: Entry) -> Kind:
+    """What the tests of an entry let it do to the numbers; weights of another dtype are another recipe."""
+    if entry.exactness == "recipe" or entry.weight_dtype != torch.float32:
+        return "recipe"
+    return entry.exactness if entry.dtype == torch.float32 else "lower_precision"
+
+
+def exactness_by_tests(name: str, settings: Mapping[str, Any], device: str) -> Kind:
+    """The least exact of the entries that test such settings on such a device."""
+    first = ENTRIES[name]
+    entries = [(first.gpu or first) if device == "cuda" else first, *first.also]
+    fitting = [
+        entry
+        for entry in entries
+        if any(
+            all(variant.get(key, value) == value for key, value in settings.items())
+            for variant in [*entry.variants, *entry.gpu_variants]
+        )
+    ]
+    return worst(*map(exactness, fitting or entries))
+
+
+def test_every_technique_has_an_entry() -> None:
+    assert sorted(CHOICES) == technique_names()
+    for name, choice in CHOICES.items():
+        assert bool(choice.variants) != bool(choice.never), f"{name}: variants, or why there are none"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_the_exactness_is_the_one_that_is_tested(name: str, device: str) -> None:
+    choice = CHOICES[name]
+    for settings in [v.settings for v in choice.variants] or [{}]:
+        assert kind_of(name, settings, device) == exactness_by_tests(name, settings, device), settings
+        technique_class(name)(**settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_candidates_come_in_the_order_of_the_gain_that_they_promise(device: str) -> None:
+    candidates = candidates_for({"lora": {}, "torch_compile": {}}, device)
+    assert candidates[0].label == "the recommended set"
+    added = [c for c in candidates[1:] if not c.removes]
+    assert candidates[1:] == [*added, *(c for c in candidates if c.removes)]
+    assert [c.gain for c in added] == sorted((c.gain for c in added), reverse=True)
+    order = [c.label for c in added]
+    assert order.index("sdpa_attention") < order.index("fused_optimizer") < order.index("foreach_optimizer")
+    for candidate in added:  # a fallback waits for the refusal of another
+        assert candidate.fallback_of is None or order.index(candidate.fallback_of) < order.index(candidate.label)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_labels_are_unique_and_sets_as_inexact_as_their_worst(device: str) -> None:
+    candidates = candidates_for({"lora": {}, "torch_compile": {}}, device)
+    labels = [c.label for c in candidates]
+    assert len(set(labels)) == len(labels)
+    by_label = {c.label: c for c in candidates}
+    assert by_label["the recommended set"].kind == "lower_precision"
+    kernels = by_label["fused_layers with unpadding"].kind  # its kernels on a GPU compute in 16 bits
+    assert kernels == ("rounding" if device == "cpu" else "lower_precision")
+    assert by_label["without torch_compile"].removes == ("torch_compile",)
+    assert "without lora" not in by_label, "the recipe is the user's"
+
+
+def test_a_candidate_displaces_what_it_clashes_with_but_never_the_recipe() -> None:
+    unpadding = Candidate("unpadding", {"unpadding": {}})
+    assert apply_candidate(unpadding, {"sdpa_attention": {}, "fused_optimizer": {}}) == {
+        "fused_optimizer": {},
+        "unpadding": {},
+    }
+    few = {"unpadding": {"pad_to_multiple_of": 512}}
+    added = apply_candidate(Candidate("fused", {"unpadding": {}, "fused_layers": {}}), few)
+    assert added == {**few, "fused_layers": {}}, "settings that are there stay"
+    fused = Candidate("fused", {"unpadding": {}, "fused_layers": {}})
+    with pytest.raises(Refused, match="lora is part of the recipe and stays"):
+        apply_candidate(fused, {"lora": {}})
+    with pytest.raises(Refused, match="already in the set"):
+        apply_candidate(Candidate("x", {"torch_compile": {"scope": "model"}}), {"torch_compile": {}})
+
+
+def test_the_recommended_set_takes_the_place_of_a_compiled_one() -> None:
+    given = load_config(ROOT / "yamls" / "bert_imdb.yaml").algorithms
+    (recommended,) = [c for c in candidates_for(given, "cuda") if c.label == "the recommended set"]
+    assert "torch_compile" in given
+    assert key_of(apply_candidate(recommended, given)) == key_of(RECOMMENDED)
+
+
+def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
+    one = {"torch_compile": {"scope": "model"}, "sdpa_attention": {}}
+    assert key_of(one) == key_of({"sdpa_attention": {"on_unavailable": "warn"}, "torch_compile": {}})
+    assert key_of(one) != key_of({"torch_compile": {"scope": "blocks"}, "sdpa_attention": {}})
+
+
+def test_what_would_be_refused_says_why() -> None:
+    config = Config()
+    assert "needs a CUDA GPU" in (refusal({"tf32_matmul": {}}, config, CPU) or "")
+    assert "nothing packs them" in (refusal({"fused_layers": {}}, config, CPU) or "")
+    assert refusal({"fused_layers": {}, "unpadding": {}}, config, CPU) is None
+    config.trainer.precision = "amp_bf16"
+    assert "both set the precision" in (refusal({"mixed_precision": {}}, config, CPU) or "")
+    assert "mixed_precision" not in {n for c in candidates_for({}, "cuda", autocast_by_config=True) for n in c.adds}
+
+
+def test_the_given_techniques_that_only_warn_are_set_aside_with_their_reason() -> None:
+    config = Config(on_unavailable="warn", algorithms={"tf32_matmul": {}, "sdpa_attention": {}})
+    techniques, left = available(config, CPU)
+    assert techniques == {"sdpa_attention": {}}
+    assert "CUDA GPU" in left["tf32_matmul"]
+
+
+def test_only_what_is_allowed_may_change_the_numbers() -> None:
+    assert forbidden("exact", ()) is None
+    assert forbidden("rounding", ()) is None
+    assert "tune.allow=[lower_precision]" in (forbidden("lower_precision", ()) or "")
+    assert forbidden("lower_precision", ("lower_precision",)) is None
+    assert "tune.allow=[lower_precision, recipe]" in (forbidden("recipe", ("lower_precision",)) or "")

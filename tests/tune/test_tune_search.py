@@ -1,0 +1,280 @@
+"""The search over made-up trials and a made-up clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.tune.candidates import Candidate
+from composer_speedups.tune.outcomes import (
+    Algorithms,
+    Outcome,
+    break_even_steps,
+    noise_of,
+    planned_seconds,
+    planned_steps,
+)
+from composer_speedups.tune.results import Bench, Result
+from composer_speedups.tune.search import BaselineError, Search
+from composer_speedups.tune.settings import TuneConfig
+
+SDPA = Candidate("sdpa_attention", {"sdpa_attention": {}}, kind="rounding")
+FUSED = Candidate("fused_optimizer", {"fused_optimizer": {}}, kind="rounding")
+FOREACH = Candidate("foreach_optimizer", {"foreach_optimizer": {}}, kind="rounding")
+COMPILE = Candidate("torch_compile", {"torch_compile": {}}, kind="rounding")
+LORA = Candidate("lora", {"lora": {}}, kind="recipe")
+GAINS = {"sdpa_attention": 0.8, "fused_optimizer": 0.9, "foreach_optimizer": 0.95, "torch_compile": 0.5, "lora": 0.1}
+
+
+@dataclass
+class World:
+    """Steps of 0.1 s times the techniques' factors; compiling takes ``compile_seconds``; a trial takes ``wall``."""
+
+    wall: float = 10.0
+    compile_seconds: float = 20.0
+    jitter: Callable[[int], float] = lambda trial: 1.0
+    refuse: dict[str, str] = field(default_factory=dict)
+    fail: dict[str, Outcome] = field(default_factory=dict)
+    steps: int = 100
+    time: float = 0.0
+    sets: list[dict[str, Any]] = field(default_factory=list)
+    timeouts: list[float] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def measure(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
+        self.sets.append(dict(algorithms))
+        self.timeouts.append(timeout)
+        if self.wall > timeout:
+            self.time += timeout
+            return Outcome("time", "not done", wall_seconds=timeout)
+        self.time += self.wall
+        if failed := next((self.fail[n] for n in algorithms if n in self.fail), None):
+            return failed
+        step = 0.1 * self.jitter(len(self.sets))
+        for name in algorithms:
+            step *= GAINS[name]
+        start = 1.0 + (self.compile_seconds if "torch_compile" in algorithms else 0.0)
+        return Outcome("ok", "", step, start, 3, 40 / step, 1.0, 400.0, self.wall)
+
+    def refusal(self, algorithms: Algorithms) -> str | None:
+        return next((self.refuse[n] for n in algorithms if n in self.refuse), None)
+
+    def search(
+        self, *candidates: Candidate, given: dict[str, Any] | None = None, allow: tuple[str, ...] = (), **settings: Any
+    ) -> Result:
+        bench = Bench(self.measure, self.refusal, lambda _: self.steps, lambda: self.time, self.lines.append)
+        tune = TuneConfig(**{"budget_seconds": 1000.0, **settings})
+        return Search(given or {}, candidates, allow, tune, bench).run()
+
+
+def test_what_saves_time_is_stacked_and_confirmed() -> None:
+    world = World()
+    result = world.search(FUSED, SDPA)
+    assert result.chosen == {"sdpa_attention": {}, "fused_optimizer": {}}
+    assert result.kept_given is None
+    assert len(result.pairs) == 2
+    assert result.speedup == pytest.approx(10.7 / (1 + 97 * 0.072), rel=1e-6)
+    assert world.sets[-4:] == [{}, result.chosen, {}, result.chosen], "given and chosen take turns"
+    assert result.without["fused_optimizer"] == pytest.approx(1 + 97 * 0.08)
+
+
+def test_of_two_that_clash_the_faster_stays() -> None:
+    assert World().search(FOREACH, FUSED).chosen == {"fused_optimizer": {}}
+
+
+def test_compiling_is_left_out_of_a_short_run_and_taken_for_a_long_one() -> None:
+    short = World(steps=100).search(COMPILE)
+    assert short.chosen == {}
+    assert short.kept_given is not None
+    verdict = short.verdicts[0]
+    assert verdict.alone is not None
+    assert verdict.alone_seconds == pytest.approx(21 + 97 * 0.05)
+    # 20 s more to start, 3 batches of that: 0.05 s saved a step
+    assert break_even_steps(short.baseline[0], verdict.alone) == 403
+    assert World(steps=404).search(COMPILE, min_gain=0.0).chosen == {"torch_compile": {}}
+    assert World(steps=402).search(COMPILE, min_gain=0.0).chosen == {}
+
+
+def test_a_given_technique_that_does_not_pay_is_taken_out() -> None:
+    without = Candidate("without torch_compile", removes=("torch_compile",))
+    assert World(steps=100).search(without, given={"torch_compile": {}}).chosen == {}
+    assert World(steps=1000).search(without, given={"torch_compile": {}}).chosen == {"torch_compile": {}}
+
+
+def test_what_noise_could_explain_is_not_taken() -> None:
+    # The given run's steps differ by a half from one run to the next; a tenth off tells nothing.
+    result = World(jitter=lambda trial: 1.5 if trial == 2 else 1.0).search(FUSED, steps=10)
+    assert result.noise == pytest.approx(97 * 0.05)
+    assert result.chosen == {}
+    assert "noise" in (result.kept_given or "")
+    assert World().search(FUSED, min_gain=0.2).chosen == {}
+
+
+def test_a_lucky_trial_does_not_survive_the_confirmation() -> None:
+    # Trial 4 is the candidate's (probe, two of the given run before it); all later ones are slow.
+    world = World(jitter=lambda trial: 1.0 if trial < 4 else (0.3 if trial == 4 else 1.2))
+    result = world.search(FUSED)
+    assert result.pairs
+    assert result.chosen == {"fused_optimizer": {}}, "a tenth is left of it"
+    unlucky = World(jitter=lambda trial: {4: 0.3, 6: 1.3, 8: 1.3}.get(trial, 1.0)).search(FUSED)
+    assert unlucky.pairs
+    assert unlucky.chosen == {}
+    assert "run again in turn" in (unlucky.kept_given or "")
+    assert unlucky.speedup is None
+
+
+def test_a_chosen_set_that_fails_when_run_again_is_not_written() -> None:
+    world = World()
+    inner = world.measure
+
+    def measure(algorithms: Algorithms, **kwargs: Any) -> Outcome:
+        outcome = inner(algorithms, **kwargs)
+        return outcome if not algorithms or len(world.sets) < 6 else Outcome("memory", "ran out of memory")
+
+    world.measure = measure  # type: ignore[method-assign]
+    result = world.search(FUSED)
+    assert result.chosen == {}
+    assert "ran out of memory" in (result.kept_given or "")
+
+
+def test_the_recipe_stays_unless_it_is_allowed_to_change() -> None:
+    world = World()
+    result = world.search(LORA)
+    assert not any("lora" in techniques for techniques in world.sets)
+    assert result.verdicts[0].state == "untried"
+    assert "tune.allow=[recipe]" in result.verdicts[0].reason
+    assert World().search(LORA, allow=("recipe",)).chosen == {"lora": {}}
+
+
+def test_what_is_refused_costs_no_trial_and_is_tried_again_when_it_has_what_it_needs() -> None:
+    world = World(refuse={"sdpa_attention": "it needs a GPU"})
+    result = world.search(SDPA)
+    assert not any("sdpa_attention" in techniques for techniques in world.sets)
+    assert (result.verdicts[0].state, result.verdicts[0].reason) == ("refused", "it needs a GPU")
+    assert result.kept_given == "nothing was tried"
+
+    needy = World()
+    needy.refusal = (  # type: ignore[method-assign]
+        lambda a: "add fused_optimizer" if "sdpa_attention" in a and "fused_optimizer" not in a else None
+    )
+    result = needy.search(SDPA, FUSED)
+    assert result.chosen == {"fused_optimizer": {}, "sdpa_attention": {}}
+    assert result.without["fused_optimizer"] == "add fused_optimizer"
+
+
+def test_what_is_not_allowed_is_not_tried_on_top_when_it_has_what_it_needs() -> None:
+    needy = World()
+    needy.refusal = (  # type: ignore[method-assign]
+        lambda a: "add fused_optimizer" if "lora" in a and "fused_optimizer" not in a else None
+    )
+    result = needy.search(LORA, FUSED)
+    assert result.verdicts[0].reason == "add fused_optimizer", "not that allowing it would do"
+    assert not any("lora" in techniques for techniques in needy.sets)
+
+
+def test_a_fallback_waits_for_the_refusal_of_the_first() -> None:
+    second = Candidate("foreach_optimizer", FOREACH.adds, kind="rounding", fallback_of="fused_optimizer")
+    assert World().search(FUSED, second).verdicts[1].state == "untried"
+    assert World(refuse={"fused_optimizer": "no"}).search(FUSED, second).chosen == {"foreach_optimizer": {}}
+
+
+def test_a_trial_that_fails_is_an_outcome() -> None:
+    world = World(fail={"sdpa_attention": Outcome("memory", "ran out of memory")})
+    result = world.search(SDPA, FUSED)
+    assert (result.verdicts[0].state, result.verdicts[0].reason) == ("failed", "ran out of memory")
+    assert result.chosen == {"fused_optimizer": {}}
+
+
+@pytest.mark.parametrize("budget", [45.0, 60.0, 80.0, 100.0, 130.0, 200.0])
+def test_the_budget_holds_and_what_was_not_tried_is_named(budget: float) -> None:
+    world = World()
+    result = world.search(FUSED, SDPA, COMPILE, FOREACH, budget_seconds=budget)
+    assert world.time <= budget
+    assert result.seconds == world.time
+    assert result.chosen == {} or result.pairs, "nothing is chosen that was not confirmed"
+    untried = [v for v in result.verdicts if v.state == "untried"]
+    assert bool(untried) == (budget < 110)
+    assert any(v.state == "measured" for v in result.verdicts)
+    assert all("tune.budget_seconds" in v.reason for v in untried)
+
+
+@pytest.mark.parametrize("repeats", [2, 20])
+@pytest.mark.parametrize("budget", [45.0, 60.0, 100.0, 300.0, 1000.0])
+def test_the_first_runs_of_the_given_set_take_a_third_of_the_budget_at_most(budget: float, repeats: int) -> None:
+    world = World()
+    result = world.search(FUSED, SDPA, budget_seconds=budget, repeats=repeats)
+    first = next(i for i, techniques in enumerate(world.sets) if techniques)
+    assert first * world.wall <= budget / 3
+    assert 1 <= len(result.baseline) <= repeats
+
+
+@pytest.mark.parametrize("wall", [1.0, 10.0, 77.0])
+def test_the_least_useful_budget_is_named_and_is_useful(wall: float) -> None:
+    small = World(wall=wall)
+    with pytest.raises(ConfigError, match=r"^tune\.budget_seconds: .* give it at least \d+$") as error:
+        small.search(FUSED, SDPA, budget_seconds=4 * wall)
+    assert small.time < 2 * wall, "it is refused after the first run"
+    least = float(str(error.value).rpartition(" ")[2])
+    assert least < 5.5 * wall
+    world = World(wall=wall)
+    result = world.search(FUSED, SDPA, budget_seconds=least)
+    assert result.chosen == {"fused_optimizer": {}}
+    assert result.pairs
+    assert world.time <= least
+
+
+def test_a_budget_too_small_for_one_run_says_so_too() -> None:
+    with pytest.raises(ConfigError, match=r"tune\.budget_seconds: 7 s do not hold .* give it at least 32$"):
+        World().search(FUSED, budget_seconds=7.0)
+    with pytest.raises(ConfigError, match=r"or a smaller tune\.steps$"):
+        World().search(FUSED, budget_seconds=7.0, steps=40)
+
+
+def test_a_search_without_anything_to_try_is_no_matter_of_the_budget() -> None:
+    assert World().search(LORA, budget_seconds=20.0).kept_given == "nothing was tried"
+
+
+def test_a_given_run_that_fails_has_nothing_to_tune() -> None:
+    world = World(fail={"sdpa_attention": Outcome("memory", "ran out of memory")})
+    with pytest.raises(BaselineError, match="ran out of memory"):
+        world.search(FUSED, given={"sdpa_attention": {}})
+
+
+def test_no_set_is_measured_twice_before_the_confirmation() -> None:
+    world = World()
+    result = world.search(FUSED, SDPA, FOREACH, COMPILE)
+    confirmed = 2 * len(result.pairs)
+    measured = [tuple(sorted(s)) for s in world.sets[3:-confirmed]]  # after the probe and the given runs
+    assert len(set(measured)) == len(measured)
+
+
+def test_progress_says_what_was_measured_and_what_is_left() -> None:
+    world = World()
+    world.search(FUSED)
+    assert any("fused_optimizer: 444 samples/s, start 1.0 s, planned run 9.7 s" in line for line in world.lines)
+    assert all("s to go" in line for line in world.lines)
+
+
+def test_a_run_longer_than_the_probe_is_left_out_where_a_third_of_the_budget_does_not_hold_it() -> None:
+    """With 9 s around its steps a trial would train for 3 s: a run of 12 s more would come after the probe's 10."""
+    assert World().search(FUSED, budget_seconds=80.0).trial_steps > 8
+    small = World().search(FUSED, budget_seconds=60.0)
+    assert small.trial_steps == 8
+    assert len(small.baseline) == 2, "the probe is one of them"
+
+
+def test_arithmetic_of_the_planned_run() -> None:
+    outcome = Outcome("ok", step_seconds=0.5, start_seconds=4.0, other_batches=3)
+    assert planned_seconds(outcome, 103) == 54.0
+    assert planned_seconds(outcome, 2) == 4.0
+    assert planned_seconds(Outcome("failed"), 2) == float("inf")
+    assert [planned_steps(d, 25, 40, 1000.0) for d in ("2ep", "7ba", "81sp", "5500tok")] == [50, 7, 3, 6]
+    assert noise_of([10.0, 10.5], 0.02) == 0.5
+    assert noise_of([10.0, 10.0], 0.02) == pytest.approx(0.2)
+    slower = Outcome("ok", step_seconds=0.6, start_seconds=4.0, other_batches=3)
+    assert break_even_steps(outcome, slower) is None
+    assert break_even_steps(slower, outcome) == 3, "their starts are alike, and each holds three steps"

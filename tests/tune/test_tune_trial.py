@@ -1,0 +1,102 @@
+"""One trial of tune: the run that it is cut down from, its report, and what is said of one that went wrong."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_speedups.train.config import Config, load_config
+from composer_speedups.train.failed_process import own_line, where
+from composer_speedups.tune.trial import Trials, outcome_of, outcome_of_failure, trial_config
+from tests.conftest import ROOT
+
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+
+
+def test_a_trial_is_the_given_run_cut_down() -> None:
+    config = load_config(QUICKSTART, ["checkpoint.interval=1ep", "loggers.file={}", "callbacks.throughput=null"])
+    trial = trial_config(config, {"lora": {}}, 12, Path("folder"))
+    assert trial.model == config.model
+    assert trial.optimizer == config.optimizer
+    assert trial.data.batch_size == trial.data.eval_batch_size == 32
+    assert (trial.trainer.max_duration, trial.trainer.eval_batches) == ("12ba", 1)
+    assert trial.algorithms == {"lora": {}}
+    assert trial.checkpoint.interval is trial.loggers.file is None
+    assert trial.callbacks.throughput is not None
+    assert trial.export is trial.plot is False
+    assert trial_config(config, {}, 12, Path("folder"), 64).data.batch_size == 64
+    assert config.trainer.max_duration == "2ep"
+
+
+def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
+    outcome = Trials(Config(), [sys.executable, str(program)])({}, steps=1, timeout=3)
+    assert outcome.status == "time"
+    assert re.fullmatch(r"not done after \d+ s, at train\.py:4 in stuck", outcome.reason)
+
+
+def test_a_stack_is_told_by_its_innermost_call_and_the_packages_own() -> None:
+    own = ROOT / "composer_speedups" / "fit.py"
+    stack = f"""noise
+Thread 0x1 (most recent call first):
+  File "other.py", line 3 in waits
+
+Current thread 0x2 (most recent call first):
+  File "/lib/queue.py", line 7 in get
+  File "/lib/loader.py", line 8 in batch
+  File "{own}", line 9 in train_to_end
+  File "/lib/main.py", line 1 in <module>
+"""
+    assert where(stack) == ", at queue.py:7 in get under fit.py:9 in train_to_end"
+    assert where(stack.replace(str(own), "/lib/fit.py")) == ", at queue.py:7 in get"
+    assert where("a line\n") == ""
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")])
+def test_a_stack_is_not_why_a_process_ended(kind: str, said: str) -> None:
+    output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
+    assert own_line(output) == said
+    assert own_line(f"train.py: {kind}\n{output}") == kind
+
+
+def test_a_report_becomes_an_outcome() -> None:
+    report: dict[str, Any] = {
+        "throughput": {
+            "steady_batches": 5, "other_batches": 3, "step_seconds": 0.2, "data_seconds": 0.05,
+            "warmup_seconds": 2.0, "samples_per_sec": 40.0,
+        },
+        "startup": {"trainer_seconds": 1.5, "imports_seconds": 9.0},
+        "memory": {"peak_gib": 1.25},
+        "training": {"batches": 8, "tokens": 800},
+        "algorithms": {
+            "lora": {"engaged": True, "evidence": {"modules": 3}},
+            "tf32_matmul": {"engaged": False, "evidence": {"unavailable": "no GPU"}},
+        },
+    }  # fmt: skip
+    outcome = outcome_of(report, 20.0)
+    assert (outcome.step_seconds, outcome.start_seconds, outcome.other_batches) == (0.25, 3.5, 3)
+    assert (outcome.tokens_per_step, outcome.peak_gib, outcome.wall_seconds) == (100.0, 1.25, 20.0)
+    assert outcome.unengaged == {"tf32_matmul": "no GPU"}
+    report["throughput"]["steady_batches"] = 0
+    assert "steady state" in outcome_of(report, 20.0).reason
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "expected", "reason"),
+    [
+        (2, "Warning\ntrain.py: lora: no; add it\n", "refused", "lora: no; add it"),
+        (1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n", "memory", "CUDA out of memory"),
+        (-9, "", "memory", "status -9"),
+        (1, "RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", "memory", "cublasCreate"),
+        (1, "Traceback\nKeyError: 'x'\n\n", "failed", "KeyError: 'x'"),
+    ],
+)
+def test_what_went_wrong_is_one_line(status: int, output: str, expected: str, reason: str) -> None:
+    outcome = outcome_of_failure(status, output, 1.0)
+    assert outcome.status == expected
+    assert reason in outcome.reason
