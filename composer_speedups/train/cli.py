@@ -1,13 +1,18 @@
-"""The command line of train.py: ``--help``, one-line errors, exit codes."""
+"""The command line of train.py: its arguments, ``--help``, one-line errors, exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import sys
+import types
+import typing
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
+from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import (
     CannotRunError,
     ConfigError,
@@ -18,9 +23,56 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.train.config import Config, Origins, help_text, load_with_origins, parse_command_line
+from composer_speedups.core.settings import Origins, field_docs
+from composer_speedups.train.config.load import COMMAND_LINE, find_config, load_with_origins
+from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
-__all__ = ["exit_codes", "read_command_line"]
+__all__ = ["CommandLine", "exit_codes", "help_text", "parse_command_line", "read_command_line"]
+
+_USAGE = """\
+usage: composer train.py -f FILE [key=value ...]
+
+Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names: a YAML file, or one that comes with the
+package, without its .yaml, as in -f quickstart. Later key=value pairs override FILE; values are YAML:
+data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
+algorithms.tf32_matmul=null (takes it out). composer-speedups-train takes the same arguments.
+
+exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
+143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
+"""
+
+
+class CommandLine(NamedTuple):
+    file: str | None
+    overrides: list[str]
+    help: bool
+
+
+def parse_command_line(argv: Sequence[str]) -> CommandLine:
+    """``-f FILE``, ``key=value`` and ``--help``; anything else is refused.
+
+    Returns:
+        With the path of the file, also where it is given as the name of a config that comes with the package.
+    """
+    file, overrides, wants_help = None, [], False
+    rest = iter(argv)
+    for arg in rest:
+        if arg in ("-h", "--help"):
+            wants_help = True
+        elif arg in ("-f", "--file"):
+            if file is not None:
+                raise ConfigError(f"{COMMAND_LINE}: {arg} is given twice; name one config file")
+            name = next(rest, None)
+            if name is None:
+                raise ConfigError(
+                    f"{COMMAND_LINE}: {arg} needs a file, as in -f quickstart or -f yamls/quickstart.yaml"
+                )
+            file = find_config(name)
+        elif "=" in arg.lstrip("=") and not arg.startswith("-"):
+            overrides.append(arg)
+        else:
+            raise ConfigError(f"{COMMAND_LINE}: cannot read {arg!r}; expected -f FILE or key=value")
+    return CommandLine(file, overrides, wants_help)
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
@@ -34,7 +86,7 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
         print(help_text())
         raise SystemExit(0)
     if command.file is None:
-        raise ConfigError("command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys")
+        raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
     return load_with_origins(command.file, command.overrides)
 
 
@@ -64,3 +116,56 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
         os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)
+
+
+def help_text() -> str:
+    """Usage, every key with its type, default and doc line, and every technique with its settings."""
+    return "\n".join([_USAGE, "keys:", *_keys(), "", "techniques (keys of algorithms):", *_techniques(), ""])
+
+
+def _keys() -> Iterator[str]:
+    docs: dict[str, dict[str, str]] = {"": field_docs(Config)}
+    for dotted, field, hint in schema_keys():
+        prefix, _, name = dotted.rpartition(".")
+        doc = docs[prefix][name]
+        section = section_of(hint)
+        if section is not None:
+            docs[dotted] = field_docs(section)
+            yield f"\n  {dotted}  ({doc})"
+            if type(None) in typing.get_args(hint):
+                default = "on" if field.default is dataclasses.MISSING else "null"
+                yield f"  {dotted}: section or null = {default}"
+        else:
+            yield f"  {dotted}: {_type(hint)} = {_default(field)}{_bounds(field)}"
+            yield f"      {doc}"
+
+
+def _techniques() -> Iterator[str]:
+    for technique in describe():
+        settings = ", ".join(technique.settings) or "no settings"
+        yield f"  {technique.name}: {technique.summary}"
+        yield f"      {settings}"
+
+
+def _type(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return "|".join(map(_type, typing.get_args(hint)))
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(map(str, typing.get_args(hint)))
+    if hint is type(None):
+        return "null"
+    return hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return str(field.default_factory())
+    return {"None": "null", "True": "true", "False": "false"}.get(str(field.default), str(field.default))
+
+
+def _bounds(field: dataclasses.Field[Any]) -> str:
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{signs[k]} {v}" for k, v in field.metadata.items() if k in signs]
+    if field.metadata.get("units"):
+        bounds.append("units " + ", ".join(field.metadata["units"]))
+    return f"  [{'; '.join(bounds)}]" if bounds else ""

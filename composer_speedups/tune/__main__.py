@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from composer_speedups.core.errors import CannotRunError, ConfigError
-from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config import Config, load_with_origins, parse_command_line
+from composer_speedups.train.cli import exit_codes, parse_command_line
+from composer_speedups.train.config.load import load_with_origins
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import kept_bytecode
 from composer_speedups.tune.output import check_output, default_output
 from composer_speedups.tune.settings import TuneConfig, help_text, read_settings

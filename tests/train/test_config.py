@@ -9,17 +9,10 @@ import pytest
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.settings import field_docs
-from composer_speedups.train.config import (
-    Config,
-    Origins,
-    help_text,
-    load_config,
-    load_with_origins,
-    parse_command_line,
-    save_config,
-)
-from composer_speedups.train.config.load import schema_keys, section_of
+from composer_speedups.core.settings import Origins, field_docs
+from composer_speedups.train.cli import help_text, parse_command_line
+from composer_speedups.train.config.load import load_config, load_with_origins, save_config
+from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
 
 def write(text: str, name: str = "x.yaml") -> str:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from composer_speedups.train.config import load_config, parse_command_line
+from composer_speedups.train.cli import parse_command_line
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
 
