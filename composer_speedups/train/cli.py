@@ -52,7 +52,7 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
     """``-f FILE``, ``key=value`` and ``--help``; anything else is refused.
 
     Returns:
-        With the path of the file, also where it is given as the name of a config that comes with the package.
+        With the path of the file, also where it is the name of a config that comes with the package.
     """
     file, overrides, wants_help = None, [], False
     rest = iter(argv)
@@ -62,17 +62,17 @@ def parse_command_line(argv: Sequence[str]) -> CommandLine:
         elif arg in ("-f", "--file"):
             if file is not None:
                 raise ConfigError(f"{COMMAND_LINE}: {arg} is given twice; name one config file")
-            name = next(rest, None)
-            if name is None:
+            file = next(rest, None)
+            if file is None:
                 raise ConfigError(
                     f"{COMMAND_LINE}: {arg} needs a file, as in -f quickstart or -f yamls/quickstart.yaml"
                 )
-            file = find_config(name)
         elif "=" in arg.lstrip("=") and not arg.startswith("-"):
             overrides.append(arg)
         else:
             raise ConfigError(f"{COMMAND_LINE}: cannot read {arg!r}; expected -f FILE or key=value")
-    return CommandLine(file, overrides, wants_help)
+    path = None if file is None or wants_help else find_config(file)
+    return CommandLine(path, overrides, wants_help)
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:

@@ -79,7 +79,7 @@ def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> 
         return started[0]
 
     monkeypatch.setattr(before_imports, "before_torch", noted)
-    run("trainer.max_duration=1ba", "data.eval_samples=8", "algorithms.fused_layers={}", "on_unavailable=warn")
+    run("trainer.max_duration=1ba", "data.eval_samples=8", "algorithms.unpadding={}", "algorithms.fused_layers={}")
     assert started[0].returncode == 0
 
 

@@ -150,7 +150,7 @@ def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
             raise
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if empty:  # OmegaConf's {} would train the default model on the default dataset
-        raise ConfigError(f"{file}: the file is empty, or has comments only; start from -f quickstart")
+        raise ConfigError(f"{file}: the file is empty, or has comments only; start from yamls/quickstart.yaml")
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{file}: must hold keys and values at its top, not a {type(loaded).__name__}")
     return loaded
