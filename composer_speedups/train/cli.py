@@ -7,15 +7,13 @@ import dataclasses
 import gc
 import os
 import sys
-import types
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
 
 from composer_speedups.core.catalogue import describe
+from composer_speedups.core.command_line import parse_command_line
 from composer_speedups.core.errors import (
     CannotRunError,
-    ConfigError,
     Interrupted,
     NotEngagedError,
     RunFailedError,
@@ -23,11 +21,11 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.core.settings import Origins, field_docs
-from composer_speedups.train.config.load import COMMAND_LINE, find_config, load_with_origins
+from composer_speedups.core.settings import Origins, field_docs, key_line
+from composer_speedups.train.config.load import load_with_origins
 from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
-__all__ = ["CommandLine", "exit_codes", "help_text", "parse_command_line", "read_command_line"]
+__all__ = ["exit_codes", "help_text", "read_command_line"]
 
 _USAGE = """\
 usage: composer train.py -f FILE [key=value ...]
@@ -42,39 +40,6 @@ exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, sai
 """
 
 
-class CommandLine(NamedTuple):
-    file: str | None
-    overrides: list[str]
-    help: bool
-
-
-def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """``-f FILE``, ``key=value`` and ``--help``; anything else is refused.
-
-    Returns:
-        With the path of the file, also where it is the name of a config that comes with the package.
-    """
-    file, overrides, wants_help = None, [], False
-    rest = iter(argv)
-    for arg in rest:
-        if arg in ("-h", "--help"):
-            wants_help = True
-        elif arg in ("-f", "--file"):
-            if file is not None:
-                raise ConfigError(f"{COMMAND_LINE}: {arg} is given twice; name one config file")
-            file = next(rest, None)
-            if file is None:
-                raise ConfigError(
-                    f"{COMMAND_LINE}: {arg} needs a file, as in -f quickstart or -f yamls/quickstart.yaml"
-                )
-        elif "=" in arg.lstrip("=") and not arg.startswith("-"):
-            overrides.append(arg)
-        else:
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {arg!r}; expected -f FILE or key=value")
-    path = None if file is None or wants_help else find_config(file)
-    return CommandLine(path, overrides, wants_help)
-
-
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
     """The config that the arguments ask for and where each key came from; ``--help`` prints every key and exits with 0.
 
@@ -85,8 +50,6 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
     if command.help:
         print(help_text())
         raise SystemExit(0)
-    if command.file is None:
-        raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
     return load_with_origins(command.file, command.overrides)
 
 
@@ -136,7 +99,7 @@ def _keys() -> Iterator[str]:
                 default = "on" if field.default is dataclasses.MISSING else "null"
                 yield f"  {dotted}: section or null = {default}"
         else:
-            yield f"  {dotted}: {_type(hint)} = {_default(field)}{_bounds(field)}"
+            yield f"  {key_line(dotted, field, hint)}"
             yield f"      {doc}"
 
 
@@ -145,27 +108,3 @@ def _techniques() -> Iterator[str]:
         settings = ", ".join(technique.settings) or "no settings"
         yield f"  {technique.name}: {technique.summary}"
         yield f"      {settings}"
-
-
-def _type(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
-        return "|".join(map(_type, typing.get_args(hint)))
-    if typing.get_origin(hint) is typing.Literal:
-        return "|".join(map(str, typing.get_args(hint)))
-    if hint is type(None):
-        return "null"
-    return hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")
-
-
-def _default(field: dataclasses.Field[Any]) -> str:
-    if field.default_factory is not dataclasses.MISSING:
-        return str(field.default_factory())
-    return {"None": "null", "True": "true", "False": "false"}.get(str(field.default), str(field.default))
-
-
-def _bounds(field: dataclasses.Field[Any]) -> str:
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{signs[k]} {v}" for k, v in field.metadata.items() if k in signs]
-    if field.metadata.get("units"):
-        bounds.append("units " + ", ".join(field.metadata["units"]))
-    return f"  [{'; '.join(bounds)}]" if bounds else ""

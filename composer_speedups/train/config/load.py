@@ -18,46 +18,25 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from composer_speedups.core.errors import MASK, ConfigError, UserError, did_you_mean, first_line, mask
+from composer_speedups.core.command_line import COMMAND_LINE
+from composer_speedups.core.errors import MASK, ConfigError, UserError, first_line, mask
 from composer_speedups.core.files import with_working_directory, write_atomically
 from composer_speedups.core.settings import Origins
 from composer_speedups.train.config.checks import check_bounds, check_together
 from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
 __all__ = [
-    "find_config",
     "load_config",
     "load_with_origins",
     "save_config",
     "written",
 ]
 
-COMMAND_LINE = "command line"
 _MOST_BYTES = 2**20  # of a config file; ours have two thousand
 _MOST_NESTED = 50  # levels: libyaml's parser calls itself for each, and a hundred thousand overflow the stack
 _MISSING = object()
-_PACKAGE = Path(__file__).parents[2]
-# Of the wheel, or beside the package in a checkout.
-_SHIPPED = _PACKAGE / "yamls" if (_PACKAGE / "yamls").is_dir() else _PACKAGE.parent / "yamls"
-
 
 Keys = tuple[str | int, ...]  # that lead to a value
-
-
-def find_config(name: str) -> str:
-    """The path of a config that ``-f`` names: a file, or one that comes with the package, without its ``.yaml``.
-
-    Raises:
-        ConfigError: A name without a folder and a suffix that is neither.
-    """
-    if os.path.isfile(name) or os.path.basename(name) != name or os.path.splitext(name)[1]:
-        return name  # which may not exist: whoever reads it says so
-    shipped = {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
-    if name not in shipped:
-        hint = did_you_mean(name, shipped)
-        known = "" if hint.startswith("; known") else f" known: {', '.join(shipped)}"
-        raise ConfigError(f"-f {name[:80]}: no such file, and no config comes under that name{hint}{known}")
-    return str(shipped[name])
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
