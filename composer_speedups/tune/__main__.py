@@ -59,6 +59,11 @@ def tune(config: Config, settings: TuneConfig, measure: Trials, output: Path, fi
     print(f"{output}: {told}; {', '.join(result.chosen) or 'no technique'}", flush=True)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """``python -m composer_speedups.tune`` and its console command."""
     with exit_codes("tune"):
         main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    command()

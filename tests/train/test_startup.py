@@ -219,7 +219,8 @@ def test_a_second_run_tokenizes_nothing() -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_opened_early() -> None:
     code = (
-        "import sys, threading; sys.path.insert(0, sys.argv[1]); from composer_speedups.train.config.schema import Config;"
+        "import sys, threading; sys.path.insert(0, sys.argv[1]);"
+        "from composer_speedups.train.config.schema import Config;"
         "from composer_speedups.train.startup import open_early; import torch; assert not torch.cuda.is_initialized();"
         "open_early(Config()); [t.join(60) for t in threading.enumerate() if t.daemon];"
         "assert torch.cuda.is_initialized() and torch.cuda.memory_allocated() == 0"
