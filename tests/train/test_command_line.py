@@ -74,7 +74,8 @@ def test_there_are_three_ways_to_the_same_program(command: list[str], capsys: py
     with pytest.raises(SystemExit):
         application.main(["--help"])
     helped = start([*command, "--help"])
-    assert (helped.returncode, helped.stdout) == (0, capsys.readouterr().out)
+    assert helped.returncode == 0
+    assert helped.stdout.startswith(capsys.readouterr().out)  # Composer's launcher says more after it
     mistaken = start([*command, "-f", "quickstart", "data.bach_size=3"])
     assert mistaken.returncode == 2
     assert "train.py: command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'?" in mistaken.stderr
