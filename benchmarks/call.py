@@ -11,8 +11,8 @@ from benchmarks.journal import Journal, Unfinished, code_version, header_of, rea
 from benchmarks.printed import page
 from benchmarks.rows import RESULTS, Row, call_time, folder_of, keep_rows, row_of
 from benchmarks.table import Arm
+from composer_speedups.core.commands import output_of
 from composer_speedups.core.files import write_atomically
-from composer_speedups.train.commands import output_of
 
 __all__ = ["Call", "leave_page", "present_gpu"]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from benchmarks.table import Arm
-from composer_speedups.train.commands import output_of
+from composer_speedups.core.commands import output_of
 
 __all__ = ["Journal", "Unfinished", "code_version", "header_of", "read_unfinished"]
 

@@ -29,7 +29,7 @@ from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import context_of, open_device

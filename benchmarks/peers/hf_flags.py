@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from benchmarks.peers.job import Plan
 from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
 
 __all__ = ["OWN_FLAGS", "training_arguments"]
 

@@ -36,7 +36,7 @@ from benchmarks.peers.meter import Meter
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
 __all__ = ["main"]

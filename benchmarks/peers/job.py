@@ -17,7 +17,7 @@ from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
 from composer_speedups.train.cli import read_command_line
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_scheduler
 
 __all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments", "set_attention"]

@@ -22,8 +22,7 @@ from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.tasks.models import FinetuneModel
-from composer_speedups.train.config import Config
-from composer_speedups.train.config.schema import MemoryConfig, ThroughputConfig
+from composer_speedups.train.config.schema import Config, MemoryConfig, ThroughputConfig
 from composer_speedups.train.report import build_report, summary_table
 from composer_speedups.train.run_folder import RunFolder
 

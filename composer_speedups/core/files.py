@@ -57,14 +57,23 @@ def publish(partial: Path, path: Path) -> None:
 
 
 @contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
-    """An empty folder to fill, which takes the place of ``folder`` when the block ends without an error."""
+def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Path]:
+    """An empty folder to fill, which takes the place of ``folder`` when the block ends without an error.
+
+    With ``keep_existing`` one that another process has made meanwhile stays, and what was filled goes.
+    """
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
     try:
         yield partial
         partial.chmod(0o755)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.rename(partial, folder)
+        if not keep_existing:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            os.rename(partial, folder)
+        except OSError:
+            if not (keep_existing and folder.is_dir()):
+                raise
+            shutil.rmtree(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

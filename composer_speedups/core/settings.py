@@ -9,10 +9,12 @@ import math
 import operator
 import re
 import textwrap
+import types
+import typing
 from functools import cache
 from typing import Any
 
-__all__ = ["LENGTH", "Origins", "check_value", "field_docs", "key"]
+__all__ = ["LENGTH", "Origins", "check_value", "field_docs", "key", "key_line"]
 
 LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 
@@ -119,3 +121,24 @@ def field_docs(cls: type) -> dict[str, str]:
         ):
             docs[field.target.id] = " ".join(doc.value.value.split())
     return docs
+
+
+def key_line(dotted: str, field: dataclasses.Field[Any], hint: Any) -> str:
+    """A key for ``--help``: ``data.batch_size: int = 40  [>= 1]``."""
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    bounds = [f"{signs[k]} {v}" for k, v in field.metadata.items() if k in signs]
+    if field.metadata.get("units"):
+        bounds.append("units " + ", ".join(field.metadata["units"]))
+    return f"{dotted}: {_type(hint)} = {shown}" + (f"  [{'; '.join(bounds)}]" if bounds else "")
+
+
+def _type(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return "|".join(map(_type, typing.get_args(hint)))
+    if typing.get_origin(hint) is typing.Literal:
+        return "|".join(map(str, typing.get_args(hint)))
+    if hint is type(None):
+        return "null"
+    return hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")

@@ -1,42 +1,38 @@
-"""python -m composer_speedups.dashboards PROJECT [key=value ...]: a Weights & Biases dashboard that compares runs.
-
-    entity=NAME        user or team of the project; your own by default
-    runs=a,b           names of the runs to show; all of the project's by default
-    kind=workspace     a saved view of the project, or report: a page of its own
-    name=TEXT          of the view or the report; "Arms side by side" by default
-    group_by=KEY,KEY   config keys that make an arm, as in techniques,data.batch_size; techniques by default,
-                       nothing (group_by=) shows each run by itself
-    task=classification  what the runs trained, or mlm
-    dry_run=true       print the layout and send nothing; needs no account
-
-Runs log what it shows with loggers.wandb={}. It needs pip install 'composer_speedups[dashboards]' and `wandb login`.
-"""
+"""python -m composer_speedups.dashboards PROJECT [key=value ...]; see ``--help``."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import unicodedata
 from collections.abc import Sequence
 
+from composer_speedups.core.command_line import keys_help, parse_command_line, read_settings
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.dashboards.layout import Section, as_text, layout
-from composer_speedups.dashboards.request import Request, read_request
+from composer_speedups.dashboards.layout import Request, Section, as_text, layout
 from composer_speedups.train.cli import exit_codes
 
-__all__ = ["main"]
+__all__ = ["command", "main", "read_request"]
+
+_USAGE = """\
+usage: python -m composer_speedups.dashboards PROJECT [key=value ...]
+
+Make a Weights & Biases dashboard that compares runs. Runs log what it shows with loggers.wandb={}.
+It needs pip install 'composer_speedups[dashboards]' and `wandb login`.
+
+keys:
+"""
+_SIGNS = ("So", "Sk", "Sm", "Sc", "Cs")  # the Unicode categories that wandb-workspaces counts as emoji
 
 
 def main(arguments: Sequence[str]) -> None:
     """Read the arguments, then print the layout or send it and print its address."""
-    if "-h" in arguments or "--help" in arguments:
-        print(__doc__)
-        return
-    request = read_request(arguments)
+    project, request = read_request(arguments)
     sections = layout(request.task)
     if request.dry_run:
-        runs = ", ".join(request.runs) or "all runs"
+        runs = ", ".join(request.runs or ["all runs"])
         arms = ", ".join(request.group_by) or "nothing"
-        print(f"{request.kind} {request.name!r} of {request.project}: {runs}, grouped by {arms}")
+        print(f"{request.kind} {request.name!r} of {project}: {runs}, grouped by {arms}")
         print(as_text(sections))
         return
     if importlib.util.find_spec("wandb_workspaces") is None:
@@ -44,12 +40,38 @@ def main(arguments: Sequence[str]) -> None:
             f"kind: a {request.kind} needs the package wandb-workspaces; pip install 'composer_speedups[dashboards]', "
             "or add dry_run=true to see the layout"
         )
-    print(_send(request, sections))
+    print(_send(project, request, sections))
 
 
-def _send(request: Request, sections: Sequence[Section]) -> str:
+def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
+    """The project and the keys behind ``PROJECT [key=value ...]``; ``--help`` prints every key and exits with 0.
+
+    Raises:
+        ConfigError: One line that names the argument and the fix.
+    """
+    given = parse_command_line(arguments, "PROJECT")
+    if given.help:
+        print(_USAGE + keys_help(Request))
+        raise SystemExit(0)
+    (project,) = given.words
+    entity, slash, name = project.partition("/")
+    if slash:
+        raise ConfigError(f"PROJECT: {project!r} has a slash; write {name or 'PROJECT'} entity={entity}")
+    request, _ = read_settings(Request, given.overrides)
+    if request.runs == ():
+        raise ConfigError("runs: names no run; write runs=a,b")
+    if any(unicodedata.category(letter) in _SIGNS for letter in request.name):
+        raise ConfigError(
+            f"name: W&B takes no emoji or signs such as + and = in it; leave them out of {request.name!r}"
+        )
+    if len(request.name) > 128:
+        raise ConfigError(f"name: must be at most 128 characters, not {len(request.name)}")
+    return project, request
+
+
+def _send(project: str, request: Request, sections: Sequence[Section]) -> str:
     """Save the dashboard under the user's account; its address."""
-    import wandb
+    import wandb  # it takes a second, and wandb-workspaces is an extra
 
     from composer_speedups.dashboards.build import build_report, build_workspace
 
@@ -58,14 +80,19 @@ def _send(request: Request, sections: Sequence[Section]) -> str:
         entity = request.entity or wandb.Api().default_entity
         if entity is None:
             raise ConfigError("entity: this account has no default user or team; add entity=NAME")
-        return str(build(sections, request, entity).save().url)
+        return str(build(sections, request, entity, project).save().url)
     except ConfigError:
         raise
     except Exception as error:  # what the service refuses has no common public class
-        where = f"{request.entity or 'your account'}/{request.project}"
+        where = f"{request.entity or 'your account'}/{project}"
         raise ConfigError(f"entity: W&B did not take the {request.kind} for {where}: {error}") from error
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """``python -m composer_speedups.dashboards`` and its console command."""
     with exit_codes("dashboards"):
         main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    command()

@@ -9,25 +9,25 @@ import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 from wandb_workspaces import expr
 
-from composer_speedups.dashboards.layout import COLUMNS, Chart, Section
-from composer_speedups.dashboards.request import Request
+from composer_speedups.dashboards.layout import COLUMNS, Chart, Request, Section
 
 __all__ = ["build_report", "build_workspace"]
 
 _WIDTH, _HEIGHT = 8, 6  # of a panel in a report, whose grid is 24 wide
 
 
-def build_workspace(sections: Sequence[Section], request: Request, entity: str) -> workspaces.Workspace:
+def build_workspace(sections: Sequence[Section], request: Request, entity: str, project: str) -> workspaces.Workspace:
     """A workspace whose panels are the charts, over runs grouped into arms.
 
     Args:
         sections: Of :func:`layout`.
         request: Which runs, how grouped, and under what name.
         entity: User or team.
+        project: Name of the project.
     """
     return workspaces.Workspace(
         entity=entity,
-        project=request.project,
+        project=project,
         name=request.name,
         sections=[
             workspaces.Section(name=section.name, panels=[*map(_panel, section.charts)], is_open=True)
@@ -41,13 +41,13 @@ def build_workspace(sections: Sequence[Section], request: Request, entity: str) 
     )
 
 
-def build_report(sections: Sequence[Section], request: Request, entity: str) -> reports.Report:
+def build_report(sections: Sequence[Section], request: Request, entity: str, project: str) -> reports.Report:
     """A report with a heading and a grid of panels for each section; arguments as for :func:`build_workspace`."""
     blocks: list[Any] = []
     for section in sections:
         runset = reports.Runset(
             entity=entity,
-            project=request.project,
+            project=project,
             name="runs",
             filters=_only(request.runs),
             groupby=[f"config.{key}" for key in request.group_by],
@@ -57,7 +57,7 @@ def build_report(sections: Sequence[Section], request: Request, entity: str) -> 
         for i, panel in enumerate(panels):
             panel.layout = reports.Layout(x=i % 3 * _WIDTH, y=i // 3 * _HEIGHT, w=_WIDTH, h=_HEIGHT)
         blocks += [reports.H2(section.name), reports.PanelGrid(runsets=[runset], panels=panels)]
-    return reports.Report(entity=entity, project=request.project, title=request.name, blocks=blocks, width="fluid")
+    return reports.Report(entity=entity, project=project, title=request.name, blocks=blocks, width="fluid")
 
 
 def _panel(chart: Chart) -> reports.LinePlot | reports.BarPlot:
@@ -67,7 +67,7 @@ def _panel(chart: Chart) -> reports.LinePlot | reports.BarPlot:
     return reports.LinePlot(title=chart.title, x=chart.over, y=list(chart.metrics), title_x=title_x)
 
 
-def _only(runs: Sequence[str]) -> list[expr.FilterExpr]:
+def _only(runs: Sequence[str] | None) -> list[expr.FilterExpr]:
     return [expr.Metric("Name").isin(list(runs))] if runs else []
 
 

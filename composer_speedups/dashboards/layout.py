@@ -1,4 +1,4 @@
-"""What a dashboard shows: sections of charts by name, with no library of Weights & Biases."""
+"""What a dashboard shows: which runs, and sections of charts by name, with no library of Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["COLUMNS", "Chart", "Section", "Task", "as_text", "layout"]
+__all__ = ["COLUMNS", "Chart", "Request", "Section", "as_text", "layout"]
 
 Task = Literal["classification", "mlm"]
 
@@ -25,6 +25,26 @@ COLUMNS = (
     "summary/train_loss",
 )
 """Of the table of runs: summary values, in this order."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The keys of the command line."""
+
+    entity: str | None = None
+    """User or team of the project; null is your own."""
+    runs: tuple[str, ...] | None = None
+    """Names of the runs to show, as in runs=a,b; null shows all of the project."""
+    kind: Literal["workspace", "report"] = "workspace"
+    """A saved view of the project, or a page of its own."""
+    name: str = "Arms side by side"
+    """Of the view or report, at most 128 characters, without emoji or signs such as + and =."""
+    group_by: tuple[str, ...] = ("techniques",)
+    """Config keys; runs with the same values are one arm. Empty (group_by=) shows each run by itself."""
+    task: Task = "classification"
+    """What the runs trained (model.task)."""
+    dry_run: bool = False
+    """Print the layout and send nothing; needs no account."""
 
 
 @dataclass(frozen=True)

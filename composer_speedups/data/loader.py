@@ -18,8 +18,7 @@ from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
-from composer_speedups.data.random_rows import random_rows
-from composer_speedups.data.sources import load_reviews, load_validation
+from composer_speedups.data.sources import load_reviews, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_reviews
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.data.watched import WatchedDataLoader

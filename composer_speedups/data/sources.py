@@ -1,14 +1,16 @@
-"""Reviews from the hub, from local files, or built in; checked row by row."""
+"""Reviews from the hub, from local files, or built in, checked row by row; and rows of random tokens."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.csv
 import pyarrow.json
@@ -20,7 +22,7 @@ from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.config import DataConfig
 
-__all__ = ["load_reviews", "load_validation", "unreadable"]
+__all__ = ["load_reviews", "load_validation", "random_rows", "unreadable"]
 
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
@@ -53,6 +55,27 @@ def load_validation(config: DataConfig) -> Dataset | None:
     if config.eval_file is None:
         return None
     return _sample(_from_file(config, "eval_file", config.eval_file), config, config.eval_samples)
+
+
+def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any) -> Dataset:
+    """Rows of random token ids, all of one length, to measure memory and speed; the same ones for the same arguments.
+
+    Args:
+        count: Number of rows.
+        seed: Seed of the generator.
+        split: ``"train"`` or ``"eval"``; other rows each.
+        length: Tokens of every row, none of them padding.
+        tokenizer: Its vocabulary, special tokens left out, is what is drawn from, each token as likely as any other.
+
+    Returns:
+        Columns ``input_ids`` (list of int) and ``label`` (0 or 1, at random), as :func:`.tokens.tokenize` has them.
+    """
+    generator = np.random.default_rng([seed, zlib.crc32(split.encode())])
+    plain = np.setdiff1d(np.arange(len(tokenizer), dtype=np.int32), tokenizer.all_special_ids)
+    ids = generator.choice(plain, size=count * length)
+    starts = np.arange(0, count * length + 1, length, dtype=np.int32)
+    rows = pyarrow.ListArray.from_arrays(starts, ids.astype(np.int32))
+    return Dataset(pyarrow.table({"input_ids": rows, "label": generator.integers(0, 2, count)}))
 
 
 def _builtin(config: DataConfig, split: str, samples: int | None) -> Dataset:

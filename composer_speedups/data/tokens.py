@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder
+from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
 from composer_speedups.data.config import DataConfig
 
 __all__ = ["load_tokenizer", "tokenize"]
@@ -55,12 +52,9 @@ def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -
 def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
     folder = Path(config.cache_dir) / "tokenizers" / _digest(texts, config.vocab_size)
     if not folder.is_dir():
-        partial = tempfile.mkdtemp(dir=make_folder(folder.parent, "data.cache_dir"))
-        _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
-        try:
-            os.rename(partial, folder)
-        except OSError:  # another process was first
-            shutil.rmtree(partial)
+        make_folder(folder.parent, "data.cache_dir")
+        with replace_folder(folder, keep_existing=True) as partial:  # another process may be first
+            _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # tokenizers raises plain Exceptions

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from composer_speedups.algorithms.fused_layers.beside import compiling_beside, wait_for
+from composer_speedups.core.before_imports import EarlyWork, early_work
+from composer_speedups.core.settings import Origins
 from composer_speedups.train.cli import exit_codes, read_command_line
-from composer_speedups.train.config import Config, Origins
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.launcher import watch_launcher
-from composer_speedups.train.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
+from composer_speedups.train.startup import (
+    StartupClock,
+    kept_bytecode,
+    look_at_cpu,
+    open_early,
+    planned_run,
+    without_gc,
+)
 
 if TYPE_CHECKING:
     from composer.core import Callback
@@ -27,19 +34,19 @@ def main(arguments: list[str]) -> None:
     watch_launcher()
     config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
     clock.lap("config")
-    with kept_bytecode(config), compiling_beside(config) as kernels:
-        train(config, origins, clock, kernels)
+    with kept_bytecode(config), early_work(planned_run(config)) as early:
+        train(config, origins, clock, early)
 
 
 def train(
     config: Config,
     origins: Origins,
     clock: StartupClock,
-    kernels: subprocess.Popen[bytes] | None = None,
+    early: EarlyWork | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> None:
     with without_gc():
-        open_early(config)
+        open_early(config, early)
 
         from composer.utils import reproducibility
 
@@ -49,11 +56,9 @@ def train(
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
         from composer_speedups.tasks.models import build_model, resolve_name
-        from composer_speedups.train.fit import train_to_end
-        from composer_speedups.train.interrupt import StopSignals
-        from composer_speedups.train.report import write_report
+        from composer_speedups.train.fit import StopSignals, train_to_end
+        from composer_speedups.train.report import StartupTimes, write_report
         from composer_speedups.train.run_folder import RunFolder
-        from composer_speedups.train.startup_times import StartupTimes
         from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
@@ -73,7 +78,8 @@ def train(
         model = build_model(config.model, data.tokenizer, config.data.max_length)
         clock.lap("model")
         cpu.join()
-        wait_for(kernels)
+        if early is not None:
+            early.wait()
         watching = [StartupTimes(clock), *callbacks]
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)
         clock.lap("trainer")

@@ -1,16 +1,19 @@
-"""The command line of train.py: ``--help``, one-line errors, exit codes."""
+"""The command line of train.py: its arguments, ``--help``, one-line errors, exit codes."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import sys
+import typing
 from collections.abc import Iterator, Sequence
 
+from composer_speedups.core.catalogue import describe
+from composer_speedups.core.command_line import parse_command_line
 from composer_speedups.core.errors import (
     CannotRunError,
-    ConfigError,
     Interrupted,
     NotEngagedError,
     RunFailedError,
@@ -18,9 +21,23 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.train.config import Config, Origins, help_text, load_with_origins, parse_command_line
+from composer_speedups.core.settings import Origins, field_docs, key_line
+from composer_speedups.train.config.load import load_with_origins
+from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
-__all__ = ["exit_codes", "read_command_line"]
+__all__ = ["exit_codes", "help_text", "read_command_line"]
+
+_USAGE = """\
+usage: composer train.py -f FILE [key=value ...]
+
+Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names: a YAML file, or one that comes with the
+package, without its .yaml, as in -f quickstart. Later key=value pairs override FILE; values are YAML:
+data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
+algorithms.tf32_matmul=null (takes it out). composer-speedups-train takes the same arguments.
+
+exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
+143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
+"""
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
@@ -33,8 +50,6 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
     if command.help:
         print(help_text())
         raise SystemExit(0)
-    if command.file is None:
-        raise ConfigError("command line: no config file; add -f yamls/quickstart.yaml, or --help for all keys")
     return load_with_origins(command.file, command.overrides)
 
 
@@ -64,3 +79,32 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
         os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)
+
+
+def help_text() -> str:
+    """Usage, every key with its type, default and doc line, and every technique with its settings."""
+    return "\n".join([_USAGE, "keys:", *_keys(), "", "techniques (keys of algorithms):", *_techniques(), ""])
+
+
+def _keys() -> Iterator[str]:
+    docs: dict[str, dict[str, str]] = {"": field_docs(Config)}
+    for dotted, field, hint in schema_keys():
+        prefix, _, name = dotted.rpartition(".")
+        doc = docs[prefix][name]
+        section = section_of(hint)
+        if section is not None:
+            docs[dotted] = field_docs(section)
+            yield f"\n  {dotted}  ({doc})"
+            if type(None) in typing.get_args(hint):
+                default = "on" if field.default is dataclasses.MISSING else "null"
+                yield f"  {dotted}: section or null = {default}"
+        else:
+            yield f"  {key_line(dotted, field, hint)}"
+            yield f"      {doc}"
+
+
+def _techniques() -> Iterator[str]:
+    for technique in describe():
+        settings = ", ".join(technique.settings) or "no settings"
+        yield f"  {technique.name}: {technique.summary}"
+        yield f"      {settings}"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.train.commands import output_of
+from composer_speedups.core.commands import output_of
 
 __all__ = ["environment", "gpu_state"]
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import psutil
+import torch
 from composer import Trainer
-from composer.core import State
+from composer.core import Callback, State
+from composer.loggers import Logger
 from composer.utils import dist
+from matplotlib.figure import Figure
 
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -20,16 +25,25 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_atomically
+from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.ddp import sums_of
 from composer_speedups.tasks.metrics import final_metrics
-from composer_speedups.train.config import Config, written
+from composer_speedups.train.config.load import written
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.environment import environment
 from composer_speedups.train.out_of_memory import MicrobatchHistory
-from composer_speedups.train.plot import plot_throughput
-from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.startup_times import StartupTimes
 
-__all__ = ["build_report", "summary_table", "write_report"]
+if TYPE_CHECKING:
+    from composer_speedups.train.run_folder import RunFolder
+    from composer_speedups.train.startup import StartupClock
+
+__all__ = [
+    "StartupTimes",
+    "build_report",
+    "plot_throughput",
+    "summary_table",
+    "write_report",
+]
 
 
 def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[str, Any]:
@@ -179,3 +193,75 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def plot_throughput(monitor: ThroughputMonitor, title: str, path: Path, *, world: int = 1) -> None:
+    """Draw the rate of every batch and its moving average, and write a PNG.
+
+    Args:
+        monitor: After ``fit``.
+        title: Of the picture.
+        path: The PNG.
+        world: Ranks that trained; each batch's rate is multiplied by it.
+    """
+    batches = monitor.batches
+    index = [b.index for b in batches]
+    rates = [world * b.samples / b.seconds for b in batches]
+    figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    axes.plot(index, rates, color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
+    window = min(monitor.window, max(1, len(batches) // 4))
+    smooth = []
+    for i in range(len(batches)):
+        recent = batches[max(0, i - window + 1) : i + 1]
+        smooth.append(world * sum(b.samples for b in recent) / sum(b.seconds for b in recent))
+    axes.plot(index, smooth, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
+    steady = monitor.summary().get("samples_per_sec")
+    if steady:
+        axes.axhline(steady, color="black", linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
+    for i, mark in enumerate(monitor.eval_marks):
+        axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
+    unsteady = [b.index for b in batches if not b.steady]
+    for i, batch in enumerate(unsteady):
+        axes.axvspan(
+            batch - 0.5,
+            batch + 0.5,
+            color="tab:red",
+            alpha=0.15,
+            linewidth=0,
+            label="warm-up or compiling" if i == 0 else None,
+        )
+    axes.set(xlabel="training batch", ylabel="samples/s", title=title, ylim=(0, None))
+    axes.margins(x=0.01)
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", fontsize=8)
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_atomically(path, image.getvalue())
+
+
+class StartupTimes(Callback):
+    """Logs ``startup/<phase>_seconds`` and ``startup/to_first_step_seconds`` after the first trained batch.
+
+    The GPU has finished the batch by then: the one synchronisation of it, not part of a steady step.
+
+    Args:
+        clock: Running since the start of the process.
+    """
+
+    def __init__(self, clock: StartupClock) -> None:
+        self.clock = clock
+        self._done = False
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if self._done:
+            return
+        self._done = True
+        if device_of(state).type == "cuda":
+            torch.cuda.synchronize(device_of(state))
+        self.clock.lap("first_step")
+        logger.log_metrics({f"startup/{name}": seconds for name, seconds in self.summary().items()})
+
+    def summary(self) -> dict[str, float]:
+        """The ``startup`` section of report.json; empty before the first batch."""
+        return self.clock.summary() if self._done else {}

@@ -1,25 +1,38 @@
-"""The folder of a run: claimed once, never overwritten, written to atomically."""
+"""The folder of a run: claimed once, never overwritten, gone on with where the config is the same."""
 
 from __future__ import annotations
 
 import fcntl
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+import yaml
 from composer.utils import dist, partial_format
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, mask
 from composer_speedups.core.files import remove_unfinished, with_working_directory
-from composer_speedups.train.checkpoints.finding import checkpoints_after, checkpoints_in, newest_whole, remove_partials
-from composer_speedups.train.checkpoints.reading import check_checkpoint
-from composer_speedups.train.checkpoints.same_run import began_with_same_load, check_same_run
-from composer_speedups.train.config import Config, save_config
+from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
+from composer_speedups.train.checkpoints.saver import checkpoints_after, checkpoints_in, remove_partials
 from composer_speedups.train.config.checks import checkpoint_fault
+from composer_speedups.train.config.load import save_config, written
+from composer_speedups.train.config.schema import Config
 
-__all__ = ["RunFolder"]
+__all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_whole"]
 
 _LOAD = "checkpoint.load"
+# Keys that change neither the weights nor what the report compares; a section stands for all that it holds.
+_FREE = (
+    "runs_folder bytecode export plot callbacks loggers "
+    "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
+    "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
+    "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
+).split()
+_MISSING = object()
 
 
 class RunFolder:
@@ -140,6 +153,22 @@ class RunFolder:
         return self.path / name
 
 
+def newest_whole(folder: Path, *, trust: bool) -> Path | None:
+    """The newest checkpoint that is not damaged; a warning names each newer one that is.
+
+    Raises:
+        ConfigError: The newest whole one holds what no checkpoint of ours does.
+    """
+    for path in checkpoints_in(folder):
+        try:
+            (check_whole if trust else check_checkpoint)(str(path), "checkpoint.autoresume")
+        except DamagedCheckpointError as error:
+            warnings.warn(f"passed over: {error}", UserWarning, stacklevel=2)
+            continue
+        return path
+    return None
+
+
 def _formatted(pattern: str, run_name: str) -> str:
     try:
         return partial_format(pattern, run_name=run_name, rank=0, local_rank=0, node_rank=0)
@@ -156,3 +185,73 @@ def _date_of(path: Path) -> str:
 def _free_name(path: Path, date: str) -> Path:
     candidates = [path.with_name(f"{path.name}.{date}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
     return next(c for c in candidates if not c.exists())
+
+
+def check_same_run(config: Config, stored: Path) -> None:
+    """Refuse to go on with a run under another config.
+
+    Both are compared as runs write them down (see :func:`.written`): ``${oc.env:NAME}`` is the same whatever the
+    environment holds, and so is an address with another password.
+
+    Args:
+        config: Of now.
+        stored: The config.yaml of the interrupted run.
+
+    Raises:
+        ConfigError: A key that matters differs; it is named with both values. A longer ``trainer.max_duration`` is no
+            difference.
+    """
+    way_out = "to go on, give what it had; or another run_name, or checkpoint.autoresume=false to start anew"
+    try:
+        before = _read(stored)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(
+            f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; give another "
+            "run_name, or checkpoint.autoresume=false to start anew"
+        ) from error
+    # Earlier versions stored what interpolations stood for.
+    now, resolved = dict(_flat(written(config))), dict(_flat(mask(asdict(config))))
+    defaults = dict(_flat(asdict(Config())))
+    for name in sorted(before.keys() | now.keys()):
+        old, new = (values.get(name, defaults.get(name, _MISSING)) for values in (before, now))
+        if old in (new, resolved.get(name, new)) or any(name == free or name.startswith(f"{free}.") for free in _FREE):
+            continue
+        if name == "trainer.max_duration" and _longer(old, new):
+            continue
+        raise ConfigError(
+            f"run_name: {config.run_name!r} was interrupted under another config, {name}={_spell(old)} and not "
+            f"{_spell(new)}; {way_out}"
+        )
+
+
+def began_with_same_load(config: Config, stored: Path) -> bool:
+    """Whether the interrupted run was begun with the same ``checkpoint.load``; not where its file cannot be read."""
+    try:
+        before = _read(stored).get("checkpoint.load")
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
+        return False
+    return before in (mask(config.checkpoint.load), written(config)["checkpoint"]["load"])
+
+
+def _read(stored: Path) -> dict[str, Any]:
+    return dict(_flat(mask(yaml.safe_load(stored.read_text()))))  # earlier versions masked nothing
+
+
+def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _longer(old: Any, new: Any) -> bool:
+    """Whether one Composer time is longer than another in the same unit."""
+    times = [re.fullmatch(r"(\d+)([a-z]+)", str(value)) for value in (old, new)]
+    if times[0] is None or times[1] is None:
+        return False
+    return times[0][2] == times[1][2] and int(times[0][1]) < int(times[1][1])
+
+
+def _spell(value: Any) -> str:
+    return "nothing" if value is _MISSING else "null" if value is None else str(value)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import importlib.util
 import os
 import sys
@@ -15,13 +14,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 
+from composer_speedups.core.before_imports import EarlyWork, PlannedRun
 from composer_speedups.core.private_folders import cache_home, make_private_folder
-from composer_speedups.train.config import Config
 
-__all__ = ["StartupClock", "kept_bytecode", "look_at_cpu", "open_early", "without_gc"]
+if TYPE_CHECKING:
+    from composer_speedups.train.config.schema import Config
+
+__all__ = ["StartupClock", "kept_bytecode", "look_at_cpu", "open_early", "planned_run", "without_gc"]
 
 _BYTECODE_VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 _OWN_HOME = "set XDG_CACHE_HOME to a folder that only you can write to (chmod 700), or bytecode=false"
@@ -123,20 +126,25 @@ def _lacks_bytecode() -> bool:
     return unwritable and not Path(importlib.util.cache_from_source(spec.origin)).exists()
 
 
-def open_early(config: Config) -> None:
+def open_early(config: Config, early: EarlyWork | None = None) -> None:
     """Start what waits on something else than the interpreter, while the interpreter goes on importing.
 
-    On a GPU: the CUDA context of this rank, and inductor's compile processes where torch_compile will want them.
-    What fails here is left to the code that needs it, which says so. No tensor is made.
+    On a GPU: the CUDA context of this rank, and what techniques want started there. What fails here is left to the
+    code that needs it, which says so. No tensor is made.
     """
     import torch
 
     if config.trainer.device == "cpu" or not torch.cuda.is_available():
         return
     threading.Thread(target=_open_gpu, args=(int(os.environ.get("LOCAL_RANK", "0")),), daemon=True).start()
-    settings = config.algorithms.get("torch_compile", False)
-    if settings is not False and (settings or {}).get("backend", "inductor") == "inductor":
-        importlib.import_module("torch._inductor.async_compile")  # starts them as it is imported
+    if early is not None:
+        early.on_gpu()
+
+
+def planned_run(config: Config) -> PlannedRun:
+    """What techniques may know of the run before torch is imported."""
+    model = {"name": config.model.name, "size": config.model.size, "dropout": config.model.dropout}
+    return PlannedRun(config.algorithms, model, config.trainer.precision, config.trainer.device)
 
 
 def look_at_cpu() -> threading.Thread:

@@ -1,22 +1,33 @@
-"""Config → Composer Trainer, and nothing of an engine of our own."""
+"""Config → Composer Trainer, with what watches the run and writes it down; nothing of an engine of our own."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from composer import Trainer
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
+from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.models import ComposerModel
 from composer.utils import dist
 
-from composer_speedups.core.credentials import masked_command_line
-from composer_speedups.core.errors import ConfigError, UserError, first_line
+from composer_speedups.callbacks.divergence import DivergenceGuard
+from composer_speedups.callbacks.engagement import EngagementReport
+from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.loss_scale import LossScaleMonitor
+from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.run_history import RunHistory
+from composer_speedups.callbacks.run_summary import RunSummary
+from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.callbacks.wandb_axes import WandbAxes
+from composer_speedups.core.errors import ConfigError, UserError, first_line, masked_command_line
+from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float32Matmuls
 from composer_speedups.core.ordering import refuse_clashes, sort_techniques
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import Technique
@@ -26,22 +37,30 @@ from composer_speedups.distributed.fsdp import GradientClipping, check_sharding,
 from composer_speedups.distributed.host_threads import share_cores
 from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
-from composer_speedups.train.config import Config, written
-from composer_speedups.train.config.schema import TrainerConfig
-from composer_speedups.train.interrupt import StopSignals
-from composer_speedups.train.observers import callbacks_of, loggers_of
+from composer_speedups.train.config.load import written
+from composer_speedups.train.config.schema import Config, TrainerConfig
+from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
-from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from composer_speedups.train.run_folder import RunFolder
+from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 
-__all__ = ["build_trainer", "context_of", "join_ranks", "open_device"]
+if TYPE_CHECKING:
+    from composer_speedups.train.run_folder import RunFolder
+
+__all__ = [
+    "build_trainer",
+    "callbacks_of",
+    "context_of",
+    "join_ranks",
+    "loggers_of",
+    "open_device",
+]
 
 
 def open_device(config: TrainerConfig) -> Device:
     """The device to train on, with TF32 off: Composer turns it on, and fp32 should mean float32.
 
-    The ``tf32_matmul`` technique turns it on where it is asked for; without it :class:`Float32Matmuls` keeps it off
-    whatever other Trainers of the process do.
+    A technique turns it on where it is asked for; without one :class:`Float32Matmuls` keeps it off whatever other
+    Trainers of the process do.
 
     Raises:
         ConfigError: Fewer GPUs than ranks, or none, where one is asked for or where Composer's mixed precision, FSDP or
@@ -106,7 +125,7 @@ def build_trainer(
         ConfigError: The checkpoint to load is malformed, does not fit the run, was written by other techniques, or
             holds what would execute something.
     """
-    settings, checkpoint = config.trainer, config.checkpoint
+    settings, checkpoint, stop = config.trainer, config.checkpoint, stop or StopSignals()
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
     share_cores(computes=torch_device(device).type == "cpu" or offloads)
     everyone = [*callbacks_of(config, techniques), *callbacks]
@@ -180,3 +199,45 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
                 f"optimizer.lr: the checkpoint goes on with {rate:g} and not {wanted:g}; give that, or set "
                 "checkpoint.weights_only=true to begin a schedule of its own with the weights alone"
             )
+
+
+def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
+    """Those that the config names, and those that every run has."""
+    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory()]
+    setters = [t for t in techniques if isinstance(t, FlagTechnique) and t.flag is MATMUL_PRECISION]
+    if all(t.engaged is False for t in setters):
+        callbacks.append(Float32Matmuls())
+    if config.callbacks.throughput is not None:
+        callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
+    if config.callbacks.memory is not None:
+        callbacks.append(MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory)))
+    callbacks.append(LossScaleMonitor())
+    if config.callbacks.finite_loss is not None:
+        callbacks.append(FiniteLoss(**dataclasses.asdict(config.callbacks.finite_loss)))
+    if config.callbacks.divergence is not None:
+        callbacks.append(DivergenceGuard(**dataclasses.asdict(config.callbacks.divergence)))
+    callbacks += [RunHistory(), RunSummary()]
+    if config.loggers.wandb is not None:
+        callbacks.append(WandbAxes())
+    return callbacks
+
+
+def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
+    """Those that the config names, with their files in the run's folder."""
+    loggers: list[LoggerDestination] = []
+    if (wandb := config.loggers.wandb) is not None:
+        loggers.append(
+            WandBLogger(
+                project=wandb.project,
+                entity=wandb.entity,
+                group=wandb.group,
+                tags=wandb.tags,
+                init_kwargs={"mode": wandb.mode, "dir": str(folder.path)},
+            )
+        )
+    if (tensorboard := config.loggers.tensorboard) is not None:
+        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
+    if (file := config.loggers.file) is not None:
+        again = f".{folder.starts}" if folder.starts > 1 else ""  # one that was interrupted keeps its own
+        loggers.append(FileLogger(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
+    return loggers

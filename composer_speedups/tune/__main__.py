@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from composer_speedups.core.errors import CannotRunError, ConfigError
-from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config import Config, load_with_origins, parse_command_line
+from composer_speedups.train.cli import exit_codes, parse_command_line
+from composer_speedups.train.config.load import load_with_origins
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import kept_bytecode
 from composer_speedups.tune.output import check_output, default_output
 from composer_speedups.tune.settings import TuneConfig, help_text, read_settings
@@ -58,6 +59,11 @@ def tune(config: Config, settings: TuneConfig, measure: Trials, output: Path, fi
     print(f"{output}: {told}; {', '.join(result.chosen) or 'no technique'}", flush=True)
 
 
-if __name__ == "__main__":
+def command() -> None:
+    """``python -m composer_speedups.tune`` and its console command."""
     with exit_codes("tune"):
         main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    command()

@@ -11,9 +11,10 @@ from composer_speedups.core.errors import TechniqueError, UserError
 from composer_speedups.core.ordering import refuse_clashes, screen
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import Technique
-from composer_speedups.train.config import Config, Origins
 from composer_speedups.train.config.checks import check_together
+from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.candidates import Candidate, kind_of
 from composer_speedups.tune.outcomes import Algorithms
 from composer_speedups.tune.settings import Kind

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.trainer import context_of, open_device
 from composer_speedups.tune.candidates import Candidate, candidates_for
 from composer_speedups.tune.changes import available, refusal, uses_autocast

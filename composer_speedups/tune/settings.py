@@ -14,8 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
-from composer_speedups.core.settings import field_docs, key
-from composer_speedups.train.config import Origins
+from composer_speedups.core.settings import Origins, field_docs, key
 from composer_speedups.train.config.checks import check_bounds
 
 __all__ = ["Kind", "TuneConfig", "help_text", "read_settings"]

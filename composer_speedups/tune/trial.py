@@ -16,8 +16,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.train.config import Config, save_config
-from composer_speedups.train.config.schema import CheckpointConfig, LoggersConfig, MemoryConfig, ThroughputConfig
+from composer_speedups.train.config.load import save_config
+from composer_speedups.train.config.schema import (
+    CheckpointConfig,
+    Config,
+    LoggersConfig,
+    MemoryConfig,
+    ThroughputConfig,
+)
 from composer_speedups.train.failed_process import own_line, ran_out_of_memory, where
 from composer_speedups.tune.outcomes import Algorithms, Outcome
 

@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from composer_speedups.core.files import write_atomically
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from composer_speedups.tune.explain import left_out, measured_reasons
 from composer_speedups.tune.output import MARK
 from composer_speedups.tune.results import Result, plain

@@ -11,13 +11,15 @@ import pytest
 from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import apply_fused_layers, apply_unpadding
-from composer_speedups.algorithms.fused_layers import beside
-from composer_speedups.algorithms.fused_layers.beside import compiling_beside, shape_of, wait_for
+from composer_speedups.algorithms.fused_layers import before_imports
+from composer_speedups.algorithms.fused_layers.before_imports import shape_of
 from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
 from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.core.before_imports import PlannedRun, early_work
 from composer_speedups.tasks.model_names import SIZES
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.startup import planned_run
 from tests.helpers.jobs import run
 from tests.helpers.models import FAMILIES, Family, tiny_model
 
@@ -57,28 +59,27 @@ def test_another_family_and_a_model_that_is_not_here_have_no_shape() -> None:
 
 
 def test_nothing_is_started_without_a_gpu_or_without_the_technique(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_start", lambda config: pytest.fail("started"))
+    monkeypatch.setattr(before_imports, "_start", lambda run: pytest.fail("started"))
     config = Config()
-    with compiling_beside(config) as process:  # bert_imdb.yaml's techniques, without fused_layers
-        wait_for(process)
+    with early_work(planned_run(config)) as early:  # bert_imdb.yaml's techniques, without fused_layers
+        early.wait()
     config.algorithms["fused_layers"] = None
     config.trainer.device = "cpu"
-    with compiling_beside(config) as process:
-        wait_for(process)
+    with early_work(planned_run(config)) as early:
+        early.wait()
 
 
 def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here it finds no GPU, and is waited for."""
     started: list[subprocess.Popen[bytes]] = []
-    start = beside._start
+    start = before_imports._start
 
-    def noted(config: Config) -> subprocess.Popen[bytes]:
-        started.append(start(config))
+    def noted(planned: PlannedRun) -> subprocess.Popen[bytes]:
+        started.append(start(planned))
         return started[0]
 
-    monkeypatch.setattr(beside, "_wanted", lambda config: True)
-    monkeypatch.setattr(beside, "_start", noted)
-    run("trainer.max_duration=1ba", "data.eval_samples=8")
+    monkeypatch.setattr(before_imports, "before_torch", noted)
+    run("trainer.max_duration=1ba", "data.eval_samples=8", "algorithms.unpadding={}", "algorithms.fused_layers={}")
     assert started[0].returncode == 0
 
 
@@ -90,7 +91,7 @@ def test_it_imports_what_the_run_would_and_nothing_from_the_working_directory(mo
     Path("own/omegaconf.py").write_text("open('own-ran', 'w').close()")
     monkeypatch.setenv("PYTHONPATH", str(Path("own").absolute()))
     monkeypatch.setattr("sys.path", ["", str(Path("own").absolute()), *sys.path])
-    beside._start(Config()).wait(60)
+    before_imports._start(planned_run(Config())).wait(60)
     assert sorted(path.name for path in Path().glob("*-ran")) == ["own-ran"]
 
 
@@ -102,14 +103,14 @@ def test_a_gpu_that_takes_one_process_is_left_to_the_run(
     tool.write_text(f"#!/bin/sh\nprintf '{modes}\\n'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    assert beside._shared_gpus() is shared
+    assert before_imports._shared_gpus() is shared
     monkeypatch.setenv("PATH", "/nowhere")
-    assert not beside._shared_gpus()
+    assert not before_imports._shared_gpus()
 
 
 def test_a_run_that_ends_early_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beside, "_wanted", lambda config: True)
-    with pytest.raises(ValueError, match="a mistake"), compiling_beside(Config()) as process:
+    monkeypatch.setattr(before_imports, "before_torch", before_imports._start)
+    planned = planned_run(Config())._replace(algorithms={"fused_layers": {}})
+    with pytest.raises(ValueError, match="a mistake"), early_work(planned) as early:
         raise ValueError("a mistake")
-    assert process is not None
-    assert process.returncode == -9
+    assert [process.returncode for process in early.processes] == [-9]

@@ -19,7 +19,7 @@ from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.unpadding import encoders
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.recommendation import RECOMMENDED
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
 from tests.helpers.masks import masked_batch, random_masks, real_logits

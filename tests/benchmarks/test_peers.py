@@ -15,7 +15,7 @@ from benchmarks.peers import bare_loop, stock_composer
 from benchmarks.peers.job import plan_of, read_arguments
 from composer_speedups import EmptyCache
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT, run
 

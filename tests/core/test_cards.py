@@ -16,7 +16,7 @@ from benchmarks.render import charts_of, documents, render
 from composer_speedups.core.catalogue import describe, technique_names
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import plain_batches, tiny_bert
 from tests.helpers.settings import ENTRIES

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import yaml
 
-from composer_speedups.core.credentials import MASK, is_secret_name, mask, mask_urls, masked_command_line
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import MASK, ConfigError, is_secret_name, mask, mask_urls, masked_command_line
 from composer_speedups.train import application
-from composer_speedups.train.checkpoints.same_run import began_with_same_load, check_same_run
-from composer_speedups.train.config import Config, load_config, save_config, written
-from composer_speedups.train.config.load import schema_keys
+from composer_speedups.train.config.load import load_config, save_config, written
+from composer_speedups.train.config.schema import Config, schema_keys
+from composer_speedups.train.run_folder import began_with_same_load, check_same_run
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
 

@@ -17,8 +17,8 @@ from composer.core import State
 from composer_speedups.core.errors import ConfigError, Interrupted, NonFiniteError
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import out_of_memory
-from composer_speedups.train.checkpoints.finding import checkpoints_in
-from composer_speedups.train.startup_times import StartupTimes
+from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.train.report import StartupTimes
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run
 from tests.train.test_autoresume import JOB, crash_after

@@ -11,9 +11,8 @@ from datasets import Dataset
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.dashboards import as_text, layout
-from composer_speedups.dashboards.__main__ import main
-from composer_speedups.dashboards.layout import COLUMNS
-from composer_speedups.dashboards.request import Request, read_request
+from composer_speedups.dashboards.__main__ import main, read_request
+from composer_speedups.dashboards.layout import COLUMNS, Request
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.models import build_model
 from composer_speedups.train.cli import exit_codes
@@ -47,7 +46,7 @@ def test_masked_language_models_have_metrics_of_their_own() -> None:
 def test_a_workspace_holds_the_sections_over_runs_grouped_into_arms() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
-    workspace = build_workspace(layout(), Request("bert", runs=("fp32", "bf16")), "team")
+    workspace = build_workspace(layout(), Request(runs=("fp32", "bf16")), "team", "bert")
     spec: Any = workspace._to_model().spec.section
     assert [s.name for s in spec.panel_bank_config.sections] == SECTIONS
     for section, wanted in zip(spec.panel_bank_config.sections, layout(), strict=True):
@@ -68,7 +67,7 @@ def test_runs_may_be_grouped_by_other_keys_or_not_at_all() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
     def grouping(*keys: str) -> list[str]:
-        spec: Any = build_workspace(layout(), Request("bert", group_by=keys), "team")._to_model().spec.section
+        spec: Any = build_workspace(layout(), Request(group_by=keys), "team", "bert")._to_model().spec.section
         assert not spec.run_sets[0].model_dump()["filters"]["filters"], "all runs of the project"
         columns = spec.run_sets[0].run_feed.column_order
         assert columns[1 : 1 + len(keys)] == [f"config:{key.name}" for key in spec.run_sets[0].grouping]
@@ -83,7 +82,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
 
     from composer_speedups.dashboards.build import build_report
 
-    report = build_report(layout(), Request("bert", runs=("fp32",)), "team")
+    report = build_report(layout(), Request(runs=("fp32",)), "team", "bert")
     assert (report.title, report.entity, report.project) == ("Arms side by side", "team", "bert")
     headings = [block.text for block in report.blocks if isinstance(block, reports.H2)]
     grids = [block for block in report.blocks if isinstance(block, reports.PanelGrid)]
@@ -140,33 +139,25 @@ def test_what_was_built_is_saved_and_its_address_printed(
 
 
 def test_arguments_become_a_request() -> None:
-    assert read_request(["bert"]) == Request("bert")
-    given = [
-        "entity=team",
-        "bert",
-        "runs=a,b",
-        "kind=report",
-        "name=Two arms",
-        "group_by=",
-        "task=mlm",
-        "dry_run=false",
-    ]
-    assert read_request(given) == Request("bert", "team", ("a", "b"), "report", "Two arms", (), "mlm", False)
+    assert read_request(["bert"]) == ("bert", Request())
+    given = ["entity=team", "bert", "runs=a,b", "kind=report", "name=Two arms", "group_by=", "task=mlm"]
+    expected = Request("team", ("a", "b"), "report", "Two arms", (), "mlm", False)
+    assert read_request([*given, "dry_run=false"]) == ("bert", expected)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "PROJECT: expected one project"),
-        ("a b", "PROJECT: expected one project"),
+        ("", "command line: expected PROJECT and then key=value"),
+        ("a b", "command line: expected PROJECT and then key=value"),
         ("team/bert", "PROJECT: 'team/bert' has a slash; write bert entity=team"),
-        ("bert rns=a", "unknown argument 'rns'; did you mean 'runs'?"),
-        ("bert --kind=report", "unknown argument '--kind'; did you mean 'kind'?"),
-        ("bert kind=page", "kind: must be workspace or report, not 'page'"),
-        ("bert dry_run=yes", "dry_run: must be true or false, not 'yes'"),
-        ("bert runs=a,,b", "runs: 'a,,b' holds an empty name; write runs=a,b"),
-        ("bert runs=", "runs: '' holds an empty name"),
-        ("bert entity=", "entity: is empty"),
+        ("bert rns=a", "command line: unknown key 'rns'; did you mean 'runs'?"),
+        ("bert --kind=report", "command line: cannot read '--kind=report'; did you mean 'kind=report'?"),
+        ("bert kind=page", "command line: kind must be workspace or report, not 'page'"),
+        ("bert dry_run=yes", "command line: dry_run must be true or false, not 'yes'"),
+        ("bert runs=a,,b", "command line: runs must be a comma-separated list"),
+        ("bert runs=", "runs: names no run; write runs=a,b"),
+        ("bert entity=", "command line: entity must be non-empty text"),
         ("bert name=a+b", "name: W&B takes no emoji or signs"),
         (f"bert name={'a' * 129}", "name: must be at most 128 characters, not 129"),
     ],
@@ -185,10 +176,10 @@ def test_a_mistake_is_one_line_that_names_the_argument(
 def test_a_name_that_is_let_through_is_one_that_wandb_takes() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
-    name = read_request(["bert", "name=Größe: fp32, bf16 (2 Läufe) & mehr"]).name
-    assert build_workspace(layout(), Request("p", name=name), "e").name == name
+    name = read_request(["bert", "name=Größe: fp32, bf16 (2 Läufe) & mehr"])[1].name
+    assert build_workspace(layout(), Request(name=name), "e", "p").name == name
     with pytest.raises(ValueError, match="Emojis"):
-        build_workspace(layout(), Request("p", name="a+b"), "e")
+        build_workspace(layout(), Request(name="a+b"), "e", "p")
 
 
 def test_without_the_extra_the_fix_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from composer_speedups.train.checkpoints.finding import checkpoints_in
+from composer_speedups.train.checkpoints.saver import checkpoints_in
 from tests.conftest import ROOT
 
 pytestmark = pytest.mark.long

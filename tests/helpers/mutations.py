@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.registry import technique_class
-from composer_speedups.train.config.load import schema_keys
+from composer_speedups.train.config.schema import schema_keys
 
 __all__ = ["Mutation", "files", "overrides"]
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForMaskedLM
 from benchmarks import run as runner
 from composer_speedups import FastLayerNorm, FusedOptimizer, MixedPrecision, SDPAAttention, TorchCompile
 from composer_speedups.data.loader import build_data
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer, plain_batches

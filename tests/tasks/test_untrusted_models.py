@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.models import build_model
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.models import tiny_model
 from tests.helpers.payload import MARKER, Payload

@@ -15,11 +15,12 @@ import pytest
 import yaml
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.train.checkpoints.finding import checkpoints_in
-from composer_speedups.train.config import Config, load_config
-from composer_speedups.train.interrupt import StopSignals
+from composer_speedups.train.checkpoints.saver import checkpoints_in
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.fit import StopSignals
+from composer_speedups.train.report import StartupTimes
 from composer_speedups.train.run_folder import RunFolder
-from composer_speedups.train.startup_times import StartupTimes
 from tests.helpers.jobs import run
 
 JOB = [

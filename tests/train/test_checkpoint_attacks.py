@@ -27,8 +27,14 @@ from composer.utils import checkpoint as composer_checkpoint
 from composer_speedups import FusedOptimizer, SDPAAttention
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import run_folder as runs
-from composer_speedups.train.checkpoints.contents import admit, check_contents, plain_generators
-from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, restricted_loading
+from composer_speedups.train.checkpoints.reading import (
+    DamagedCheckpointError,
+    admit,
+    check_checkpoint,
+    check_contents,
+    restricted_loading,
+)
+from composer_speedups.train.checkpoints.saver import plain_generators
 from composer_speedups.train.checkpoints.unpickling import restricted_unpickling
 from tests.helpers.common import make_trainer
 from tests.helpers.forks import Fork

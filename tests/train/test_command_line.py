@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import configparser
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from composer_speedups.core.command_line import find_config, parse_command_line
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
 from tests.helpers.jobs import SHORT, run
@@ -53,6 +59,67 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_status_2(arguments: list[str],
     assert message in done.stderr
     assert done.stdout == ""
     assert list(Path().iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        TRAIN,
+        [sys.executable, "-m", "composer_speedups.train"],
+        pytest.param([*COMPOSER, *TRAIN[1:]], marks=pytest.mark.slow),
+    ],
+    ids=["python train.py", "python -m composer_speedups.train", "composer train.py"],
+)
+def test_there_are_three_ways_to_the_same_program(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        application.main(["--help"])
+    helped = start([*command, "--help"])
+    assert helped.returncode == 0
+    assert helped.stdout.startswith(capsys.readouterr().out)  # Composer's launcher says more after it
+    mistaken = start([*command, "-f", "quickstart", "data.bach_size=3"])
+    assert mistaken.returncode == 2
+    assert "train.py: command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'?" in mistaken.stderr
+
+
+def test_a_config_that_comes_with_the_package_is_found_by_its_name() -> None:
+    assert load_config(find_config("quickstart")) == load_config(QUICKSTART[1])
+    assert parse_command_line(["-f", "bert_imdb"]).file == str(ROOT / "yamls" / "bert_imdb.yaml")
+    for path in ("yamls/quickstart", "nowhere.yaml", "./quickstart"):
+        assert find_config(path) == path
+    Path("quickstart").write_text("seed: 3")
+    assert find_config("quickstart") == "quickstart", "a file comes first"
+    shipped = ", ".join(sorted(path.stem for path in (ROOT / "yamls").glob("*.yaml")))
+    with pytest.raises(ConfigError, match=f"bert_imbd: no such file.*did you mean 'bert_imdb'.* known: {shipped}$"):
+        find_config("bert_imbd")
+    with pytest.raises(ConfigError, match=f"no config comes under that name; known: {shipped}$"):
+        find_config("zzz")
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_wheel_need_no_checkout() -> None:
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(Path("built").absolute())]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    [wheel] = Path("built").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall("site")
+    [listed] = Path("site").glob("*.dist-info/entry_points.txt")
+    scripts = configparser.ConfigParser()
+    scripts.read(listed)
+    environment = {**os.environ, "PYTHONPATH": str(Path("site").absolute())}
+
+    def run_script(name: str, *arguments: str) -> str:
+        module, _, function = scripts["console_scripts"][name].partition(":")
+        code = f"import sys; from {module} import {function}; print(sys.modules[{module!r}].__file__); {function}()"
+        command = [sys.executable, "-P", "-c", code, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert Path(done.stdout.splitlines()[0]).is_relative_to(Path("site").absolute())
+        return done.stdout
+
+    run_script("composer-speedups-train", "-f", "quickstart", *SHORT, "trainer.max_duration=1ba")
+    assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 1
+    assert "tune.budget_seconds" in run_script("composer-speedups-tune", "--help")
+    assert "samples/s" in run_script("composer-speedups-dashboards", "bert", "dry_run=true")
 
 
 def test_a_technique_that_cannot_engage_is_one_line_and_exit_status_2() -> None:

@@ -9,17 +9,10 @@ import pytest
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.settings import field_docs
-from composer_speedups.train.config import (
-    Config,
-    Origins,
-    help_text,
-    load_config,
-    load_with_origins,
-    parse_command_line,
-    save_config,
-)
-from composer_speedups.train.config.load import schema_keys, section_of
+from composer_speedups.core.settings import Origins, field_docs
+from composer_speedups.train.cli import help_text
+from composer_speedups.train.config.load import load_config, load_with_origins, save_config
+from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
 
 def write(text: str, name: str = "x.yaml") -> str:
@@ -147,21 +140,6 @@ def test_a_mistake_in_an_override_names_the_command_line(override: str, message:
     with pytest.raises(ConfigError) as error:
         load_config(write("seed: 1"), [override])
     assert str(error.value).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["-f"], "-f needs a file"),
-        (["-f", "a", "-f", "b"], "is given twice"),
-        (["quickstart"], "cannot read 'quickstart'; expected -f FILE or key=value"),
-        (["--lr=3"], "cannot read '--lr=3'"),
-        (["=3"], "cannot read '=3'"),
-    ],
-)
-def test_a_mistyped_command_line_is_refused(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_command_line(argv)
 
 
 def test_missing_unreadable_and_deep_files_are_refused() -> None:

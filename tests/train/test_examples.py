@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from composer_speedups.train.config import load_config, parse_command_line
+from composer_speedups.core.command_line import parse_command_line
+from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
 
@@ -35,7 +36,7 @@ def fake(folder: Path, *programs: str) -> dict[str, str]:
 
 def config_of(command: list[str]):  # type: ignore[no-untyped-def]
     given = parse_command_line(command[command.index("train.py") + 1 :])
-    return load_config(ROOT / str(given.file), given.overrides)
+    return load_config(ROOT / given.file, given.overrides)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -24,7 +24,7 @@ from composer_speedups.data.loader import Pad
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.report_errors import failed_run
+from composer_speedups.train.fit import failed_run
 from tests.conftest import ROOT
 from tests.helpers.common import Batches, make_trainer, plain_batches
 from tests.helpers.forks import Fork, on_ranks

@@ -20,10 +20,9 @@ from composer.utils.collect_env import get_cpu_model
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config import Config
-from composer_speedups.train.report import summary_table
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.report import StartupTimes, summary_table
 from composer_speedups.train.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
-from composer_speedups.train.startup_times import StartupTimes
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run
@@ -100,7 +99,7 @@ HOME = Path("home")  # of the user's caches
 _IMPORTING = """
 import json, os, sys
 sys.path.insert(0, {root!r})
-from composer_speedups.train.config import Config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import kept_bytecode
 config = Config(bytecode={wanted})
 config.data.cache_dir = "cache"
@@ -220,7 +219,8 @@ def test_a_second_run_tokenizes_nothing() -> None:
 @pytest.mark.gpu
 def test_a_gpu_is_opened_early() -> None:
     code = (
-        "import sys, threading; sys.path.insert(0, sys.argv[1]); from composer_speedups.train.config import Config;"
+        "import sys, threading; sys.path.insert(0, sys.argv[1]);"
+        "from composer_speedups.train.config.schema import Config;"
         "from composer_speedups.train.startup import open_early; import torch; assert not torch.cuda.is_initialized();"
         "open_early(Config()); [t.join(60) for t in threading.enumerate() if t.daemon];"
         "assert torch.cuda.is_initialized() and torch.cuda.memory_allocated() == 0"

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from composer_speedups.core.errors import ConfigError, DataError, TechniqueError
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from composer_speedups.train.report import summary_table
 from tests.helpers.jobs import run
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.train.config import load_config
+from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert

@@ -13,7 +13,8 @@ import pytest
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import application
-from composer_speedups.train.config import Config, load_config
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.outcomes import Outcome
 from composer_speedups.tune.output import MARK, check_output, default_output

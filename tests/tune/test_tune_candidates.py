@@ -12,7 +12,8 @@ from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.requirements import Context
 from composer_speedups.recommendation import RECOMMENDED
-from composer_speedups.train.config import Config, load_config
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.candidates import CHOICES, Candidate, candidates_for, kind_of, worst
 from composer_speedups.tune.changes import Refused, apply_candidate, available, forbidden, key_of, refusal
 from composer_speedups.tune.settings import Kind

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from composer_speedups.train.config import Config, load_config
+from composer_speedups.train.config.load import load_config
+from composer_speedups.train.config.schema import Config
 from composer_speedups.train.failed_process import own_line, where
 from composer_speedups.tune.trial import Trials, outcome_of, outcome_of_failure, trial_config
 from tests.conftest import ROOT

@@ -1,45 +1,98 @@
 """Checkpoints of others: read without executing anything that they hold, and refused in one line.
 
 Composer unpickles a checkpoint with ``weights_only=False``, evaluates the recorded ``repr`` of its own algorithms as
-Python, and reads the index of a sharded one with pickle. Each runs what the file's author wished. Here the file goes
-through a restricted unpickler (:mod:`.unpickling`), and Composer gets a new dict of known keys (:mod:`.contents`).
+Python, reads the index of a sharded one with pickle, strips a leading underscore from any key, and sets what it does
+not know on its State. Each can run what the file's author wished. So the file goes through a restricted unpickler
+(:mod:`.unpickling`), and nothing is handed on because it looks harmless: Composer gets a new dict of the keys below,
+with values of the types and sizes that the run has, and the algorithms' entry is made from the run's own algorithms.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import pickle
-import re
+import random
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import composer.algorithms
+import numpy as np
 import torch
-from composer.core import State
+from composer.core import Algorithm, Callback, State
 from composer.trainer import trainer as composer_trainer
 from composer.utils import checkpoint as composer_checkpoint
+from composer.utils import dist
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import is_tar
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
+from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import ConfigError, UserError, first_line
+from composer_speedups.core.ordering import resume_error, techniques_of
 from composer_speedups.core.replaced import replaced
-from composer_speedups.train.checkpoints.contents import UnknownAlgorithmError, admit, check_contents
-from composer_speedups.train.checkpoints.structure import MalformedError
-from composer_speedups.train.checkpoints.unpickling import reason_of, restricted_unpickling
+from composer_speedups.core.technique import Technique
+from composer_speedups.train.checkpoints.saver import FILE_NAME
+from composer_speedups.train.checkpoints.structure import MalformedError, conforming, like
+from composer_speedups.train.checkpoints.unpickling import Words, reason_of, restricted_unpickling
 
-__all__ = ["FILE_NAME", "DamagedCheckpointError", "check_checkpoint", "check_whole", "restricted_loading"]
+__all__ = [
+    "DamagedCheckpointError",
+    "UnknownAlgorithmError",
+    "admit",
+    "check_checkpoint",
+    "check_contents",
+    "check_whole",
+    "restricted_loading",
+]
 
-FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # as Composer names them
+_COUNT = Annotated[int, range(2**62)]
+_EPOCHS = Annotated[int, range(10**5)]  # a resumed run begins each of the earlier ones, to draw what it drew
+_SPAN = datetime.timedelta
+_COUNTS = (
+    "iteration epoch batch sample token epoch_in_iteration token_in_iteration "
+    "batch_in_epoch sample_in_epoch token_in_epoch"
+).split()
+_SPANS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
+_WITHIN = {"epoch": "batch", "batch_in_epoch": "batch", "sample_in_epoch": "sample", "token_in_epoch": "token"}
+_WEIGHTS = {"model": dict[str, Tensor]}
+# Of the run's objects, each by the name of its class: looked into where those objects are there.
+_TRAINING = {
+    "optimizers": dict[str, object],
+    "schedulers": dict[str, object],
+    "callbacks": dict[str, object],
+    "scaler": dict[str, object],
+    "algorithms": list[tuple[str, dict[str, object]]],
+    "timestamp": {"Timestamp": {**dict.fromkeys(_COUNTS, _COUNT), "epoch": _EPOCHS, **dict.fromkeys(_SPANS, _SPAN)}},
+    "rank_zero_seed": Annotated[int, range(2**32 - 2**16)],  # each rank adds its number
+    "dataset_state": {"train": dict[str, Any] | None, "eval": dict[str, Any]},
+}
+# What Composer writes and no run needs: it overwrites the name, reads the next two for nothing, and a run's metrics
+# begin anew.
+_LEFT_OUT = ("run_name", "integrations", "metadata", "train_metrics", "eval_metrics")
+_WORD = Annotated[int, range(2**32)]
+_PLACE = Annotated[int, range(625)]  # NumPy looks up the next word there without any check
+_GENERATORS = {
+    "python": tuple[int, tuple[_WORD, ...], float | None],
+    "numpy": tuple[str, tuple[_WORD, ...], _PLACE, Annotated[int, range(2)], float],
+    "torch": Tensor,
+}
 _TRUST = "only if you trust whoever wrote it, set checkpoint.trust_checkpoint=true"
 _ANOTHER = "take another checkpoint"
-_WEIGHTS = "checkpoint.weights_only=true takes its weights alone"
+_WEIGHTS_ONLY = "checkpoint.weights_only=true takes its weights alone"
 
 
 class DamagedCheckpointError(ConfigError):
     """A file that is no whole checkpoint: cut short, with a bit that flipped, or not made as Composer makes them."""
+
+
+class UnknownAlgorithmError(ValueError):
+    """An algorithm that Composer would rebuild from the checkpoint's text, or that nobody here knows."""
 
 
 @contextlib.contextmanager
@@ -171,4 +224,197 @@ def _fix(error: MalformedError) -> str:
     if error.where == "state/model" or error.where.startswith("state/model/"):
         keys = "model.name, model.size, model.task, data.vocab_size"
         return f"give the model and the tokenizer that it was trained with ({keys})"
-    return _ANOTHER if error.where == "state" else f"{_ANOTHER}, or {_WEIGHTS}"
+    return _ANOTHER if error.where == "state" else f"{_ANOTHER}, or {_WEIGHTS_ONLY}"
+
+
+def check_contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
+    """What may be used of a checkpoint, as far as that can be said without the run that it is for.
+
+    Args:
+        held: As it was read.
+        weights_only: Look at nothing but the weights, and at what they were trained with.
+
+    Returns:
+        A dict of its own with ``state`` and, for more than the weights, ``rng``.
+
+    Raises:
+        MalformedError: Something is missing, or of another type or size.
+        UnknownAlgorithmError: See there.
+    """
+    if type(held) is not dict or type(held.get("state")) is not dict:  # others may have attributes for methods
+        raise MalformedError("state", "is missing: it is no checkpoint of Composer's")
+    state = held["state"]
+    wanted = _WEIGHTS if weights_only else {**_WEIGHTS, **_TRAINING}
+    if missing := [name for name in wanted if name not in state]:
+        raise MalformedError(f"state/{missing[0]}", "is missing")
+    kept = {name: conforming(state[name], hint, f"state/{name}") for name, hint in wanted.items()}
+    if "algorithms" in state:
+        recorded = conforming(state["algorithms"], _TRAINING["algorithms"], "state/algorithms")
+        _check_known(name for name, _ in recorded)
+    if weights_only:
+        return {"state": kept}
+    time = kept["timestamp"]["Timestamp"]
+    for part, whole in _WITHIN.items():
+        if time[part] > time[whole]:
+            raise MalformedError(f"state/timestamp/Timestamp/{part}", f"is {time[part]}, and {whole} is {time[whole]}")
+    return {"state": kept, "rng": _generators(held.get("rng"))}
+
+
+def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
+    """Leave in a checkpoint what Composer may load into ``state``, and nothing else.
+
+    Args:
+        held: As it was read; changed in place, as Composer's ``load_ignore_keys`` may.
+        state: Of the run, after its algorithms changed the model.
+        weights_only: Leave the weights alone.
+
+    Raises:
+        ConfigError: It was written under other techniques.
+        MalformedError: It does not fit the run; the message says where.
+        UnknownAlgorithmError: See there.
+    """
+    elsewhere = state.load_monolith_rank0_only and dist.get_global_rank() != 0  # rank 0 has the tensors
+    given = held if not elsewhere else {**held, "state": {**held["state"], "model": {}, "optimizers": {}}}
+    kept = check_contents(given, weights_only=weights_only)
+    if dist.get_global_rank() == 0:
+        _name_unknown_keys(held)
+    mine: dict[str, Any] = kept["state"]
+    if not weights_only:
+        mine["algorithms"] = _of_algorithms(mine["algorithms"], state.algorithms)
+    if elsewhere:
+        mine.update(model=None, optimizers=None)
+    elif state.fsdp_config_version != 1:  # whose flat parameters have other names and shapes: torch checks them itself
+        _check_weights(mine["model"], state)
+        if not weights_only:
+            mine["optimizers"] = _of_optimizers(mine["optimizers"], state)
+    if not weights_only:
+        mine["schedulers"] = _by_class("schedulers", mine["schedulers"], state.schedulers)
+        scalers = [scaler for scaler in [state.scaler] if scaler is not None and scaler.state_dict()]
+        mine["scaler"] = _by_class("scaler", mine["scaler"], scalers) or {type(state.scaler).__qualname__: {}}
+        mine["callbacks"] = _of_callbacks(mine["callbacks"], state.callbacks)
+    held.clear()
+    held.update(kept)
+
+
+def _name_unknown_keys(held: dict[str, Any]) -> None:
+    known = {*_WEIGHTS, *_TRAINING, *_LEFT_OUT}
+    unknown = [f"state/{name}" for name in held["state"] if name not in known]
+    unknown += [str(name) for name in held if name not in ("state", "rng")]
+    if unknown:
+        warnings.warn(
+            f"checkpoint.load: left out of the checkpoint, since nothing here needs it: {', '.join(unknown)[:300]}",
+            UserWarning,
+            stacklevel=2,
+        )
+
+
+def _check_known(recorded: Any) -> None:
+    """Algorithms of Composer's that rebuild the model are made from text in the checkpoint, where Composer loads it."""
+    ours = {technique.class_name for technique in describe()}
+    for name in recorded:
+        if name in ours:
+            continue
+        if name not in composer.algorithms.__all__:
+            raise UnknownAlgorithmError(f"it records an algorithm {name!r:.80}, which is unknown here")
+        if getattr(composer.algorithms, name).required_on_load():
+            raise UnknownAlgorithmError(
+                f"it was trained with {name}, which changes the model and which Composer would make by evaluating text "
+                "in the checkpoint"
+            )
+
+
+def _of_algorithms(recorded: list[tuple[str, dict[str, Any]]], algorithms: list[Algorithm]) -> dict[str, Any]:
+    """A dict, in which Composer looks for the run's own algorithms; of a list it would evaluate what it says."""
+    states = dict(recorded)
+    ours = {technique.class_name for technique in describe()}
+    before = sorted(
+        conforming(each.get("repr"), str, f"state/algorithms/{name}/repr") for name, each in recorded if name in ours
+    )
+    if before != (now := sorted(map(repr, techniques_of(algorithms)))):
+        raise resume_error(before, now)
+    return {
+        type(each).__qualname__: conforming(
+            states[type(each).__qualname__], each.checkpoint_fields, f"state/algorithms/{type(each).__qualname__}"
+        )
+        if isinstance(each, Technique)
+        else each.state_dict()
+        for each in algorithms
+    }
+
+
+def _of_callbacks(recorded: dict[str, Any], callbacks: list[Callback]) -> dict[str, Any]:
+    """What callbacks have declared under ``checkpoint_fields``, name by name with its type, as ``Technique`` does.
+
+    Others get their own state, which changes nothing.
+    """
+    states = {}
+    for callback in callbacks:
+        name, fields = type(callback).__qualname__, getattr(callback, "checkpoint_fields", None)
+        if fields is None:
+            states[name] = callback.state_dict()
+        elif name in recorded:  # else Composer says that it is not restored
+            states[name] = conforming(recorded[name], fields, f"state/callbacks/{name}")
+    return states
+
+
+def _by_class(what: str, recorded: dict[str, Any], own: Any) -> dict[str, Any]:
+    states = {}
+    for each in own:
+        name = type(each).__qualname__
+        if name not in recorded:
+            raise MalformedError(f"state/{what}", f"has no {name}, which this run has")
+        states[name] = like(recorded[name], each.state_dict(), f"state/{what}/{name}")
+    return states
+
+
+def _check_weights(recorded: dict[str, Tensor], state: State) -> None:
+    own = get_model_state_dict(state.model)
+    missing, more = ([n for n in one if n not in other] for one, other in ((own, recorded), (recorded, own)))
+    if missing or more:
+        lacks = f"has no {missing[0]}" if missing else ""
+        has = f"has {more[0]!r:.200}, which this run's model has not" if more else ""
+        raise MalformedError("state/model", " and ".join(filter(None, (lacks, has))))
+    for name, tensor in own.items():
+        like(recorded[name], tensor, f"state/model/{name}")
+
+
+def _of_optimizers(recorded: dict[str, Any], state: State) -> dict[str, Any]:
+    states = {}
+    for optimizer in state.optimizers:
+        name = type(optimizer).__qualname__
+        if name not in recorded:
+            raise MalformedError("state/optimizers", f"has no {name}, which this run has")
+        own = get_optimizer_state_dict(state.model, optimizer)  # torch takes the step for it that it takes at loading
+        where = f"state/optimizers/{name}"
+        states[name] = like(recorded[name], own, where)
+        for i, (theirs, ours) in enumerate(zip(states[name]["param_groups"], own["param_groups"], strict=True)):
+            if set(theirs["params"]) != set(ours["params"]):  # type: ignore[arg-type, index]
+                raise MalformedError(f"{where}/param_groups/{i}/params", "names other parameters than this run's")
+    return states
+
+
+def _generators(recorded: Any) -> list[dict[str, Any]]:
+    """The random states of each rank, which generators of nobody's have taken."""
+    ranks = []
+    for i, rank in enumerate(conforming(recorded, list[dict[str, object]], "rng")):
+        where = f"rng/{i}"
+        fields = {**_GENERATORS, "cuda": Tensor} if "cuda" in rank else _GENERATORS
+        numpy = rank.get("numpy")
+        if isinstance(numpy, tuple) and len(numpy) == 5 and isinstance(numpy[1], Words):  # written by Composer itself
+            rank["numpy"] = (numpy[0], numpy[1].values, *numpy[2:])
+        states = conforming(rank, fields, where)
+        for name, attempt in (
+            ("python", random.Random().setstate),
+            ("numpy", np.random.RandomState().set_state),
+            ("torch", torch.Generator().set_state),
+        ):
+            try:
+                attempt(states[name])
+            except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
+                raise MalformedError(f"{where}/{name}", f"is no state of that generator ({error})") from error
+        if "cuda" in states and states["cuda"].dtype != torch.uint8:
+            raise MalformedError(f"{where}/cuda", "is no state of that generator")
+        ranks.append(states)
+    if not ranks:
+        raise MalformedError("rng", "is empty")
+    return ranks

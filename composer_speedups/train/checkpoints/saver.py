@@ -1,9 +1,11 @@
-"""Composer's CheckpointSaver, with files that appear whole or not at all."""
+"""The checkpoints of a run's folder: written whole or not at all, found, and removed."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from composer.callbacks import CheckpointSaver
 from composer.core import Event, State
@@ -13,11 +15,20 @@ from composer.utils import checkpoint, dist
 from composer_speedups.callbacks.saves import last_checkpoint, may_save
 from composer_speedups.core.errors import Interrupted, WriteError, causes_of
 from composer_speedups.core.files import NO_SPACE, publish
-from composer_speedups.train.checkpoints.contents import plain_generators
-from composer_speedups.train.checkpoints.finding import checkpoints_in, remove_partials
-from composer_speedups.train.interrupt import StopSignals
 
-__all__ = ["WholeCheckpointSaver"]
+if TYPE_CHECKING:
+    from composer_speedups.train.fit import StopSignals
+
+__all__ = [
+    "FILE_NAME",
+    "WholeCheckpointSaver",
+    "checkpoints_after",
+    "checkpoints_in",
+    "plain_generators",
+    "remove_partials",
+]
+
+FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # as Composer names them
 
 
 class WholeCheckpointSaver(CheckpointSaver):
@@ -40,7 +51,7 @@ class WholeCheckpointSaver(CheckpointSaver):
         WriteError: A checkpoint cannot be written, for want of space for example. Those before are untouched.
     """
 
-    def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals | None = None) -> None:
+    def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals) -> None:
         super().__init__(
             folder=str(folder),
             remote_file_name=None,
@@ -49,7 +60,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             overwrite=True,  # the folder is this run's own
             num_checkpoints_to_keep=keep,
         )
-        self.stop = stop or StopSignals()
+        self.stop = stop
         self._due = False  # at the end of the epoch
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -128,3 +139,31 @@ def _explained(error: Exception, path: Path) -> Exception:
     fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
     kept = f"{older} is whole, and the same command goes on from it" if older else "there was none before"
     return WriteError(f"checkpoint: {path} could not be written ({cause.strerror or cause}); {fix}; {kept}")
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Checkpoints by their names, the one after the most batches first. Partial files are none."""
+    found = {path: match for path in folder.glob("*.pt") if (match := FILE_NAME.fullmatch(path.name))}
+    return sorted(found, key=lambda path: (int(found[path][2]), int(found[path][1])), reverse=True)
+
+
+def checkpoints_after(path: Path) -> list[Path]:
+    """Checkpoints beside this one that were written after more batches; none where it is not named as they are."""
+    all_of_them = checkpoints_in(path.parent)
+    return all_of_them[: all_of_them.index(path)] if path in all_of_them else []
+
+
+def remove_partials(folder: Path) -> None:
+    """Take away what a kill or a full disk left half-written."""
+    for path in folder.glob(".*.partial"):
+        path.unlink(missing_ok=True)
+
+
+def plain_generators(checkpoint: dict[str, Any]) -> None:
+    """Turn NumPy's random state into plain numbers before a checkpoint is written; NumPy takes them back as they are.
+
+    An array is unpickled by NumPy's own code, which trusts what it reads.
+    """
+    for rank in checkpoint["rng"]:
+        name, words, *others = rank["numpy"]
+        rank["numpy"] = (name, tuple(int(word) for word in words), *others)

@@ -7,14 +7,16 @@ import os
 import typing
 import zipfile
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import Origins, check_value
-from composer_speedups.train.config.schema import Config
+
+if TYPE_CHECKING:
+    from composer_speedups.train.config.schema import Config
 
 __all__ = ["MOST_BUILTIN", "check_bounds", "check_together", "checkpoint_fault"]
 

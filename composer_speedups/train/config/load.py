@@ -1,4 +1,4 @@
-"""YAML file + ``key=value`` → a checked :class:`Config`, or a :class:`ConfigError` that names the key."""
+"""YAML file + ``key=value`` → a checked :class:`Config`, or a :class:`ConfigError` that names the key; and back."""
 
 from __future__ import annotations
 
@@ -6,64 +6,37 @@ import copy
 import dataclasses
 import difflib
 import io
+import math
 import os
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from composer_speedups.core.credentials import MASK
-from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.command_line import COMMAND_LINE
+from composer_speedups.core.errors import MASK, ConfigError, UserError, first_line, mask
+from composer_speedups.core.files import with_working_directory, write_atomically
 from composer_speedups.core.settings import Origins
 from composer_speedups.train.config.checks import check_bounds, check_together
-from composer_speedups.train.config.schema import Config
-from composer_speedups.train.config.written import find_masked, interpolations, written
-from composer_speedups.train.config.yaml_text import MOST_NESTED, check_nesting, fault_in, read_yaml_text
+from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
 __all__ = [
-    "CommandLine",
     "load_config",
     "load_with_origins",
-    "parse_command_line",
     "save_config",
-    "schema_keys",
-    "section_of",
+    "written",
 ]
 
-COMMAND_LINE = "command line"
+_MOST_BYTES = 2**20  # of a config file; ours have two thousand
+_MOST_NESTED = 50  # levels: libyaml's parser calls itself for each, and a hundred thousand overflow the stack
+_MISSING = object()
 
-
-class CommandLine(NamedTuple):
-    file: str | None
-    overrides: list[str]
-    help: bool
-
-
-def parse_command_line(argv: Sequence[str]) -> CommandLine:
-    """``-f FILE``, ``key=value`` and ``--help``; anything else is refused."""
-    file, overrides, wants_help = None, [], False
-    rest = iter(argv)
-    for arg in rest:
-        if arg in ("-h", "--help"):
-            wants_help = True
-        elif arg in ("-f", "--file"):
-            if file is not None:
-                raise ConfigError(f"{COMMAND_LINE}: {arg} is given twice; name one config file")
-            file = next(rest, None)
-            if file is None:
-                raise ConfigError(f"{COMMAND_LINE}: {arg} needs a file, as in -f yamls/quickstart.yaml")
-        elif "=" in arg.lstrip("=") and not arg.startswith("-"):
-            overrides.append(arg)
-        else:
-            raise ConfigError(f"{COMMAND_LINE}: cannot read {arg!r}; expected -f FILE or key=value")
-    return CommandLine(file, overrides, wants_help)
+Keys = tuple[str | int, ...]  # that lead to a value
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -103,8 +76,8 @@ def load_with_origins(
         for name, settings in config.algorithms.items()
         if settings is not None and settings is not False
     }
-    config.interpolations = interpolations(config, OmegaConf.to_container(merged, resolve=False))
-    if (name := find_masked(config)) is not None:
+    config.interpolations = _interpolations(config, OmegaConf.to_container(merged, resolve=False))
+    if (name := _find_masked(config)) is not None:
         raise ConfigError(
             f"{origin_of[name]}: {name} holds {MASK} in place of a credential, as runs write it down; give the value "
             "itself, best as ${oc.env:NAME}"
@@ -132,25 +105,23 @@ def save_config(config: Config, path: Path, *, credentials: bool = False) -> Non
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
 
 
-def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every dotted key with its field and type, sections before what they hold."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        yield prefix + field.name, field, hints[field.name]
-        section = section_of(hints[field.name])
-        if section is not None:
-            yield from schema_keys(section, f"{prefix}{field.name}.")
+def written(config: Config) -> dict[str, Any]:
+    """The config as config.yaml, report.json and loggers have it.
 
-
-def section_of(hint: Any) -> type | None:
-    """The dataclass behind ``Section`` or ``Section | None``; None for a plain value."""
-    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return next((o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)), None)
+    A value that was given as ``${oc.env:NAME}`` is that text again: the environment may hold what nobody else is to
+    see. Of the others, what looks like a credential is masked.
+    """
+    values = dataclasses.asdict(config)
+    for path, (text, value) in config.interpolations.items():
+        if _at(values, path) == value:  # else it was changed since
+            _at(values, path[:-1])[path[-1]] = text
+    masked: dict[str, Any] = mask(values)
+    return masked
 
 
 def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
     try:
-        text = read_yaml_text(file)
+        text = _read_yaml_text(file)
         loaded = OmegaConf.load(io.StringIO(text))
         empty = not loaded and not isinstance(yaml.compose(text, yaml.SafeLoader), yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
@@ -166,10 +137,10 @@ def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
 
 def _read_override(override: str) -> DictConfig:
     name, _, value = override.partition("=")
-    if not all(name.split(".")) or name.count(".") >= MOST_NESTED:
+    if not all(name.split(".")) or name.count(".") >= _MOST_NESTED:
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
-        check_nesting(value)
+        _check_nesting(value)
         return OmegaConf.from_dotlist([override])
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {error}") from error
@@ -178,7 +149,7 @@ def _read_override(override: str) -> DictConfig:
 def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     raw = OmegaConf.to_container(new, resolve=False)
     assert isinstance(raw, dict)
-    if fault := fault_in(raw):
+    if fault := _fault_in(raw):
         raise ConfigError(f"{origin}: {fault}")
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin)
@@ -222,7 +193,7 @@ def _check_keys(raw: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> 
     for name, value in raw.items():
         dotted = f"{prefix}{name}"
         if name not in hints:
-            raise ConfigError(f"{origin}: unknown key {dotted!r}{nearest(dotted)}")
+            raise ConfigError(f"{origin}: unknown key {dotted!r}{_nearest(dotted)}")
         section = section_of(hints[name])
         if section is not None and value is not None:
             if not isinstance(value, Mapping):
@@ -230,7 +201,7 @@ def _check_keys(raw: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> 
             _check_keys(value, section, f"{dotted}.", origin)
 
 
-def nearest(dotted: str) -> str:
+def _nearest(dotted: str) -> str:
     """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or a pointer to the list of keys."""
     known = [name for name, _, _ in schema_keys()]
     close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
@@ -250,3 +221,95 @@ def _dotted(raw: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
 def _explain(error: Exception, origin: Any, raw: Mapping[Any, Any] | None = None) -> ConfigError:
     name = getattr(error, "full_key", None) or (", ".join(map(str, raw)) if raw else "a value")
     return ConfigError(f"{origin}: {name}: {first_line(error)}")
+
+
+def _read_yaml_text(file: str | os.PathLike[str]) -> str:
+    """The file's text, at most 1 MiB of UTF-8 (or of UTF-16 with a byte order mark).
+
+    Raises:
+        ConfigError: One line that names the file: it is not there, cannot be read, or is no such text.
+        yaml.YAMLError: It is no YAML, or nests more than 50 levels deep.
+    """
+    try:
+        with open(file, "rb") as stream:
+            data = stream.read(_MOST_BYTES + 1)  # of a device there is no end
+    except FileNotFoundError:
+        shown = with_working_directory(file)
+        raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file") from error
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{file}: cannot be a config: it has more than {_MOST_BYTES} bytes")
+    try:
+        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from error
+    _check_nesting(text)
+    return text
+
+
+def _check_nesting(text: str) -> None:
+    """Raises a YAMLError for what nests too deep, without going that deep."""
+    depth = 0
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
+            depth += 1
+        elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
+            depth -= 1
+        if depth > _MOST_NESTED:
+            raise yaml.YAMLError(f"it nests more than {_MOST_NESTED} levels deep")
+
+
+def _fault_in(value: Any, name: str = "") -> str | None:
+    """The dotted key of a value that no key can take, and why, as a sentence without its end; None where there is none.
+
+    That is text with a NUL or half a surrogate pair, which no path holds, a number that is none, or one past 64 bits.
+    """
+    if isinstance(value, Mapping):
+        inside = [(key, f"{name}.{key}" if name else f"{key}") for key in value if isinstance(key, str)]
+        return next((f for key, path in inside if (f := _fault_in(key, path) or _fault_in(value[key], path))), None)
+    if isinstance(value, (list, tuple)):
+        return next((fault for item in value if (fault := _fault_in(item, name))), None)
+    if isinstance(value, str):
+        odd = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
+        return None if odd is None else f"{ascii(name)[1:-1]} must be plain text, and holds the character {odd!a}"
+    if isinstance(value, int) and value.bit_length() > 63:
+        return f"{name} must be less than 2**63, and has {value.bit_length()} bits"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name} must be a finite number, not {value}"
+    return None
+
+
+def _interpolations(config: Config, raw: Any) -> dict[Keys, tuple[str, Any]]:
+    """Which values of a config were given as ``${…}``: path → the text, and what it stood for.
+
+    Args:
+        config: All of them resolved.
+        raw: Nested as the config, nothing resolved.
+    """
+    values = dataclasses.asdict(config)
+    found = {path: (text, _at(values, path)) for path, text in _leaves(raw) if isinstance(text, str) and "${" in text}
+    return {path: pair for path, pair in found.items() if pair[1] is not _MISSING}
+
+
+def _find_masked(config: Config) -> str | None:
+    """The first key whose value was masked when it was written down; None where there is none."""
+    leaves = _leaves(dataclasses.asdict(config))
+    return next((".".join(map(str, path)) for path, value in leaves if isinstance(value, str) and MASK in value), None)
+
+
+def _leaves(values: Any, path: Keys = ()) -> Iterator[tuple[Keys, Any]]:
+    if isinstance(values, (dict, list)):
+        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _leaves(value, (*path, key))
+    else:
+        yield path, values
+
+
+def _at(values: Any, path: Keys) -> Any:
+    for key in path:
+        inside = isinstance(values, dict) and key in values
+        if not inside and not (isinstance(values, list) and isinstance(key, int) and key < len(values)):
+            return _MISSING
+        values = values[key]
+    return values

@@ -1,24 +1,26 @@
 """Every config key: its type, default, bounds, and under it the doc line that ``--help`` prints."""
 
-from collections.abc import Mapping
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal
 
 from composer_speedups.core.settings import LENGTH, key
 from composer_speedups.data.config import DataConfig
 from composer_speedups.distributed.config import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.train.config.callbacks import CallbacksConfig, MemoryConfig, ThroughputConfig
-from composer_speedups.train.config.loggers import FileConfig, LoggersConfig, TensorboardConfig, WandbConfig
 
 __all__ = [
     "CallbacksConfig",
     "CheckpointConfig",
     "Config",
     "DataConfig",
+    "DivergenceConfig",
     "FSDPConfig",
     "FileConfig",
+    "FiniteLossConfig",
     "LoggersConfig",
     "MemoryConfig",
     "ModelConfig",
@@ -28,9 +30,11 @@ __all__ = [
     "ThroughputConfig",
     "TrainerConfig",
     "WandbConfig",
+    "schema_keys",
+    "section_of",
 ]
 
-NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = MappingProxyType({})
+NO_INTERPOLATIONS: Mapping[tuple[str | int, ...], tuple[str, Any]] = types.MappingProxyType({})
 
 
 @dataclass
@@ -106,6 +110,88 @@ class CheckpointConfig:
 
 
 @dataclass
+class ThroughputConfig:
+    window: int = key(20, ge=1, le=100_000)
+    """Batches the logged rate is averaged over."""
+    warmup_batches: int = key(3, ge=0, le=8)
+    """First batches left out of the steady state; batches that compile are always left out."""
+
+
+@dataclass
+class MemoryConfig:
+    interval: int = key(10, ge=1)
+    """Batches between two measurements."""
+
+
+@dataclass
+class FiniteLossConfig:
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A loss that is NaN or infinite stops the run (exit status 1), or its batch is left out of training."""
+    max_skips: int = key(10, ge=1, le=1_000_000)
+    """With skip: stop after this many such batches in a row."""
+
+
+@dataclass
+class DivergenceConfig:
+    factor: float = key(1.5, ge=1, le=1e6)
+    """The smoothed loss may be this many times what it was at the last good checkpoint (or the start) ..."""
+    margin: float = key(0.1, ge=0, le=1e6)
+    """... and this much more."""
+    batches: int = key(50, ge=1, le=10_000_000)
+    """Batches in a row above that which stop the run."""
+    smoothing: float = key(0.9, ge=0, le=0.9999)
+    """Weight of the past in the smoothed loss, an exponential moving average."""
+
+
+@dataclass
+class CallbacksConfig:
+    throughput: ThroughputConfig | None = key(factory=ThroughputConfig)
+    """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
+    memory: MemoryConfig | None = key(factory=MemoryConfig)
+    """Peak memory and its parts; null turns it off."""
+    finite_loss: FiniteLossConfig | None = key(factory=FiniteLossConfig)
+    """What a loss that is no number does; it also keeps such weights out of checkpoints. null lets all pass."""
+    divergence: DivergenceConfig | None = None
+    """Stop when the loss climbs far above that of the last good checkpoint, and write no checkpoint meanwhile."""
+
+
+@dataclass
+class WandbConfig:
+    project: str = "composer_speedups"
+    """Project of the run."""
+    entity: str | None = None
+    """User or team of the run."""
+    group: str | None = None
+    """Group of the run."""
+    tags: list[str] = key(factory=list)
+    """Tags of the run."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """offline needs no account and writes under runs/<run_name>/wandb."""
+
+
+@dataclass
+class TensorboardConfig:
+    flush_interval: int = key(100, ge=1)
+    """Batches between two writes to runs/<run_name>/tensorboard."""
+
+
+@dataclass
+class FileConfig:
+    flush_interval: int = key(100, ge=1)
+    """Batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
+
+
+@dataclass
+class LoggersConfig:
+    wandb: WandbConfig | None = None
+    """Weights & Biases."""
+    tensorboard: TensorboardConfig | None = None
+    """TensorBoard event files."""
+    file: FileConfig | None = None
+    """A text file."""
+
+
+@dataclass
 class Config:
     run_name: str = key("run", name=True)
     """Name of the run's folder under runs_folder."""
@@ -140,5 +226,21 @@ class Config:
     loggers: LoggersConfig = key(factory=LoggersConfig)
     """Where the measurements go beside report.json."""
 
-    # Values that were given as ${...}, for config/written.py; load_config sets it. Without an annotation it is no key.
+    # Values that were given as ${...}: load_config sets it for written(). Without an annotation it is no key.
     interpolations = NO_INTERPOLATIONS
+
+
+def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
+    """Every dotted key with its field and type, sections before what they hold."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        yield prefix + field.name, field, hints[field.name]
+        section = section_of(hints[field.name])
+        if section is not None:
+            yield from schema_keys(section, f"{prefix}{field.name}.")
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass behind ``Section`` or ``Section | None``; None for a plain value."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    return next((o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)), None)

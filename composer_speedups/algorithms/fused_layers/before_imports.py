@@ -7,46 +7,26 @@ where it does not, the run compiles for itself.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.core.before_imports import PlannedRun
+from composer_speedups.core.commands import output_of, python_module
 from composer_speedups.tasks.model_names import SIZES, resolve_name
-from composer_speedups.train.commands import output_of
-from composer_speedups.train.config import Config
 
-__all__ = ["compiling_beside", "shape_of", "wait_for"]
-
-_AT_MOST = 60.0  # seconds that a run waits for it
+__all__ = ["before_torch", "shape_of"]
 
 
-@contextlib.contextmanager
-def compiling_beside(config: Config) -> Iterator[subprocess.Popen[bytes] | None]:
-    """Start it where the config will want it, on the first GPU of this host; at the end it is over.
-
-    Yields:
-        The process, for :func:`wait_for`; None where there is nothing to compile.
-    """
-    process = _start(config) if _wanted(config) else None
-    try:
-        yield process
-    finally:
-        if process is not None:
-            process.kill()
-            process.wait()
-
-
-def wait_for(process: subprocess.Popen[bytes] | None) -> None:
-    """Until all is compiled; whatever came of it, the run goes on."""
-    if process is not None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_AT_MOST)
+def before_torch(run: PlannedRun) -> subprocess.Popen[bytes] | None:
+    """Start it where there is a GPU to train on, on the first one of this host."""
+    gpu = run.device != "cpu" and Path("/dev/nvidiactl").exists()
+    return _start(run) if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else None
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
@@ -78,30 +58,18 @@ def _config_file(name: str) -> Path:
     return Path(found)
 
 
-def _wanted(config: Config) -> bool:
-    gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
-    return gpu and "fused_layers" in config.algorithms and os.environ.get("LOCAL_RANK", "0") == "0"
-
-
 def _shared_gpus() -> bool:
     """Whether several processes may use each of them; a GPU in exclusive mode is the run's alone."""
     modes = output_of("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader") or ""
     return {mode.strip() for mode in modes.split("\n")} == {"Default"}
 
 
-def _start(config: Config) -> subprocess.Popen[bytes]:
-    mixed = (config.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
-    model = {name: getattr(config.model, name) for name in ("name", "size", "dropout")}
-    arguments = json.dumps({"model": model, "fp16": "amp_fp16" in (f"amp_{mixed}", config.trainer.precision)})
-    # It imports what this process would. "-m" alone would add the working directory, and whatever modules lie there.
-    path = os.pathsep.join(place for place in sys.path if place)
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
-    )
+def _start(run: PlannedRun) -> subprocess.Popen[bytes]:
+    mixed = (run.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
+    arguments = json.dumps({"model": run.model, "fp16": "amp_fp16" in (f"amp_{mixed}", run.precision)})
+    command, environment = python_module(__name__, arguments)
+    quiet = subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment)
 
 
 def _main(arguments: str) -> None:

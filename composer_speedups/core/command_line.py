@@ -1,0 +1,160 @@
+"""Command lines: ``-f FILE`` or words, and ``key=value`` pairs that fill a dataclass with types and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from composer_speedups.core.errors import ConfigError, did_you_mean
+from composer_speedups.core.settings import check_value, field_docs, key_line
+
+__all__ = ["COMMAND_LINE", "CommandLine", "find_config", "keys_help", "parse_command_line", "read_settings"]
+
+COMMAND_LINE = "command line"
+_PACKAGE = Path(__file__).parents[1]
+# Of the wheel, or beside the package in a checkout.
+_SHIPPED = _PACKAGE / "yamls" if (_PACKAGE / "yamls").is_dir() else _PACKAGE.parent / "yamls"
+_SPELLED = {int: "a whole number", float: "a number", bool: "true or false", str: "non-empty text"}
+T = TypeVar("T")
+
+
+class CommandLine(NamedTuple):
+    file: str  # its path; empty for a program that takes words, and where help is asked for
+    words: list[str]
+    overrides: list[str]  # key=value
+    help: bool
+
+
+def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
+    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or words.
+
+    Args:
+        arguments: Without the program's name.
+        words: Names of the words that the program takes in place of ``-f FILE``, as in ``PROJECT``.
+
+    Raises:
+        ConfigError: One line: an argument of another form, a file or word too few or too many, or a file that is given
+            as the name of a config that does not come with the package.
+    """
+    file, found, overrides, wants_help = "", [], [], False
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("-h", "--help"):
+            wants_help = True
+        elif argument in ("-f", "--file") and not words:
+            if file:
+                raise ConfigError(f"{COMMAND_LINE}: {argument} is given twice; name one config file")
+            file = next(rest, "")
+            if not file:
+                raise ConfigError(f"{COMMAND_LINE}: {argument} needs a file, as in -f yamls/quickstart.yaml")
+        elif "=" in argument.lstrip("=") and not argument.startswith("-"):
+            overrides.append(argument)
+        elif words and argument and "=" not in argument and not argument.startswith("-"):
+            found.append(argument)
+        elif argument.startswith("--") and "=" in argument:
+            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; did you mean {argument[2:]!r}?")
+        else:
+            expected = " ".join(words) or "-f FILE"
+            raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value")
+    if not wants_help and len(found) != len(words):
+        given = " ".join(arguments)
+        raise ConfigError(f"{COMMAND_LINE}: expected {' '.join(words)} and then key=value, not {given!r}; see --help")
+    if not wants_help and not words and not file:
+        raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
+    path = file if wants_help or not file else find_config(file)
+    return CommandLine(path, found, overrides, wants_help)
+
+
+def find_config(name: str) -> str:
+    """The path of a config that ``-f`` names: a file, or one that comes with the package, without its ``.yaml``.
+
+    Raises:
+        ConfigError: A name without a folder and a suffix that is neither.
+    """
+    if os.path.isfile(name) or os.path.basename(name) != name or os.path.splitext(name)[1]:
+        return name  # which may not exist: whoever reads it says so
+    shipped = {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+    if name not in shipped:
+        hint = did_you_mean(name, shipped)
+        known = "" if hint.startswith("; known") else f" known: {', '.join(shipped)}"
+        raise ConfigError(f"-f {name[:80]}: no such file, and no config comes under that name{hint}{known}")
+    return str(shipped[name])
+
+
+def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
+    """A dataclass filled from ``key=value`` pairs; later ones win.
+
+    A value is text, and lists are ``a,b`` or ``[a,b]``; ``null`` stands for None.
+
+    Args:
+        cls: Its fields are of type str, int, float, bool or Literal, lists or tuples of one, or one of these or None.
+            Bounds are those of :func:`.key`.
+        arguments: ``key=value`` strings; with a prefix, any arguments, of which others are handed back.
+        prefix: What its keys begin with, as in ``tune.``.
+
+    Returns:
+        The dataclass, and the arguments that do not begin with the prefix.
+
+    Raises:
+        ConfigError: One line that names the key and, where there is one, the nearest known key.
+    """
+    fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values: dict[str, Any] = {}
+    rest = []
+    for argument in arguments:
+        dotted, equals, text = argument.partition("=")
+        if prefix and not (equals and f"{dotted}.".startswith(prefix)):
+            rest.append(argument)
+            continue
+        name = dotted.removeprefix(prefix)
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)  # names are long, and cut short
+            hint = f"; did you mean {prefix + close[0]!r}?" if close else f"; known: {', '.join(fields)}"
+            raise ConfigError(f"{COMMAND_LINE}: unknown key {dotted!r}{hint}")
+        try:
+            values[name] = _value(hints[name], text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{COMMAND_LINE}: {dotted} must be {_spelled(hints[name])}, not {text!r}") from None
+        if fault := check_value(fields[name], values[name]):
+            raise ConfigError(f"{COMMAND_LINE}: {dotted} {fault}")
+    return cls(**values), rest
+
+
+def keys_help(cls: type, prefix: str = "") -> str:
+    """For ``--help``: every key with its type, default, bounds and doc line."""
+    docs, hints = field_docs(cls), typing.get_type_hints(cls)
+    lines = (f"  {key_line(prefix + f.name, f, hints[f.name])}\n      {docs[f.name]}" for f in dataclasses.fields(cls))
+    return "\n".join(lines)
+
+
+def _value(hint: Any, text: str) -> Any:
+    if isinstance(hint, types.UnionType):
+        return None if text == "null" else _value(typing.get_args(hint)[0], text)
+    kind = typing.get_origin(hint)
+    if kind in (list, tuple):
+        items = text.removeprefix("[").removesuffix("]")
+        return kind(_value(typing.get_args(hint)[0], item.strip()) for item in items.split(",") if items)
+    if kind is typing.Literal:
+        return {str(option): option for option in typing.get_args(hint)}[text]
+    if hint is bool:
+        return {"true": True, "false": False}[text]
+    if hint is str and not text.strip():
+        raise ValueError
+    return hint(text)
+
+
+def _spelled(hint: Any) -> str:
+    if isinstance(hint, types.UnionType):
+        return f"{_spelled(typing.get_args(hint)[0])}, or null"
+    if typing.get_origin(hint) in (list, tuple):
+        return f"a comma-separated list, each item {_spelled(typing.get_args(hint)[0])}"
+    if typing.get_origin(hint) is typing.Literal:
+        return " or ".join(map(str, typing.get_args(hint)))
+    return _SPELLED[hint]

@@ -1,0 +1,93 @@
+"""One grammar for the command lines of all programs: what is read, and one line for what cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pytest
+
+from composer_speedups.core.command_line import CommandLine, keys_help, parse_command_line, read_settings
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import key
+
+
+@dataclass
+class Settings:
+    steps: int | None = key(None, ge=5)
+    """Batches to train."""
+    share: float = key(0.5, gt=0)
+    """Of the time."""
+    kinds: tuple[Literal["a", "b"], ...] = ()
+    """What is allowed."""
+    title: str = "none"
+    """Above it."""
+    dry_run: bool = False
+    """Whether to do nothing."""
+
+
+def test_files_words_and_pairs_are_told_apart() -> None:
+    assert parse_command_line(["seed=3", "-f", "x.yaml", "a.b="]) == CommandLine(
+        "x.yaml", [], ["seed=3", "a.b="], False
+    )
+    assert parse_command_line(["bert", "a=b=c"], "PROJECT") == CommandLine("", ["bert"], ["a=b=c"], False)
+    assert parse_command_line(["--help"]).help
+    assert parse_command_line(["-h", "bert"], "PROJECT").help
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words", "message"),
+    [
+        (["-f"], [], "-f needs a file"),
+        (["-f", "a", "-f", "b"], [], "is given twice"),
+        ([], [], "no config file; add -f"),
+        (["quickstart"], [], "cannot read 'quickstart'; expected -f FILE or key=value"),
+        (["--lr=3"], [], "cannot read '--lr=3'; did you mean 'lr=3'"),
+        (["=3"], [], "cannot read '=3'"),
+        (["-f", "x.yaml"], ["PROJECT"], "cannot read '-f'; expected PROJECT or key=value"),
+        ([""], ["PROJECT"], "cannot read ''"),
+        (["seed=3"], ["PROJECT"], "expected PROJECT and then key=value, not 'seed=3'; see --help"),
+        (["a", "b"], ["PROJECT"], "expected PROJECT and then key=value, not 'a b'"),
+    ],
+)
+def test_a_mistyped_command_line_is_refused(arguments: list[str], words: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^command line: .*{message}"):
+        parse_command_line(arguments, *words)
+
+
+def test_pairs_fill_a_dataclass_with_typed_values_and_the_others_are_handed_back() -> None:
+    given = ["x.steps=7", "-f", "x.yaml", "x.share=1e-1", "x.kinds=[a, b]", "x.title=Größe: a, b=c", "seed=3"]
+    assert read_settings(Settings, [*given, "x.dry_run=true", "x.steps=8"], "x.") == (
+        Settings(8, 0.1, ("a", "b"), "Größe: a, b=c", True),
+        ["-f", "x.yaml", "seed=3"],
+    )
+    assert read_settings(Settings, ["steps=null", "kinds=b", "kinds="]) == (Settings(), [])
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("x.stps=7", "unknown key 'x.stps'; did you mean 'x.steps'?"),
+        ("x.other=7", "unknown key 'x.other'; known: steps, share, kinds, title, dry_run"),
+        ("x=7", "unknown key 'x'; known"),
+        ("x.steps=few", "x.steps must be a whole number, or null, not 'few'"),
+        ("x.steps=[", "x.steps must be a whole number, or null, not '['"),
+        ("x.steps=4", "x.steps must be at least 5, not 4"),
+        ("x.share=nan", "x.share must be a finite number, not nan"),
+        ("x.kinds=a,,b", "x.kinds must be a comma-separated list, each item a or b, not 'a,,b'"),
+        ("x.kinds=[c]", "x.kinds must be a comma-separated list, each item a or b, not '[c]'"),
+        ("x.title= ", "x.title must be non-empty text, not ' '"),
+        ("x.dry_run=yes", "x.dry_run must be true or false, not 'yes'"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_one_line_that_names_it(pair: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read_settings(Settings, [pair], "x.")
+    assert str(error.value).startswith(f"command line: {message}")
+
+
+def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
+    lines = keys_help(Settings, "x.").splitlines()
+    assert lines[:2] == ["  x.steps: int|null = null  [>= 5]", "      Batches to train."]
+    assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Of the time."]
+    assert len(lines) == 10
