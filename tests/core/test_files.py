@@ -88,3 +88,13 @@ def test_a_full_disk_is_one_line_and_exit_status_1(
     assert capsys.readouterr().err.startswith(f"train.py: the disk is full: {line}")
     with pytest.raises(RuntimeError, match="other"), exit_codes():
         raise RuntimeError("another error: other (os error 2)")
+
+
+def test_a_folder_that_another_process_made_first_is_kept_where_asked() -> None:
+    for keep in (True, False):
+        with replace_folder(Path("tokenizer"), keep_existing=keep) as partial:
+            (partial / "mine").touch()
+            Path("tokenizer").mkdir(exist_ok=True)
+            Path("tokenizer/theirs").touch()
+        assert [path.name for path in Path("tokenizer").iterdir()] == ["theirs" if keep else "mine"]
+        assert [path.name for path in Path().iterdir()] == ["tokenizer"]

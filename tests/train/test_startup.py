@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib._bootstrap_external import _code_to_timestamp_pyc  # type: ignore[attr-defined]
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,11 +19,20 @@ import torch
 from composer.loggers import InMemoryLogger
 from composer.utils.collect_env import get_cpu_model
 
+from composer_speedups.algorithms.torch_compile import before_imports as torch_compile_hook
+from composer_speedups.core.before_imports import EarlyWork
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.report import StartupTimes, summary_table
-from composer_speedups.train.startup import StartupClock, kept_bytecode, look_at_cpu, open_early, without_gc
+from composer_speedups.train.startup import (
+    StartupClock,
+    kept_bytecode,
+    look_at_cpu,
+    open_early,
+    planned_run,
+    without_gc,
+)
 from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import run
@@ -186,6 +196,37 @@ def test_a_gpu_that_cannot_be_opened_early_is_left_to_the_trainer(monkeypatch: p
     monkeypatch.setenv("LOCAL_RANK", "3")
     open_early(Config())
     assert asked == [3]
+
+
+def test_what_techniques_start_on_a_gpu_starts_while_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_compile has inductor's processes started, where inductor is going to compile."""
+    started: list[str] = []
+    monkeypatch.setattr(torch_compile_hook, "importlib", SimpleNamespace(import_module=started.append))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    monkeypatch.setattr("threading.Thread", _AtOnce)
+    config = Config()
+    config.trainer.device = "cpu"
+    config.algorithms = {"torch_compile": {}, "cuda_graphs": None}
+    open_early(config, EarlyWork(planned_run(config)))
+    assert started == [], "there is no GPU to train on"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    config.trainer.device = "auto"
+    for settings in ({}, None, {"backend": "inductor"}, {"backend": "aot_eager"}):
+        config.algorithms["torch_compile"] = settings
+        open_early(config, EarlyWork(planned_run(config)))
+    assert started == ["torch._inductor.async_compile"] * 3
+
+
+def test_hooks_import_no_torch() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]);"
+        "from composer_speedups.core.before_imports import EarlyWork, PlannedRun;"
+        "from composer_speedups.core.catalogue import technique_names;"
+        "work = EarlyWork(PlannedRun(dict.fromkeys(technique_names()), {}, 'fp32', 'cpu'));"
+        "work.before_torch(); print(len(work._hooks)); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len([*(ROOT / "composer_speedups/algorithms").glob("*/before_imports.py")])
 
 
 class _AtOnce:
