@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import OnUnavailable, Technique
+if TYPE_CHECKING:
+    from composer_speedups.core.technique import OnUnavailable, Technique
 
 __all__ = ["RECOMMENDED", "recommended"]
 
@@ -33,5 +33,7 @@ def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
     Example:
         ``Trainer(model=model, algorithms=recommended(), …)``
     """
+    from composer_speedups.core.registry import technique_class  # it imports Composer; the set itself is plain data
+
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in RECOMMENDED.items()]

@@ -93,7 +93,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
     A value is text, and lists are ``a,b`` or ``[a,b]``; ``null`` stands for None.
 
     Args:
-        cls: Its fields are of type str, int, float, bool or Literal, lists or tuples of one, or one of these or None.
+        cls: Its fields are of type str, int, float, bool or Literal, a list of one, or one of these or None.
             Bounds are those of :func:`.key`.
         arguments: ``key=value`` strings; with a prefix, any arguments, of which others are handed back.
         prefix: What its keys begin with, as in ``tune.``.
@@ -137,11 +137,10 @@ def keys_help(cls: type, prefix: str = "") -> str:
 def _value(hint: Any, text: str) -> Any:
     if isinstance(hint, types.UnionType):
         return None if text == "null" else _value(typing.get_args(hint)[0], text)
-    kind = typing.get_origin(hint)
-    if kind in (list, tuple):
+    if typing.get_origin(hint) is list:
         items = text.removeprefix("[").removesuffix("]")
-        return kind(_value(typing.get_args(hint)[0], item.strip()) for item in items.split(",") if items)
-    if kind is typing.Literal:
+        return [_value(typing.get_args(hint)[0], item.strip()) for item in items.split(",") if items]
+    if typing.get_origin(hint) is typing.Literal:
         return {str(option): option for option in typing.get_args(hint)}[text]
     if hint is bool:
         return {"true": True, "false": False}[text]
@@ -153,7 +152,7 @@ def _value(hint: Any, text: str) -> Any:
 def _spelled(hint: Any) -> str:
     if isinstance(hint, types.UnionType):
         return f"{_spelled(typing.get_args(hint)[0])}, or null"
-    if typing.get_origin(hint) in (list, tuple):
+    if typing.get_origin(hint) is list:
         return f"a comma-separated list, each item {_spelled(typing.get_args(hint)[0])}"
     if typing.get_origin(hint) is typing.Literal:
         return " or ".join(map(str, typing.get_args(hint)))

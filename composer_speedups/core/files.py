@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import shutil
@@ -10,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from composer_speedups.core.errors import ConfigError, causes_of, first_line
 
@@ -24,6 +27,7 @@ __all__ = [
     "replace_folder",
     "with_working_directory",
     "write_atomically",
+    "write_json",
 ]
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system's errors of a disk, a quota or a limit used up
@@ -42,6 +46,19 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         except BaseException:
             os.unlink(partial.name)
             raise
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write a JSON file that appears whole or not at all. JSON has no NaN and no infinity: they become null."""
+    write_atomically(path, json.dumps(_finite(content), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def publish(partial: Path, path: Path) -> None:

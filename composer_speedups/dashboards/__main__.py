@@ -58,7 +58,7 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
     if slash:
         raise ConfigError(f"PROJECT: {project!r} has a slash; write {name or 'PROJECT'} entity={entity}")
     request, _ = read_settings(Request, given.overrides)
-    if request.runs == ():
+    if request.runs == []:
         raise ConfigError("runs: names no run; write runs=a,b")
     if any(unicodedata.category(letter) in _SIGNS for letter in request.name):
         raise ConfigError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 __all__ = ["COLUMNS", "Chart", "Request", "Section", "as_text", "layout"]
@@ -27,19 +27,19 @@ COLUMNS = (
 """Of the table of runs: summary values, in this order."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Request:
     """The keys of the command line."""
 
     entity: str | None = None
     """User or team of the project; null is your own."""
-    runs: tuple[str, ...] | None = None
+    runs: list[str] | None = None
     """Names of the runs to show, as in runs=a,b; null shows all of the project."""
     kind: Literal["workspace", "report"] = "workspace"
     """A saved view of the project, or a page of its own."""
     name: str = "Arms side by side"
     """Of the view or report, at most 128 characters, without emoji or signs such as + and =."""
-    group_by: tuple[str, ...] = ("techniques",)
+    group_by: list[str] = field(default_factory=lambda: ["techniques"])
     """Config keys; runs with the same values are one arm. Empty (group_by=) shows each run by itself."""
     task: Task = "classification"
     """What the runs trained (model.task)."""

@@ -44,6 +44,6 @@ def where(output: str) -> str:
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stack[1]) if stack else []
     if not frames:
         return ""
-    own = next((frame for frame in frames if Path(__file__).parent in Path(frame[0]).parents), frames[0])
+    own = next((frame for frame in frames if Path(__file__).parents[1] in Path(frame[0]).parents), frames[0])
     named = [f"{Path(file).name}:{line} in {function}" for file, line, function in dict.fromkeys([frames[0], own])]
     return f", at {' under '.join(named)}"

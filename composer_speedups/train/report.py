@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +22,7 @@ from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import write_atomically, write_json
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.ddp import sums_of
 from composer_speedups.tasks.metrics import final_metrics
@@ -63,7 +61,7 @@ def write_report(trainer: Trainer, config: Config, folder: RunFolder) -> dict[st
         monitor = _callback(trainer.state, ThroughputMonitor)
         if config.plot and monitor is not None and monitor.batches:
             plot_throughput(monitor, config.run_name, folder / "throughput.png", world=dist.get_world_size())
-        write_atomically(folder / "report.json", json.dumps(_plain(report), indent=2) + "\n")
+        write_json(folder / "report.json", report)
         print(summary_table(report, str(folder.path)), flush=True)
     return report
 
@@ -184,15 +182,6 @@ def _guarded(state: State) -> dict[str, Any]:
 
 def _callback(state: State, cls: type) -> Any:
     return next((c for c in state.callbacks if isinstance(c, cls)), None)
-
-
-def _plain(value: Any) -> Any:
-    """JSON has no NaN; a number that is none becomes null."""
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def plot_throughput(monitor: ThroughputMonitor, title: str, path: Path, *, world: int = 1) -> None:

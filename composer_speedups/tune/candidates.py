@@ -1,20 +1,43 @@
-"""What there is to try: each technique's exactness and the settings worth a trial.
+"""What there is to try: each technique's exactness and the settings worth a trial, and what putting it on a set does.
 
 ``tests/tune/test_tune_candidates.py`` holds every line against ``tests/helpers/settings.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.ordering import refuse_clashes
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.technique import Technique
 from composer_speedups.recommendation import RECOMMENDED
-from composer_speedups.tune.settings import Kind
+from composer_speedups.tune.results import Algorithms
 
-__all__ = ["CHOICES", "KINDS", "Candidate", "Choice", "Variant", "candidates_for", "kind_of", "worst"]
+__all__ = [
+    "CHOICES",
+    "KINDS",
+    "Candidate",
+    "Choice",
+    "Kind",
+    "Refused",
+    "Variant",
+    "apply_candidate",
+    "candidates_for",
+    "forbidden",
+    "key_of",
+    "kind_of",
+    "stopping",
+    "worst",
+]
 
-KINDS: tuple[Kind, ...] = ("exact", "rounding", "lower_precision", "recipe")
+Kind = Literal["exact", "rounding", "lower_precision", "recipe"]
+"""What a technique does to the numbers, from bit for bit the same to another training recipe."""
+
+KINDS: tuple[Kind, ...] = typing.get_args(Kind)
 
 
 @dataclass(frozen=True)
@@ -176,3 +199,60 @@ def kind_of(name: str, settings: Mapping[str, Any] | None, device: str | None = 
 def worst(*kinds: Kind) -> Kind:
     """The one that changes the numbers most."""
     return max(kinds, key=KINDS.index)
+
+
+class Refused(Exception):
+    """A candidate that is left out without a trial; the message is the reason."""
+
+
+def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]:
+    """``current`` with the candidate in it, and without what clashes with it.
+
+    A technique that the candidate names without settings keeps those that it has.
+
+    Raises:
+        Refused: Nothing would change, or what it clashes with is part of the recipe.
+    """
+    changed = {n: s for n, s in current.items() if n not in candidate.removes} | {
+        n: dict(s) for n, s in candidate.adds.items() if s or n not in current
+    }
+    added = build_techniques(stopping({n: changed[n] for n in candidate.adds}))
+    for other in build_techniques(stopping(current)):
+        if other.name in candidate.adds or other.name in candidate.removes:
+            continue
+        reason = next((reason for one in added if (reason := _clash(one, other))), None)
+        if reason is None:
+            continue
+        if kind_of(other.name, current[other.name]) == "recipe":
+            raise Refused(f"{reason}; {other.name} is part of the recipe and stays")
+        del changed[other.name]
+    if key_of(changed) == key_of(current):
+        raise Refused("already in the set")
+    return changed
+
+
+def _clash(one: Technique, other: Technique) -> str | None:
+    try:
+        refuse_clashes([one, other])
+    except TechniqueError as error:
+        return f"{error.technique}: {error.reason}"
+    return None
+
+
+def forbidden(kind: Kind, allow: Collection[str]) -> str | None:
+    """Why a candidate of this kind may not be tried; None when it may."""
+    if kind in ("exact", "rounding") or kind in allow:
+        return None
+    what = "computes in less than float32" if kind == "lower_precision" else "changes the training recipe"
+    allowed = ", ".join([*sorted(allow), kind])
+    return f"{what}, which is not allowed; tune.allow=[{allowed}] lets it be tried"
+
+
+def key_of(algorithms: Algorithms) -> tuple[str, ...]:
+    """Equal for sets that train alike, whatever the order and whichever defaults are spelt out."""
+    return tuple(sorted(map(repr, build_techniques(stopping(algorithms)))))
+
+
+def stopping(algorithms: Algorithms) -> dict[str, Any]:
+    """The same techniques without ``on_unavailable``: what cannot engage is to say so."""
+    return {n: {k: v for k, v in settings.items() if k != "on_unavailable"} for n, settings in algorithms.items()}

@@ -1,41 +1,80 @@
-"""What a search found: every trial, a verdict on every candidate, and the set that won."""
+"""What trials show, what it means for the planned run, and what a search found. All times in seconds."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from composer_speedups.tune.candidates import Candidate
-from composer_speedups.tune.outcomes import Algorithms, Outcome, planned_seconds
+if TYPE_CHECKING:
+    from composer_speedups.tune.candidates import Candidate
 
-__all__ = ["Bench", "Result", "Trial", "Verdict"]
+__all__ = ["Algorithms", "Outcome", "Result", "Trial", "Verdict", "break_even_steps", "noise_of"]
 
-
-class Measure(Protocol):
-    def __call__(
-        self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None
-    ) -> Outcome: ...
+Algorithms = Mapping[str, Mapping[str, Any]]
+"""YAML name → settings, as in a config."""
 
 
 @dataclass(frozen=True)
-class Bench:
-    """What a search needs of the world; tests put in their own.
+class Outcome:
+    """One training process.
 
     Attributes:
-        measure: One trial, which ends within its ``timeout`` in seconds, or two more to say where it is.
-        refusal: Why a set would be refused before anything is built, or None.
-        steps: First outcome of the given run → steps of the planned run.
-        now: A clock, in seconds.
-        tell: Takes each line of progress.
+        status: ``ok``; ``refused`` by the run itself, in one line; ``memory``: it ran out of it; ``time``: it was
+            ended at the limit; ``failed`` otherwise.
+        reason: One line, for all but ``ok``.
+        step_seconds: Mean of the steady steps, waiting for data included.
+        start_seconds: From the built data to the steady state: engaging, compiling, capturing, warm-up batches.
+        other_batches: Batches that ``start_seconds`` holds.
+        samples_per_sec: Of the steady state.
+        peak_gib: Of the GPU; the process's resident memory on a CPU.
+        tokens_per_step: Real ones, mean.
+        wall_seconds: The whole process, from outside.
+        evidence: Technique → what it left as evidence.
+        unengaged: Technique → why it was asked for (with ``on_unavailable: warn``) but is not in force.
     """
 
-    measure: Measure
-    refusal: Callable[[Algorithms], str | None]
-    steps: Callable[[Outcome], int]
-    now: Callable[[], float]
-    tell: Callable[[str], None]
+    status: Literal["ok", "refused", "memory", "time", "failed"]
+    reason: str = ""
+    step_seconds: float = math.nan
+    start_seconds: float = 0.0
+    other_batches: int = 0
+    samples_per_sec: float = math.nan
+    peak_gib: float | None = None
+    tokens_per_step: float = math.nan
+    wall_seconds: float = 0.0
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    unengaged: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    def planned_seconds(self, steps: int) -> float:
+        """Estimated training time of ``steps`` steps: the start once, then steady steps. Infinite if it did not run.
+
+        Imports, the data, evaluations and checkpoints are left out: they are much the same for all.
+        """
+        if not self.ok:
+            return math.inf
+        return self.start_seconds + max(0, steps - self.other_batches) * self.step_seconds
+
+
+def break_even_steps(base: Outcome, other: Outcome) -> int | None:
+    """Steps after which ``other`` has made up for its longer start; 0 when it starts no later, None for never."""
+    saved = base.step_seconds - other.step_seconds
+    # Batches of the start are steps done: they count for whoever did more of them meanwhile.
+    extra = (other.start_seconds - other.other_batches * other.step_seconds) - (
+        base.start_seconds - base.other_batches * base.step_seconds
+    )
+    return max(0, math.ceil(extra / saved)) if saved > 0 else None
+
+
+def noise_of(seconds: Sequence[float], min_gain: float) -> float:
+    """What two planned times must differ by to count: the spread of equal runs, and at least ``min_gain`` of them."""
+    return max(max(seconds) - min(seconds), min_gain * statistics.median(seconds))
 
 
 @dataclass(frozen=True)
@@ -78,6 +117,7 @@ class Result:
         planned_steps: Steps of the planned run.
         trial_steps: Steps of a trial.
         baseline: First runs of the given set.
+        base_seconds: Median planned time of these.
         noise: Seconds by which planned times must differ to count.
         chosen: The winner; the given set itself where nothing beat it.
         kept_given: Why, where it did not.
@@ -109,11 +149,7 @@ class Result:
     @property
     def typical(self) -> Outcome:
         """The run of the given set that is nearest their median."""
-
-        def distance(outcome: Outcome) -> float:
-            return abs(planned_seconds(outcome, self.planned_steps) - self.base_seconds)
-
-        return min(self.baseline, key=distance)
+        return min(self.baseline, key=lambda o: abs(o.planned_seconds(self.planned_steps) - self.base_seconds))
 
     @property
     def speedup(self) -> float | None:
@@ -122,14 +158,3 @@ class Result:
             return None
         given, chosen = zip(*self.pairs, strict=True)
         return statistics.median(given) / statistics.median(chosen)
-
-
-def by_gain(verdicts: Sequence[Verdict]) -> list[Verdict]:
-    """Those that were measured alone, the shortest planned time first."""
-    measured = [v for v in verdicts if v.state == "measured"]
-    return sorted(measured, key=lambda v: v.alone_seconds or 0.0)
-
-
-def plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """For JSON and YAML: mappings as dicts."""
-    return {k: dict(v) if isinstance(v, Mapping) else v for k, v in settings.items()}

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tune.candidates import Candidate
-from composer_speedups.tune.changes import Refused, apply_candidate, forbidden, key_of
-from composer_speedups.tune.outcomes import Outcome, noise_of
-from composer_speedups.tune.results import Bench, Result, Verdict, by_gain
-from composer_speedups.tune.session import PROBE_STEPS, Session
+from composer_speedups.tune.candidates import Candidate, Refused, apply_candidate, forbidden, key_of
+from composer_speedups.tune.results import Algorithms, Outcome, Result, Trial, Verdict, noise_of
 from composer_speedups.tune.settings import TuneConfig
+
+if TYPE_CHECKING:
+    from composer_speedups.tune.trials import GivenRun
 
 __all__ = ["BaselineError", "Search"]
 
+_PROBE_STEPS, _MOST_STEPS = 8, 200  # of a trial
+_TRIALS = 20  # that a budget should have room for
 _BASELINES = 1 / 3  # of the budget at most, for runs of the given set before the first trial
 _KEPT = 0.4  # of the budget for stacking, confirming and batch sizes
+_PAIRS = 0.25  # of the budget is enough for the pairs at the end, if it holds one
 _USEFUL = 4.5  # runs that a budget must hold: the given one, a trial, and a pair that confirms it, each a bit longer
 _NO_TIME = "no time was left; a larger tune.budget_seconds tries it"
 
@@ -27,32 +31,39 @@ class BaselineError(Exception):
     """The given run itself fails, so that there is nothing to improve on."""
 
 
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
 class Search:
-    """Looks for the set of techniques with the shortest planned run.
+    """Looks for the set of techniques with the shortest planned run, within a budget of time.
 
     Args:
-        given: Techniques of the given run.
+        run: The given run: its techniques and its length, why a set would be refused, and trials, each of which ends
+            within its timeout, or two seconds later.
         candidates: What to try, in this order.
         allow: Of ``lower_precision`` and ``recipe``, what candidates may change.
         settings: Budget, steps and repeats.
-        bench: Trials, clock and console.
         batch_size: Of the given run; None leaves larger ones unmeasured.
+        now: A clock, in seconds.
+        tell: Takes each line of progress.
     """
 
     def __init__(
         self,
-        given: Mapping[str, Any],
+        run: GivenRun,
         candidates: Sequence[Candidate],
         allow: Collection[str],
         settings: TuneConfig,
-        bench: Bench,
         batch_size: int | None = None,
+        now: Callable[[], float] = time.monotonic,
+        tell: Callable[[str], None] = _print,
     ) -> None:
-        self.result = Result(dict(given))
-        self.result.verdicts = [Verdict(c) for c in candidates]
-        self.allow, self.settings, self.batch_size = allow, settings, batch_size
-        self.refusal, self.steps = bench.refusal, bench.steps
-        self.session = Session(settings, bench, self.result)
+        self.result = Result(dict(run.techniques), verdicts=[Verdict(c) for c in candidates])
+        self._run, self._allow, self._settings, self._batch_size = run, allow, settings, batch_size
+        self._now, self._tell, self._started = now, tell, now()
+        self._wall = 0.0  # seconds of the latest trial of the given run, for guessing the next
+        self._seen: dict[tuple[str, ...], Outcome] = {}
         self._current: dict[str, Any] = {}
         self._current_seconds = math.inf
 
@@ -63,122 +74,117 @@ class Search:
             BaselineError: The given run fails.
             ConfigError: The budget does not even hold a run of the given set, a trial, and a pair that confirms it.
         """
-        result = self.result
         self._baseline()
         self._alone()
         self._stack()
         self._thin_out()
         self._confirm()
         self._batch_sizes()
-        result.seconds = self.session.spent
-        return result
+        self.result.seconds = self._spent
+        return self.result
 
-    # The five parts.
+    # The six parts.
 
     def _baseline(self) -> None:
-        result, settings = self.result, self.settings
-        probe = self._given_once(settings.steps or PROBE_STEPS, "given (probe)")
+        result, settings = self.result, self._settings
+        probe = self._given_once(settings.steps or _PROBE_STEPS, "given (probe)")
         if probe.unengaged:
             result.unengaged = dict(probe.unengaged)
             result.given = {n: s for n, s in result.given.items() if n not in probe.unengaged}
-        result.trial_steps = settings.steps or self.session.trial_steps(probe, _BASELINES * settings.budget_seconds)
-        result.planned_steps = self.steps(probe)
-        if result.trial_steps == PROBE_STEPS or settings.steps:
+        most = _BASELINES * settings.budget_seconds
+        result.trial_steps = settings.steps or self._trial_steps(probe, most)
+        result.planned_steps = self._run.planned_steps(probe)
+        if result.trial_steps == _PROBE_STEPS or settings.steps:
             result.baseline.append(probe)
         while len(result.baseline) < settings.repeats:
-            if result.baseline and self.session.spent + self.session.wall > _BASELINES * settings.budget_seconds:
+            if result.baseline and self._spent + self._wall > most:
                 break
             result.baseline.append(self._given_once(result.trial_steps, "given"))
-        times = [self.session.plan(outcome) for outcome in result.baseline]
+        times = [self._plan(outcome) for outcome in result.baseline]
         result.base_seconds = statistics.median(times)
         result.noise = noise_of(times, settings.min_gain)
-        self.session.remember(result.given, result.typical)
+        self._seen[key_of(result.given)] = result.typical
         self._current, self._current_seconds = result.given, result.base_seconds
 
     def _alone(self) -> None:
         verdicts = {v.candidate.label: v for v in self.result.verdicts}
         for verdict in self.result.verdicts:
             candidate = verdict.candidate
-            before = verdicts.get(candidate.fallback_of or "")
-            if before is not None and before.state != "refused":
-                verdict.state, verdict.reason = "untried", f"{before.candidate.label} is to be had here"
+            first = verdicts.get(candidate.fallback_of or "")
+            if first is not None and first.state != "refused":
+                verdict.state, verdict.reason = "untried", f"{first.candidate.label} is to be had here"
                 continue
             try:
-                changed = apply_candidate(candidate, self.result.given)
-                if refused := self.refusal(changed):
-                    raise Refused(refused)
-            except Refused as refused_because:
-                verdict.state, verdict.reason = "refused", str(refused_because)
+                changed = self._with(candidate, self.result.given)
+            except Refused as refused:
+                verdict.state, verdict.reason = "refused", str(refused)
                 continue
-            if reason := forbidden(candidate.kind, self.allow):  # of what could be had
+            if reason := forbidden(candidate.kind, self._allow):  # of what could be had
                 verdict.state, verdict.reason = "untried", reason
                 continue
-            keep = max(_KEPT * self.settings.budget_seconds, self.session.reserve)
-            outcome = self.session.measure(changed, candidate.label, keep)
+            keep = max(_KEPT * self._settings.budget_seconds, self._reserve)
+            outcome = self._measure(changed, candidate.label, keep)
             if outcome is None:
                 verdict.state, verdict.reason = "untried", _NO_TIME
                 continue
-            self._note(verdict, outcome)
-        states = [v.state for v in self.result.verdicts]
-        if "measured" not in states and "failed" not in states and _NO_TIME in [v.reason for v in self.result.verdicts]:
-            raise self._budget_error(self.session.wall)
+            verdict.state = "measured" if outcome.ok else "failed"
+            verdict.alone, verdict.reason = outcome, outcome.reason
+            verdict.alone_seconds = self._plan(outcome) if outcome.ok else None
+        states = {v.state for v in self.result.verdicts}
+        if not states & {"measured", "failed"} and _NO_TIME in [v.reason for v in self.result.verdicts]:
+            raise self._budget_error(self._wall)
 
     def _stack(self) -> None:
         result = self.result
-        measured = by_gain(result.verdicts)
-        gained = [v for v in measured if result.base_seconds - (v.alone_seconds or 0.0) > result.noise]
+        measured = [(v.alone_seconds, v) for v in result.verdicts if v.alone_seconds is not None]
+        measured.sort(key=lambda pair: pair[0])
+        gained = [v for seconds, v in measured if result.base_seconds - seconds > result.noise]
+        little = [v for _, v in measured if v not in gained]
         if gained:
             first = gained.pop(0)
+            assert first.alone_seconds is not None
             self._current = apply_candidate(first.candidate, result.given)
-            self._current_seconds = first.alone_seconds or 0.0
-            first.stacked = (result.base_seconds, self._current_seconds)
-        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self.allow)]
-        little = [v for v in measured if v not in gained and v.stacked is None]
+            self._current_seconds = first.alone_seconds
+            first.stacked = (result.base_seconds, first.alone_seconds)
+        refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self._allow)]
         # A technique that was refused alone may have what it needs by now; one that gave little may give more.
         for verdict in [*gained, *refused, *little]:
             self._try_on_top(verdict)
 
     def _try_on_top(self, verdict: Verdict) -> None:
+        refused = verdict.state == "refused"
         try:
-            changed = apply_candidate(verdict.candidate, self._current)
-        except Refused as refused:
-            if verdict.state == "refused":
-                verdict.reason = str(refused)
+            changed = self._with(verdict.candidate, self._current)
+        except Refused as still:
+            verdict.reason = str(still) if refused else verdict.reason
             return
-        if refusal := self.refusal(changed):
-            if verdict.state == "refused":
-                verdict.reason = refusal
-            return
-        outcome = self.session.measure(changed, f"+ {verdict.candidate.label}", keep=self.session.reserve)
+        outcome = self._measure(changed, f"+ {verdict.candidate.label}", self._reserve)
         if outcome is None:
-            if verdict.state == "refused":
+            if refused:
                 verdict.state, verdict.reason = "untried", _NO_TIME
             return
         if verdict.alone is None:
             verdict.state = "measured" if outcome.ok else "failed"
         verdict.reason = outcome.reason
-        seconds = self.session.plan(outcome)
         if outcome.ok:
-            verdict.stacked = (self._current_seconds, seconds)
-        if self._current_seconds - seconds > self.result.noise:
-            self._current, self._current_seconds = changed, seconds
+            verdict.stacked = (self._current_seconds, self._plan(outcome))
+        self._take_if_faster(changed, outcome)
 
     def _thin_out(self) -> None:
         """What each added technique gives within the set; it goes where the set is faster without it."""
-        for name in [n for n in self._current if self._current[n] != self.result.given.get(n)]:
+        given = self.result.given
+        for name in [n for n in self._current if self._current[n] != given.get(n)]:
             changed = {n: s for n, s in self._current.items() if n != name}
-            if name in self.result.given:
-                changed = {**self._current, name: self.result.given[name]}
-            if refused := self.refusal(changed):
+            if name in given:
+                changed = {**self._current, name: given[name]}
+            if refused := self._run.refusal(changed):
                 self.result.without[name] = refused
                 continue
-            outcome = self.session.measure(changed, f"less {name}", keep=self.session.reserve)
+            outcome = self._measure(changed, f"less {name}", self._reserve)
             if outcome is None:
                 return
-            seconds = self.session.plan(outcome)
-            self.result.without[name] = seconds if outcome.ok else outcome.reason
-            if self._current_seconds - seconds > self.result.noise:
-                self._current, self._current_seconds = changed, seconds
+            self.result.without[name] = self._plan(outcome) if outcome.ok else outcome.reason
+            self._take_if_faster(changed, outcome)
 
     def _confirm(self) -> None:
         """Given and chosen in turn: only what is faster here too is written."""
@@ -188,62 +194,132 @@ class Search:
             tried = any(v.state in ("measured", "failed") for v in result.verdicts)
             result.kept_given = "nothing that was tried saved more than the noise" if tried else "nothing was tried"
             return
-        for _ in range(self.settings.repeats):
-            if self.session.left < (2.0 if result.pairs else 1.5) * self.session.wall:
+        for _ in range(self._settings.repeats):
+            if self._left < (2.0 if result.pairs else 1.5) * self._wall:
                 break
-            times = []
-            for algorithms, label in ((result.given, "given, again"), (self._current, "chosen, again")):
-                outcome = self.session.once(algorithms, label, result.trial_steps, self.session.left)
-                times.append(self.session.plan(outcome))
-                if not outcome.ok and algorithms is self._current:
-                    result.kept_given = f"the chosen set failed when it was run again: {outcome.reason}"
-                    return
-                if not outcome.ok:
-                    break
-            if len(times) == 2 and all(map(math.isfinite, times)):
-                result.pairs.append((times[0], times[1]))
+            given = self._once(result.given, "given, again", result.trial_steps)
+            if not given.ok:
+                continue
+            chosen = self._once(self._current, "chosen, again", result.trial_steps)
+            if not chosen.ok:
+                result.kept_given = f"the chosen set failed when it was run again: {chosen.reason}"
+                return
+            result.pairs.append((self._plan(given), self._plan(chosen)))
         if not result.pairs:
             result.kept_given = "no time was left to confirm the chosen set; give a larger tune.budget_seconds"
             return
-        given, chosen = zip(*result.pairs, strict=True)
-        noise = max(result.noise, noise_of(given, self.settings.min_gain), max(chosen) - min(chosen))
-        if statistics.median(given) - statistics.median(chosen) <= noise:
+        before, after = zip(*result.pairs, strict=True)
+        noise = max(result.noise, noise_of(before, self._settings.min_gain), max(after) - min(after))
+        if statistics.median(before) - statistics.median(after) <= noise:
             result.kept_given = "the chosen set was not faster, beyond the noise, when both were run again in turn"
             return
         result.chosen = dict(self._current)
 
     def _batch_sizes(self) -> None:
-        if self.batch_size is None:
+        if self._batch_size is None:
             return
-        for factor in (1, 2, 4, 8):
-            size, before = factor * self.batch_size, list(self.result.sizes.values())
-            if before and not before[-1].ok:
+        result = self.result
+        for size in (factor * self._batch_size for factor in (1, 2, 4, 8)):
+            if self._left < 2 * self._wall or not all(outcome.ok for outcome in result.sizes.values()):
                 return
-            if self.session.left < 2 * self.session.wall:
-                return
-            self.result.sizes[size] = self.session.once(
-                self.result.chosen, f"batch size {size}", self.result.trial_steps, self.session.left, size
-            )
+            label = f"batch size {size}"
+            result.sizes[size] = self._once(result.chosen, label, result.trial_steps, batch_size=size)
+
+    # Trials: each set once, and none that the clock has no room for.
+
+    def _with(self, candidate: Candidate, current: Algorithms) -> dict[str, Any]:
+        """``current`` with the candidate in it.
+
+        Raises:
+            Refused: It would change nothing, or train.py would refuse it.
+        """
+        changed = apply_candidate(candidate, current)
+        if reason := self._run.refusal(changed):
+            raise Refused(reason)
+        return changed
+
+    def _take_if_faster(self, changed: dict[str, Any], outcome: Outcome) -> None:
+        seconds = self._plan(outcome)
+        if self._current_seconds - seconds > self.result.noise:
+            self._current, self._current_seconds = changed, seconds
 
     def _given_once(self, steps: int, label: str) -> Outcome:
-        outcome = self.session.once(self.result.given, label, steps, self.session.left)
+        outcome = self._once(self.result.given, label, steps)
         if outcome.status == "time":
-            raise self._budget_error(max(self.session.wall, outcome.wall_seconds))
+            raise self._budget_error(max(self._wall, outcome.wall_seconds))
         if not outcome.ok:
             raise BaselineError(f"the given run fails: {outcome.reason}")
-        self.session.wall = outcome.wall_seconds
+        self._wall = outcome.wall_seconds
         return outcome
+
+    def _measure(self, algorithms: Algorithms, label: str, keep: float) -> Outcome | None:
+        """The outcome of a set, from an earlier trial where there is one; None where it would not leave ``keep``."""
+        key, left = key_of(algorithms), self._left - keep
+        if key not in self._seen:
+            if left < 1.2 * self._wall:
+                return None
+            self._seen[key] = self._once(algorithms, label, self.result.trial_steps, left)
+        return self._seen[key]
+
+    def _once(
+        self,
+        algorithms: Algorithms,
+        label: str,
+        steps: int,
+        timeout: float | None = None,
+        batch_size: int | None = None,
+    ) -> Outcome:
+        """One trial, whatever came before; it may take ``timeout`` seconds, or what is left, and always one."""
+        timeout = max(1.0, self._left if timeout is None else timeout)
+        outcome = self._run.measure(algorithms, steps=steps, timeout=timeout, batch_size=batch_size)
+        planned = self._plan(outcome) if self.result.planned_steps and batch_size is None else math.nan
+        self.result.trials.append(Trial(label, algorithms, steps, batch_size, outcome, planned))
+        said = outcome.reason
+        if outcome.ok:
+            said = f"{outcome.samples_per_sec:,.0f} samples/s, start {outcome.start_seconds:.1f} s"
+            said += f", planned run {planned:,.1f} s" if math.isfinite(planned) else ""
+        ahead = 1 + sum(v.state == "open" for v in self.result.verdicts) + 2 * self._settings.repeats
+        left = min(max(0.0, self._left), ahead * max(self._wall, outcome.wall_seconds))
+        self._tell(f"{self._spent:5.0f} s, at most {left:.0f} s to go  {label}: {said}")
+        return outcome
+
+    def _plan(self, outcome: Outcome) -> float:
+        return outcome.planned_seconds(self.result.planned_steps)
+
+    def _trial_steps(self, probe: Outcome, baselines: float) -> int:
+        """Steps for which about twenty trials fit; a trial trains for a quarter of its time at least.
+
+        The probe's own where another run of the given set would end later than ``baselines`` seconds from the start:
+        then the probe is the one to compare with.
+        """
+        around = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
+        training = max(self._settings.budget_seconds / _TRIALS - around, around / 3)
+        steps = max(_PROBE_STEPS, min(_MOST_STEPS, int(training / probe.step_seconds)))
+        longer = probe.wall_seconds + (steps - _PROBE_STEPS) * probe.step_seconds
+        return steps if self._spent + longer <= baselines else _PROBE_STEPS
+
+    @property
+    def _spent(self) -> float:
+        return self._now() - self._started
+
+    @property
+    def _left(self) -> float:
+        return self._settings.budget_seconds - self._spent
+
+    @property
+    def _reserve(self) -> float:
+        """Seconds kept for the pairs at the end."""
+        pair = 2.2 * self._wall
+        return min(self._settings.repeats * pair, max(pair, _PAIRS * self._settings.budget_seconds))
 
     def _budget_error(self, wall: float) -> ConfigError:
         """``wall``: seconds that a run of the given set takes, or has taken when it was ended."""
-        fewer = "" if self.settings.steps is None else ", or a smaller tune.steps"
+        budget, fewer = (
+            self._settings.budget_seconds,
+            "" if self._settings.steps is None else ", or a smaller tune.steps",
+        )
         return ConfigError(
-            f"tune.budget_seconds: {self.settings.budget_seconds:g} s do not hold a run of the given YAML, a trial and "
+            f"tune.budget_seconds: {budget:g} s do not hold a run of the given YAML, a trial and "
             f"both once more to confirm it, of {wall:.0f} s or more each; give it at least "
             f"{math.ceil(_USEFUL * wall)}{fewer}"
         )
-
-    def _note(self, verdict: Verdict, outcome: Outcome) -> None:
-        verdict.state = "measured" if outcome.ok else "failed"
-        verdict.alone, verdict.reason = outcome, outcome.reason
-        verdict.alone_seconds = self.session.plan(outcome) if outcome.ok else None

@@ -1,30 +1,22 @@
-"""The ``tune.*`` keys of the command line: typed, bounded, and refused in one line like those of the config."""
+"""The ``tune.*`` keys, their help, and where the tuned YAML goes: all that is checked before torch is imported."""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import typing
-from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
-import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from composer_speedups.core.command_line import keys_help
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import with_working_directory
+from composer_speedups.core.settings import key
 
-from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
-from composer_speedups.core.settings import Origins, field_docs, key
-from composer_speedups.train.config.checks import check_bounds
+__all__ = ["MARK", "PREFIX", "TuneConfig", "help_text", "output_for"]
 
-__all__ = ["Kind", "TuneConfig", "help_text", "read_settings"]
+MARK = "# Written by composer_speedups.tune"
+"""How every tuned YAML begins."""
 
-Kind = Literal["exact", "rounding", "lower_precision", "recipe"]
-"""What a technique does to the numbers, from bit for bit the same to another training recipe."""
-
-_PREFIX = "tune."
-_LINE = "command line"
-_ALLOWED = ("lower_precision", "recipe")
+PREFIX = "tune."
 
 _USAGE = """\
 usage: python -m composer_speedups.tune -f FILE [key=value ...] [tune.NAME=VALUE ...]
@@ -44,7 +36,7 @@ class TuneConfig:
     """Seconds for all measurements together; what could not be tried by then is named in the YAML."""
     output: str | None = None
     """YAML to write, and beside it a .json with all trials; null is FILE's name with .tuned.yaml, in this folder."""
-    allow: list[str] | None = None
+    allow: list[Literal["lower_precision", "recipe"]] | None = None
     """Which of lower_precision and recipe may change; null: lower_precision where FILE trains in 16 bits already."""
     steps: int | None = key(None, ge=5, le=100_000)
     """Training steps a trial; null takes as many as leave time for about twenty trials, 8 to 200."""
@@ -56,46 +48,25 @@ class TuneConfig:
     """With the time left, measure 2, 4 and 8 times the batch size; reported, never written. null: on a GPU only."""
 
 
-def read_settings(overrides: Sequence[str]) -> tuple[TuneConfig, list[str]]:
-    """The ``tune.*`` pairs of a command line, and the other pairs, which are the config's.
+def help_text() -> str:
+    """Usage and every ``tune.*`` key with its type, default, bounds and doc line."""
+    return f"{_USAGE}{keys_help(TuneConfig, PREFIX)}\n\nAll other keys are those of composer train.py --help.\n"
+
+
+def output_for(file: str, output: str | None) -> Path:
+    """The YAML to write for the given ``file``; by default ``x.tuned.yaml`` in the working directory.
 
     Raises:
-        ConfigError: One line that names the key and, where there is one, the nearest known key.
+        ConfigError: Names ``tune.output``: it could not be written there, or would replace somebody's file.
     """
-    known = [field.name for field in dataclasses.fields(TuneConfig)]
-    merged, rest = OmegaConf.structured(TuneConfig), []
-    for override in overrides:
-        dotted, _, text = override.partition("=")
-        if dotted != "tune" and not dotted.startswith(_PREFIX):
-            rest.append(override)
-            continue
-        name = dotted.removeprefix(_PREFIX)
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)  # names are long, and cut short
-            hint = f"; did you mean '{_PREFIX}{close[0]}'?" if close else f"; known: {', '.join(known)}"
-            raise ConfigError(f"{_LINE}: unknown key {dotted!r}{hint}")
-        if name == "allow" and text.strip() in _ALLOWED:
-            raise ConfigError(f"{_LINE}: tune.allow takes a list, as in tune.allow=[{text.strip()}]")
-        try:
-            merged = OmegaConf.merge(merged, OmegaConf.from_dotlist([f"{name}={text}"]))
-        except (yaml.YAMLError, OmegaConfBaseException, TypeError, ValueError) as error:
-            raise ConfigError(f"{_LINE}: {dotted}: {first_line(error)}") from error
-    settings = OmegaConf.to_object(merged)
-    assert isinstance(settings, TuneConfig)
-    check_bounds(settings, Origins(_LINE), _PREFIX)
-    for name in settings.allow or ():
-        if name not in _ALLOWED:
-            raise ConfigError(f"{_LINE}: tune.allow does not take {name!r}{did_you_mean(name, _ALLOWED)}")
-    return settings, rest
-
-
-def help_text() -> str:
-    """Usage and every ``tune.*`` key with its type, default and doc line."""
-    docs, hints = field_docs(TuneConfig), typing.get_type_hints(TuneConfig)
-    lines = []
-    for field in dataclasses.fields(TuneConfig):
-        default = "null" if field.default is None else field.default
-        spelt = getattr(hints[field.name], "__name__", None) if not typing.get_args(hints[field.name]) else None
-        kind = spelt or str(hints[field.name]).replace("None", "null").replace(" ", "")
-        lines += [f"  {_PREFIX}{field.name}: {kind} = {default}", f"      {docs[field.name]}"]
-    return _USAGE + "\n".join(lines) + "\n\nAll other keys are those of composer train.py --help.\n"
+    path = Path(output or f"{Path(file).stem}.tuned.yaml")
+    if path.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"tune.output: {path} does not end in .yaml; give it that ending")
+    if not path.parent.is_dir():
+        shown = with_working_directory(path.parent)
+        raise ConfigError(f"tune.output: there is no folder {shown}; make it, or choose another")
+    if path.is_dir() or (path.exists() and path.samefile(file)):
+        raise ConfigError(f"tune.output: {path} is {'a folder' if path.is_dir() else 'the given YAML'}; choose another")
+    if path.exists() and not path.read_text(errors="replace").startswith(MARK):
+        raise ConfigError(f"tune.output: {path} exists and was not written by this command; choose another name")
+    return path

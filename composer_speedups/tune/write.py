@@ -3,70 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import write_atomically, write_json
 from composer_speedups.train.config.load import load_config
-from composer_speedups.tune.explain import left_out, measured_reasons
-from composer_speedups.tune.output import MARK
-from composer_speedups.tune.results import Result, plain
+from composer_speedups.tune.candidates import key_of
+from composer_speedups.tune.results import Outcome, Result, Verdict, break_even_steps
+from composer_speedups.tune.settings import MARK
 
-__all__ = ["log_of", "tuned_yaml", "write_tuned"]
+__all__ = ["write_tuned"]
+
+_KINDS = {
+    "exact": "exact",
+    "rounding": "exact up to rounding",
+    "lower_precision": "computes in less than float32",
+    "recipe": "another training recipe",
+}
 
 
 def write_tuned(
-    path: Path, file: str, overrides: Sequence[str], result: Result, environment: dict[str, Any], budget: float
+    path: Path, file: str, overrides: Sequence[str], result: Result, environment: Mapping[str, Any], budget: float
 ) -> None:
     """Write the YAML, and beside it all trials as .json; either appears whole or not at all.
 
     The YAML is read back first: its config must be the given one but for the techniques.
+
+    Args:
+        path: The YAML.
+        file: The given one.
+        overrides: ``key=value`` pairs that it was given with.
+        result: Of the search.
+        environment: The ``environment`` of a run's report.
+        budget: Seconds that were given for the search.
     """
-    text = tuned_yaml(file, overrides, result, environment, budget, path.name)
-    given, log = load_config(file, overrides), path.with_suffix(".json")
-    write_atomically(log, json.dumps(log_of(result, environment, budget), indent=2) + "\n")
+    given = load_config(file, overrides)
+    sizes = "# Batch sizes with these techniques. Another size is another recipe, and wants its own rate:"
+    parts = [
+        _comments(_header(path.name, file, overrides, result, environment, budget)),
+        _given_keys(file, overrides),
+        _chosen(result),
+        _comments(_left_out(result), "# Left out:"),
+        _comments(_sizes(result), sizes),
+    ]
+    log = {"environment": environment, "budget_seconds": budget, **dataclasses.asdict(result)}
+    write_json(path.with_suffix(".json"), {**log, "speedup": result.speedup})
     partial = path.with_name(f".{path.name}.partial")
     try:
-        write_atomically(partial, text)
-        assert load_config(partial) == dataclasses.replace(given, algorithms=plain(result.chosen))
+        write_atomically(partial, "\n\n".join(part for part in parts if part) + "\n")
+        assert load_config(partial) == dataclasses.replace(given, algorithms=result.chosen)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
 
 
-def tuned_yaml(
-    file: str, overrides: Sequence[str], result: Result, environment: dict[str, Any], budget: float, name: str
-) -> str:
-    """The text of the YAML. Values that the given file takes from the environment go on being taken from there."""
-    raw = OmegaConf.load(file)
-    for override in overrides:
-        if override.split("=")[0].split(".")[0] != "algorithms":
-            raw.merge_with_dotlist([override])
-    content = OmegaConf.to_container(raw, resolve=False)
-    assert isinstance(content, dict)
-    content.pop("algorithms", None)
-    lines = [*_wrapped(_header(file, overrides, result, environment, budget, name))]
-    if content:
-        lines += ["", OmegaConf.to_yaml(OmegaConf.create(content)).rstrip()]
-    lines += ["", *_algorithms(result)]
-    missing = left_out(result)
-    if missing:
-        lines += ["", "# Left out:", *_wrapped(f"- {label}: {reason}" for label, reason in missing)]
-    if result.sizes:
-        lines += ["", "# Batch sizes with these techniques. Another size is another recipe, and wants its own rate:"]
-        lines += _wrapped(f"- {size}: {_size(outcome)}" for size, outcome in result.sizes.items())
-    return "\n".join(lines) + "\n"
-
-
 def _header(
-    file: str, overrides: Sequence[str], result: Result, environment: dict[str, Any], budget: float, name: str
+    name: str, file: str, overrides: Sequence[str], result: Result, environment: Mapping[str, Any], budget: float
 ) -> Iterator[str]:
     date = datetime.now(UTC).strftime("%Y-%m-%d")
     yield f"{MARK[2:]} on {date} from {file}{' with ' if overrides else ''}{' '.join(overrides)}"
@@ -91,44 +88,114 @@ def _header(
         yield f"Chosen: {result.speedup:.2f} times as fast. Run in turn: given {given} s, chosen {chosen} s."
 
 
-def _algorithms(result: Result) -> Iterator[str]:
-    if not result.chosen:
-        yield "algorithms: {}"
-        return
-    yield "algorithms:"
-    reasons = measured_reasons(result)
-    for name, settings in plain(result.chosen).items():
-        for reason in reasons.get(name, ()):
-            yield from (f"  {line}" for line in _wrapped([reason]))
-        yield textwrap.indent(OmegaConf.to_yaml(OmegaConf.create({name: settings})).rstrip(), "  ")
+def _given_keys(file: str, overrides: Sequence[str]) -> str:
+    """All but the techniques. Values that the given file takes from the environment go on being taken from there."""
+    raw = OmegaConf.load(file)
+    assert isinstance(raw, DictConfig), "the given file was read before"
+    raw.merge_with_dotlist([o for o in overrides if o.split("=")[0].split(".")[0] != "algorithms"])
+    raw.pop("algorithms", None)
+    return OmegaConf.to_yaml(raw).rstrip() if raw else ""
 
 
-def _size(outcome: Any) -> str:
-    if not outcome.ok:
-        return str(outcome.reason)
-    memory = f", {outcome.peak_gib:.1f} GiB at most" if outcome.peak_gib is not None else ""
-    return f"{outcome.samples_per_sec:,.0f} samples/s{memory}"
+def _chosen(result: Result) -> str:
+    """The ``algorithms`` section, each technique below what was measured of it."""
+    lines = []
+    for name, settings in result.chosen.items():
+        if reason := "; ".join(_reasons(name, settings, result)):
+            lines.append(textwrap.indent(_comments([reason]), "  "))
+        lines.append(textwrap.indent(OmegaConf.to_yaml(OmegaConf.create({name: settings})).rstrip(), "  "))
+    return "\n".join(["algorithms:" if lines else "algorithms: {}", *lines])
 
 
-def _wrapped(texts: Any) -> Iterator[str]:
+def _reasons(name: str, settings: Mapping[str, Any], result: Result) -> Iterator[str]:
+    """Why a technique of the chosen set is in it."""
+    if result.given.get(name) == settings:
+        yield "in the given YAML"
+    if without := _without(name, result):
+        yield "the given YAML without it takes {}{}".format(*without)
+    for verdict in result.verdicts:
+        candidate = verdict.candidate
+        if candidate.adds.get(name) != settings or verdict.state != "measured":
+            continue
+        if len(candidate.adds) > 1:
+            yield f"as part of {candidate.label}: {_measured(verdict, result)}"
+        else:
+            yield f"{_measured(verdict, result)}; {_KINDS[candidate.kind]}"
+    within = result.without.get(name)
+    if isinstance(within, float):
+        yield f"the set without it takes {within:,.1f} s"
+    elif within is not None:
+        yield f"the set without it is not possible: {within}"
+
+
+def _left_out(result: Result) -> list[str]:
+    """All that is not in the chosen set and why; one line for all labels with the same reason."""
+    labels: dict[str, list[str]] = {}
+    for name, why in result.unengaged.items():
+        labels.setdefault(f"in the given YAML, but not in force here: {why}", []).append(name)
+    for name in (name for name in result.given if name not in result.chosen):
+        why = "and displaced by a chosen technique that it cannot go with"
+        if without := _without(name, result):
+            why = "which takes {} without it{}".format(*without)
+        labels.setdefault(f"in the given YAML, {why}", []).append(name)
+    for verdict in result.verdicts:
+        candidate = verdict.candidate
+        if candidate.removes or verdict.reason == "already in the set":
+            continue
+        if key_of({**result.chosen, **candidate.adds}) == key_of(result.chosen):
+            continue
+        own = candidate.label.split(" ")[0]  # refusals begin with "NAME: " of a technique itself
+        why = _measured(verdict, result) if verdict.state == "measured" else verdict.reason.removeprefix(f"{own}: ")
+        labels.setdefault(why, []).append(candidate.label)
+    for name, why in result.never.items():
+        if name not in result.chosen:
+            labels.setdefault(f"not tried: {why}", []).append(name)
+    return [f"- {', '.join(names)}: {reason}" for reason, names in labels.items()]
+
+
+def _sizes(result: Result) -> Iterator[str]:
+    for size, outcome in result.sizes.items():
+        memory = f", {outcome.peak_gib:.1f} GiB at most" if outcome.peak_gib is not None else ""
+        said = f"{outcome.samples_per_sec:,.0f} samples/s{memory}" if outcome.ok else outcome.reason
+        yield f"- {size}: {said}"
+
+
+def _without(name: str, result: Result) -> tuple[str, str] | None:
+    """What the given YAML takes without one of its techniques, and how that pays, where it was measured."""
+    for verdict in result.verdicts:
+        if verdict.candidate.removes == (name,) and verdict.alone is not None and verdict.alone_seconds is not None:
+            return f"{verdict.alone_seconds:,.1f} s", _pays(verdict.alone, result.typical)
+    return None
+
+
+def _measured(verdict: Verdict, result: Result) -> str:
+    """What a candidate gave alone and on top of others."""
+    parts = []
+    if verdict.alone is not None and verdict.alone_seconds is not None:
+        ratio, pays = result.base_seconds / verdict.alone_seconds, _pays(result.typical, verdict.alone)
+        parts.append(f"alone {ratio:.2f} times as fast, {verdict.alone_seconds:,.1f} s{pays}")
+    if verdict.stacked is not None and verdict.stacked != (result.base_seconds, verdict.alone_seconds):
+        before, after = verdict.stacked
+        parts.append(f"on top of what was chosen by then {after:,.1f} s after {before:,.1f} s")
+    elif verdict.reason:
+        parts.append(f"on top of what was chosen by then: {verdict.reason}")
+    return ", ".join(parts)
+
+
+def _pays(base: Outcome, other: Outcome) -> str:
+    """``other`` beside ``base``: what its start costs and when that is made up for."""
+    extra = other.start_seconds - base.start_seconds
+    before, after = base.step_seconds * 1e3, other.step_seconds * 1e3
+    steps = break_even_steps(base, other)
+    pays = ": never pays" if steps is None else f": pays from step {steps:,}" if steps else ""
+    return f" (start {round(extra, 1) + 0.0:+.1f} s, step {before:.1f} → {after:.1f} ms{pays})"
+
+
+def _comments(texts: Iterable[str], title: str = "") -> str:
+    """Each text as a comment of its own, below the title; empty where there is none."""
+    lines = []
     for text in texts:
-        yield from textwrap.wrap(
-            " ".join(str(text).split()), 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
+        lines += textwrap.wrap(
+            " ".join(text.split()), 116, initial_indent="# ", subsequent_indent="#   ", break_on_hyphens=False
         )
-
-
-def log_of(result: Result, environment: dict[str, Any], budget: float) -> dict[str, Any]:
-    """All trials and verdicts, as JSON has them: what is no finite number is null."""
-    content = dataclasses.asdict(result) | {"speedup": result.speedup}
-    cleaned: dict[str, Any] = _json({"environment": environment, "budget_seconds": budget, **content})
-    return cleaned
-
-
-def _json(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value if isinstance(value, (str, int, bool, type(None))) else str(value)
+    return "\n".join([title, *lines] if title and lines else lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import pytest
@@ -18,7 +18,7 @@ class Settings:
     """Batches to train."""
     share: float = key(0.5, gt=0)
     """Of the time."""
-    kinds: tuple[Literal["a", "b"], ...] = ()
+    kinds: list[Literal["a", "b"]] = field(default_factory=list)
     """What is allowed."""
     title: str = "none"
     """Above it."""
@@ -58,7 +58,7 @@ def test_a_mistyped_command_line_is_refused(arguments: list[str], words: list[st
 def test_pairs_fill_a_dataclass_with_typed_values_and_the_others_are_handed_back() -> None:
     given = ["x.steps=7", "-f", "x.yaml", "x.share=1e-1", "x.kinds=[a, b]", "x.title=Größe: a, b=c", "seed=3"]
     assert read_settings(Settings, [*given, "x.dry_run=true", "x.steps=8"], "x.") == (
-        Settings(8, 0.1, ("a", "b"), "Größe: a, b=c", True),
+        Settings(8, 0.1, ["a", "b"], "Größe: a, b=c", True),
         ["-f", "x.yaml", "seed=3"],
     )
     assert read_settings(Settings, ["steps=null", "kinds=b", "kinds="]) == (Settings(), [])

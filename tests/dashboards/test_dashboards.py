@@ -46,7 +46,7 @@ def test_masked_language_models_have_metrics_of_their_own() -> None:
 def test_a_workspace_holds_the_sections_over_runs_grouped_into_arms() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
-    workspace = build_workspace(layout(), Request(runs=("fp32", "bf16")), "team", "bert")
+    workspace = build_workspace(layout(), Request(runs=["fp32", "bf16"]), "team", "bert")
     spec: Any = workspace._to_model().spec.section
     assert [s.name for s in spec.panel_bank_config.sections] == SECTIONS
     for section, wanted in zip(spec.panel_bank_config.sections, layout(), strict=True):
@@ -67,7 +67,7 @@ def test_runs_may_be_grouped_by_other_keys_or_not_at_all() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
     def grouping(*keys: str) -> list[str]:
-        spec: Any = build_workspace(layout(), Request(group_by=keys), "team", "bert")._to_model().spec.section
+        spec: Any = build_workspace(layout(), Request(group_by=[*keys]), "team", "bert")._to_model().spec.section
         assert not spec.run_sets[0].model_dump()["filters"]["filters"], "all runs of the project"
         columns = spec.run_sets[0].run_feed.column_order
         assert columns[1 : 1 + len(keys)] == [f"config:{key.name}" for key in spec.run_sets[0].grouping]
@@ -82,7 +82,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
 
     from composer_speedups.dashboards.build import build_report
 
-    report = build_report(layout(), Request(runs=("fp32",)), "team", "bert")
+    report = build_report(layout(), Request(runs=["fp32"]), "team", "bert")
     assert (report.title, report.entity, report.project) == ("Arms side by side", "team", "bert")
     headings = [block.text for block in report.blocks if isinstance(block, reports.H2)]
     grids = [block for block in report.blocks if isinstance(block, reports.PanelGrid)]
@@ -141,7 +141,7 @@ def test_what_was_built_is_saved_and_its_address_printed(
 def test_arguments_become_a_request() -> None:
     assert read_request(["bert"]) == ("bert", Request())
     given = ["entity=team", "bert", "runs=a,b", "kind=report", "name=Two arms", "group_by=", "task=mlm"]
-    expected = Request("team", ("a", "b"), "report", "Two arms", (), "mlm", False)
+    expected = Request("team", ["a", "b"], "report", "Two arms", [], "mlm", False)
     assert read_request([*given, "dry_run=false"]) == ("bert", expected)
 
 

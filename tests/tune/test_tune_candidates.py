@@ -14,9 +14,19 @@ from composer_speedups.core.requirements import Context
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
-from composer_speedups.tune.candidates import CHOICES, Candidate, candidates_for, kind_of, worst
-from composer_speedups.tune.changes import Refused, apply_candidate, available, forbidden, key_of, refusal
-from composer_speedups.tune.settings import Kind
+from composer_speedups.tune.candidates import (
+    CHOICES,
+    Candidate,
+    Kind,
+    Refused,
+    apply_candidate,
+    candidates_for,
+    forbidden,
+    key_of,
+    kind_of,
+    worst,
+)
+from composer_speedups.tune.trials import GivenRun
 from tests.conftest import ROOT
 from tests.helpers.settings import ENTRIES, Entry
 
@@ -117,19 +127,19 @@ def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
 
 def test_what_would_be_refused_says_why() -> None:
     config = Config()
-    assert "needs a CUDA GPU" in (refusal({"tf32_matmul": {}}, config, CPU) or "")
-    assert "nothing packs them" in (refusal({"fused_layers": {}}, config, CPU) or "")
-    assert refusal({"fused_layers": {}, "unpadding": {}}, config, CPU) is None
+    run = GivenRun(config, CPU)
+    assert "needs a CUDA GPU" in (run.refusal({"tf32_matmul": {}}) or "")
+    assert "nothing packs them" in (run.refusal({"fused_layers": {}}) or "")
+    assert run.refusal({"fused_layers": {}, "unpadding": {}}) is None
     config.trainer.precision = "amp_bf16"
-    assert "both set the precision" in (refusal({"mixed_precision": {}}, config, CPU) or "")
+    assert "both set the precision" in (run.refusal({"mixed_precision": {}}) or "")
     assert "mixed_precision" not in {n for c in candidates_for({}, "cuda", autocast_by_config=True) for n in c.adds}
 
 
 def test_the_given_techniques_that_only_warn_are_set_aside_with_their_reason() -> None:
-    config = Config(on_unavailable="warn", algorithms={"tf32_matmul": {}, "sdpa_attention": {}})
-    techniques, left = available(config, CPU)
-    assert techniques == {"sdpa_attention": {}}
-    assert "CUDA GPU" in left["tf32_matmul"]
+    run = GivenRun(Config(on_unavailable="warn", algorithms={"tf32_matmul": {}, "sdpa_attention": {}}), CPU)
+    assert run.techniques == {"sdpa_attention": {}}
+    assert "CUDA GPU" in run.unengaged["tf32_matmul"]
 
 
 def test_only_what_is_allowed_may_change_the_numbers() -> None:

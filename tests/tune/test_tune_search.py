@@ -10,17 +10,10 @@ import pytest
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.tune.candidates import Candidate
-from composer_speedups.tune.outcomes import (
-    Algorithms,
-    Outcome,
-    break_even_steps,
-    noise_of,
-    planned_seconds,
-    planned_steps,
-)
-from composer_speedups.tune.results import Bench, Result
+from composer_speedups.tune.results import Algorithms, Outcome, Result, break_even_steps, noise_of
 from composer_speedups.tune.search import BaselineError, Search
 from composer_speedups.tune.settings import TuneConfig
+from composer_speedups.tune.trials import planned_steps
 
 SDPA = Candidate("sdpa_attention", {"sdpa_attention": {}}, kind="rounding")
 FUSED = Candidate("fused_optimizer", {"fused_optimizer": {}}, kind="rounding")
@@ -44,6 +37,7 @@ class World:
     sets: list[dict[str, Any]] = field(default_factory=list)
     timeouts: list[float] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    techniques: dict[str, Any] = field(default_factory=dict)
 
     def measure(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
         self.sets.append(dict(algorithms))
@@ -63,12 +57,15 @@ class World:
     def refusal(self, algorithms: Algorithms) -> str | None:
         return next((self.refuse[n] for n in algorithms if n in self.refuse), None)
 
+    def planned_steps(self, outcome: Outcome) -> int:
+        return self.steps
+
     def search(
         self, *candidates: Candidate, given: dict[str, Any] | None = None, allow: tuple[str, ...] = (), **settings: Any
     ) -> Result:
-        bench = Bench(self.measure, self.refusal, lambda _: self.steps, lambda: self.time, self.lines.append)
+        self.techniques = given or {}
         tune = TuneConfig(**{"budget_seconds": 1000.0, **settings})
-        return Search(given or {}, candidates, allow, tune, bench).run()
+        return Search(self, candidates, allow, tune, now=lambda: self.time, tell=self.lines.append).run()
 
 
 def test_what_saves_time_is_stacked_and_confirmed() -> None:
@@ -269,9 +266,8 @@ def test_a_run_longer_than_the_probe_is_left_out_where_a_third_of_the_budget_doe
 
 def test_arithmetic_of_the_planned_run() -> None:
     outcome = Outcome("ok", step_seconds=0.5, start_seconds=4.0, other_batches=3)
-    assert planned_seconds(outcome, 103) == 54.0
-    assert planned_seconds(outcome, 2) == 4.0
-    assert planned_seconds(Outcome("failed"), 2) == float("inf")
+    assert [outcome.planned_seconds(steps) for steps in (103, 2)] == [54.0, 4.0]
+    assert Outcome("failed").planned_seconds(2) == float("inf")
     assert [planned_steps(d, 25, 40, 1000.0) for d in ("2ep", "7ba", "81sp", "5500tok")] == [50, 7, 3, 6]
     assert noise_of([10.0, 10.5], 0.02) == 0.5
     assert noise_of([10.0, 10.0], 0.02) == pytest.approx(0.2)

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from composer_speedups.core.requirements import Context
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.failed_process import own_line, where
-from composer_speedups.tune.trial import Trials, outcome_of, outcome_of_failure, trial_config
+from composer_speedups.tune.trials import GivenRun, outcome_of, outcome_of_failure, trial_config
 from tests.conftest import ROOT
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
@@ -36,7 +38,8 @@ def test_a_trial_is_the_given_run_cut_down() -> None:
 def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
-    outcome = Trials(Config(), [sys.executable, str(program)])({}, steps=1, timeout=3)
+    run = GivenRun(Config(), Context(torch.device("cpu")), [sys.executable, str(program)])
+    outcome = run.measure({}, steps=1, timeout=3)
     assert outcome.status == "time"
     assert re.fullmatch(r"not done after \d+ s, at train\.py:4 in stuck", outcome.reason)
 

@@ -1,0 +1,229 @@
+"""The given run: what of its techniques can engage here, and trials of it, each some steps in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import json
+import math
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from composer_speedups.core.errors import TechniqueError, UserError
+from composer_speedups.core.ordering import screen
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.requirements import Context
+from composer_speedups.core.settings import Origins
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.models import resolve_name
+from composer_speedups.train.config.checks import check_together
+from composer_speedups.train.config.load import save_config
+from composer_speedups.train.config.schema import (
+    CheckpointConfig,
+    Config,
+    LoggersConfig,
+    MemoryConfig,
+    ThroughputConfig,
+)
+from composer_speedups.train.failed_process import own_line, ran_out_of_memory, where
+from composer_speedups.tune.candidates import stopping
+from composer_speedups.tune.results import Algorithms, Outcome
+
+__all__ = ["GivenRun", "outcome_of", "outcome_of_failure", "planned_steps", "trial_config"]
+
+TRAIN = (sys.executable, "-m", "composer_speedups.train")
+_SAID = 300  # characters of a failed process's line
+_LAST_WORDS = 2.0  # seconds for a process at its limit to say where it is
+
+
+class GivenRun:
+    """The run that is to be tuned; it is not trained here.
+
+    Args:
+        config: Of the given run.
+        context: Where it trains.
+        command: What trains in a trial, before its own arguments; tests give their own.
+
+    Raises:
+        UserError: What train.py would say of a technique that must engage and cannot.
+
+    Attributes:
+        techniques: Those of the config that can engage here.
+        unengaged: Those with ``on_unavailable: warn`` that cannot, and why.
+    """
+
+    def __init__(self, config: Config, context: Context, command: Sequence[str] = TRAIN) -> None:
+        self.config, self.context, self.command = config, context, command
+        techniques = build_techniques(config.algorithms, config.on_unavailable)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the YAML will say it
+            screen(techniques, context)
+        self.unengaged = {t.name: str(t.evidence["unavailable"]) for t in techniques if t.engaged is False}
+        self.techniques = {n: s for n, s in config.algorithms.items() if n not in self.unengaged}
+
+    @property
+    def trains_in_16_bits(self) -> bool:
+        """Whether lower precision is no news to it."""
+        by_technique = {"mixed_precision", "kahan_optimizer"} & set(self.config.algorithms)
+        return self.config.trainer.precision != "fp32" or bool(by_technique)
+
+    @cached_property
+    def batches_per_epoch(self) -> int:
+        """Training batches. Counting them puts the tokens into the cache, for all trials."""
+        data, model = self.config.data, self.config.model
+        on_gpu = self.context.device.type == "cuda"
+        built = build_data(
+            data, model_name=resolve_name(model.name), task=model.task, on_gpu=on_gpu, seed=self.config.seed
+        )
+        return len(built.train.dataloader)  # type: ignore[arg-type]
+
+    def planned_steps(self, outcome: Outcome) -> int:
+        """Steps of the planned run; ``outcome`` says how many tokens a step has."""
+        duration, batch_size = self.config.trainer.max_duration, self.config.data.batch_size
+        return planned_steps(duration, self.batches_per_epoch, batch_size, outcome.tokens_per_step)
+
+    def refusal(self, algorithms: Algorithms) -> str | None:
+        """Why train.py would refuse these techniques before it builds a model; None when it would not."""
+        whole = copy.copy(self.config)
+        whole.algorithms = stopping(algorithms)
+        try:
+            check_together(whole, Origins("config"))
+            screen(build_techniques(whole.algorithms), self.context)
+        except TechniqueError as error:
+            return f"{error.technique}: {error.reason}"
+        except UserError as error:
+            return str(error).removeprefix("config: ")
+        return None
+
+    def measure(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
+        """Train ``steps`` steps with these techniques; ends the process after ``timeout`` seconds, or two more.
+
+        It is a fresh process with empty compile caches: a user's first run compiles too, so the start of a technique
+        that compiles is what it costs then. Whatever goes wrong is an :class:`Outcome`, not an exception.
+        """
+        with tempfile.TemporaryDirectory(prefix="tune-") as name:
+            folder = Path(name)
+            trial = trial_config(self.config, algorithms, steps, folder, batch_size)
+            save_config(trial, folder / "trial.yaml", credentials=True)  # in a folder that nobody else can look into
+            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            started = time.monotonic()
+            status, output = _run([*self.command, "-f", str(folder / "trial.yaml")], caches, timeout)
+            wall = time.monotonic() - started
+            if status is None:
+                return Outcome("time", f"not done after {wall:.0f} s{where(output)}", wall_seconds=wall)
+            if status != 0:
+                return outcome_of_failure(status, output, wall)
+            return outcome_of(json.loads((folder / "trial" / "report.json").read_text()), wall)
+
+
+def planned_steps(max_duration: str, batches_per_epoch: int, batch_size: int, tokens_per_step: float) -> int:
+    """Optimizer steps of a run of ``max_duration``, a Composer time in ep, ba, sp or tok; at least 1."""
+    found = re.fullmatch(r"(\d+)([a-z]+)", max_duration)
+    assert found, f"{max_duration} is no time that the config lets through"
+    if found[2] == "ep":
+        return max(1, int(found[1]) * batches_per_epoch)
+    return max(1, math.ceil(int(found[1]) / {"ba": 1, "sp": batch_size, "tok": tokens_per_step}[found[2]]))
+
+
+def trial_config(
+    config: Config, algorithms: Algorithms, steps: int, folder: Path, batch_size: int | None = None
+) -> Config:
+    """The run cut down to ``steps`` steps, in ``folder``; what decides a step's time stays as it is.
+
+    Composer evaluates at the end of every run: here one batch, no larger than a training batch.
+    """
+    batch_size = batch_size or config.data.batch_size
+    return dataclasses.replace(
+        config,
+        algorithms=dict(algorithms),
+        run_name="trial",
+        runs_folder=str(folder),
+        export=False,
+        plot=False,
+        data=dataclasses.replace(config.data, batch_size=batch_size, eval_batch_size=batch_size),
+        scheduler=dataclasses.replace(config.scheduler, warmup="0.1dur"),
+        trainer=dataclasses.replace(
+            config.trainer,
+            max_duration=f"{steps}ba",
+            eval_interval=f"{steps}ba",
+            eval_batches=1,
+            progress_bar=False,
+            on_out_of_memory="stop",  # a set that does not fit is left out, not measured in smaller pieces
+        ),
+        checkpoint=CheckpointConfig(),
+        callbacks=dataclasses.replace(config.callbacks, throughput=ThroughputConfig(), memory=MemoryConfig()),
+        loggers=LoggersConfig(),
+    )
+
+
+def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
+    """Exit status (None when it was ended at ``timeout``) and all output, with its stacks where it was ended."""
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment, "PYTHONFAULTHANDLER": "1"},
+            start_new_session=True,  # so that its DataLoader workers and compilers can be ended with it
+        )
+        status = None
+        try:
+            status = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
+                process.send_signal(signal.SIGABRT)  # Python's fault handler leaves its stacks
+                process.wait(_LAST_WORDS)
+        finally:
+            if status is None:
+                with contextlib.suppress(ProcessLookupError):  # nobody is left
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        log.seek(0)
+        return status, log.read()
+
+
+def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
+    """What a run's report.json says, as an outcome."""
+    throughput, training = report["throughput"], report["training"]
+    if not throughput.get("steady_batches"):
+        batches = training["batches"]
+        return Outcome("failed", f"none of its {batches} steps came to a steady state", wall_seconds=wall_seconds)
+    techniques = report["algorithms"]
+    return Outcome(
+        "ok",
+        step_seconds=throughput["step_seconds"] + throughput["data_seconds"],
+        start_seconds=report["startup"].get("trainer_seconds", 0.0) + throughput["warmup_seconds"],
+        other_batches=throughput["other_batches"],
+        samples_per_sec=throughput["samples_per_sec"],
+        peak_gib=report["memory"].get("peak_gib"),
+        tokens_per_step=training["tokens"] / training["batches"],
+        wall_seconds=wall_seconds,
+        evidence={name: entry["evidence"] for name, entry in techniques.items()},
+        unengaged={
+            name: str(entry["evidence"].get("unavailable", "it did not engage"))
+            for name, entry in techniques.items()
+            if not entry["engaged"]
+        },
+    )
+
+
+def outcome_of_failure(status: int, output: str, wall_seconds: float) -> Outcome:
+    """What an exit status other than 0 and the output say, as an outcome."""
+    reason = own_line(output)[:_SAID] or f"it ended with status {status}"
+    if ran_out_of_memory(status, output):
+        return Outcome("memory", f"ran out of memory ({reason})", wall_seconds=wall_seconds)
+    return Outcome("refused" if status == 2 else "failed", reason, wall_seconds=wall_seconds)
