@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from composer_speedups.core.command_line import parse_command_line, read_settings
-from composer_speedups.core.errors import CannotRunError, ConfigError
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
@@ -42,7 +42,7 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
     from composer_speedups.train.environment import environment
     from composer_speedups.train.trainer import context_of, open_device
     from composer_speedups.tune.candidates import CHOICES, candidates_for
-    from composer_speedups.tune.search import BaselineError, Search
+    from composer_speedups.tune.search import Search
     from composer_speedups.tune.trials import GivenRun
     from composer_speedups.tune.write import write_tuned
 
@@ -59,10 +59,7 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
     )
     candidates = candidates_for(run.techniques, device, autocast_by_config=config.trainer.precision != "fp32")
     sizes = device == "cuda" if settings.batch_sizes is None else settings.batch_sizes
-    try:
-        result = Search(run, candidates, allow, settings, config.data.batch_size if sizes else None).run()
-    except BaselineError as error:
-        raise CannotRunError("given YAML", str(error), "train.py must run it first") from error
+    result = Search(run, candidates, allow, settings, config.data.batch_size if sizes else None).run()
     result.unengaged.update(run.unengaged)
     result.never = {name: choice.never for name, choice in CHOICES.items() if choice.never is not None}
     write_tuned(output, file, overrides, result, environment(), settings.budget_seconds)

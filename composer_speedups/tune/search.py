@@ -6,9 +6,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import CannotRunError, ConfigError
 from composer_speedups.tune.candidates import Candidate, Refused, apply_candidate, forbidden, key_of
 from composer_speedups.tune.results import Algorithms, Outcome, Result, Trial, Verdict, noise_of
 from composer_speedups.tune.settings import TuneConfig
@@ -16,7 +17,7 @@ from composer_speedups.tune.settings import TuneConfig
 if TYPE_CHECKING:
     from composer_speedups.tune.trials import GivenRun
 
-__all__ = ["BaselineError", "Search"]
+__all__ = ["Search"]
 
 _PROBE_STEPS, _MOST_STEPS = 8, 200  # of a trial
 _TRIALS = 20  # that a budget should have room for
@@ -25,14 +26,7 @@ _KEPT = 0.4  # of the budget for stacking, confirming and batch sizes
 _PAIRS = 0.25  # of the budget is enough for the pairs at the end, if it holds one
 _USEFUL = 4.5  # runs that a budget must hold: the given one, a trial, and a pair that confirms it, each a bit longer
 _NO_TIME = "no time was left; a larger tune.budget_seconds tries it"
-
-
-class BaselineError(Exception):
-    """The given run itself fails, so that there is nothing to improve on."""
-
-
-def _print(line: str) -> None:
-    print(line, flush=True)
+_print = partial(print, flush=True)
 
 
 class Search:
@@ -71,7 +65,7 @@ class Search:
         """Search until done or out of time; the result always holds a set that is no slower than the given one.
 
         Raises:
-            BaselineError: The given run fails.
+            CannotRunError: The given run itself fails, so that there is nothing to improve on.
             ConfigError: The budget does not even hold a run of the given set, a trial, and a pair that confirms it.
         """
         self._baseline()
@@ -248,7 +242,8 @@ class Search:
         if outcome.status == "time":
             raise self._budget_error(max(self._wall, outcome.wall_seconds))
         if not outcome.ok:
-            raise BaselineError(f"the given run fails: {outcome.reason}")
+            reason = f"the given run fails: {outcome.reason}"
+            raise CannotRunError("given YAML", reason, "train.py must run it first")
         self._wall = outcome.wall_seconds
         return outcome
 

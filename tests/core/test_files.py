@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from composer_speedups.core.files import publish, remove_unfinished, replace_folder, write_atomically
+from composer_speedups.core.files import publish, remove_unfinished, replace_folder, write_atomically, write_json
 from composer_speedups.train.cli import exit_codes
 
 
@@ -31,6 +32,12 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else() -> None:
         write_atomically(Path("report.json"), "new")
     assert Path("report.json").read_text() == "old"
     assert [path.name for path in Path().iterdir()] == ["report.json"]
+
+
+def test_json_has_null_where_there_is_no_number() -> None:
+    write_json(Path("x.json"), {"a": [1.5, float("nan")], "b": {"c": (float("-inf"), "nan", None)}, "d": 2})
+    assert json.loads(Path("x.json").read_text()) == {"a": [1.5, None], "b": {"c": [None, "nan", None]}, "d": 2}
+    assert "NaN" not in Path("x.json").read_text()
 
 
 def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else() -> None:

@@ -49,12 +49,9 @@ def test_tune_keys_are_parsed_and_the_others_are_the_configs() -> None:
     [
         ("tune.budget=3", "unknown key 'tune.budget'; did you mean 'tune.budget_seconds'"),
         ("tune.nonsense=3", "unknown key 'tune.nonsense'; known: budget_seconds, "),
-        ("tune=3", "unknown key 'tune'"),
-        ("tune.steps=few", "tune.steps must be a whole number, or null, not 'few'"),
         ("tune.steps=2", "tune.steps must be at least 5, not 2"),
         ("tune.budget_seconds=nan", "tune.budget_seconds must be a finite number"),
         ("tune.allow=[recipes]", r"tune.allow must be .* lower_precision or recipe, or null, not '\[recipes\]'"),
-        ("tune.steps=[", "tune.steps must be a whole number"),
     ],
 )
 def test_a_bad_tune_key_is_one_line(override: str, message: str) -> None:

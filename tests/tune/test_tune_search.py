@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import CannotRunError, ConfigError
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.results import Algorithms, Outcome, Result, break_even_steps, noise_of
-from composer_speedups.tune.search import BaselineError, Search
+from composer_speedups.tune.search import Search
 from composer_speedups.tune.settings import TuneConfig
 from composer_speedups.tune.trials import planned_steps
 
@@ -31,6 +31,7 @@ class World:
     compile_seconds: float = 20.0
     jitter: Callable[[int], float] = lambda trial: 1.0
     refuse: dict[str, str] = field(default_factory=dict)
+    needs: dict[str, str] = field(default_factory=dict)
     fail: dict[str, Outcome] = field(default_factory=dict)
     steps: int = 100
     time: float = 0.0
@@ -55,7 +56,8 @@ class World:
         return Outcome("ok", "", step, start, 3, 40 / step, 1.0, 400.0, self.wall)
 
     def refusal(self, algorithms: Algorithms) -> str | None:
-        return next((self.refuse[n] for n in algorithms if n in self.refuse), None)
+        lacks = (f"add {need}" for name, need in self.needs.items() if name in algorithms and need not in algorithms)
+        return next((self.refuse[n] for n in algorithms if n in self.refuse), next(lacks, None))
 
     def planned_steps(self, outcome: Outcome) -> int:
         return self.steps
@@ -154,20 +156,13 @@ def test_what_is_refused_costs_no_trial_and_is_tried_again_when_it_has_what_it_n
     assert (result.verdicts[0].state, result.verdicts[0].reason) == ("refused", "it needs a GPU")
     assert result.kept_given == "nothing was tried"
 
-    needy = World()
-    needy.refusal = (  # type: ignore[method-assign]
-        lambda a: "add fused_optimizer" if "sdpa_attention" in a and "fused_optimizer" not in a else None
-    )
-    result = needy.search(SDPA, FUSED)
+    result = World(needs={"sdpa_attention": "fused_optimizer"}).search(SDPA, FUSED)
     assert result.chosen == {"fused_optimizer": {}, "sdpa_attention": {}}
     assert result.without["fused_optimizer"] == "add fused_optimizer"
 
 
 def test_what_is_not_allowed_is_not_tried_on_top_when_it_has_what_it_needs() -> None:
-    needy = World()
-    needy.refusal = (  # type: ignore[method-assign]
-        lambda a: "add fused_optimizer" if "lora" in a and "fused_optimizer" not in a else None
-    )
+    needy = World(needs={"lora": "fused_optimizer"})
     result = needy.search(LORA, FUSED)
     assert result.verdicts[0].reason == "add fused_optimizer", "not that allowing it would do"
     assert not any("lora" in techniques for techniques in needy.sets)
@@ -237,7 +232,7 @@ def test_a_search_without_anything_to_try_is_no_matter_of_the_budget() -> None:
 
 def test_a_given_run_that_fails_has_nothing_to_tune() -> None:
     world = World(fail={"sdpa_attention": Outcome("memory", "ran out of memory")})
-    with pytest.raises(BaselineError, match="ran out of memory"):
+    with pytest.raises(CannotRunError, match="the given run fails: ran out of memory; train"):
         world.search(FUSED, given={"sdpa_attention": {}})
 
 

@@ -1,0 +1,32 @@
+"""What the output of a training process that failed says of why."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer_speedups.train.failed_process import own_line, where
+from tests.conftest import ROOT
+
+
+def test_a_stack_is_told_by_its_innermost_call_and_the_packages_own() -> None:
+    own = ROOT / "composer_speedups" / "fit.py"
+    stack = f"""noise
+Thread 0x1 (most recent call first):
+  File "other.py", line 3 in waits
+
+Current thread 0x2 (most recent call first):
+  File "/lib/queue.py", line 7 in get
+  File "/lib/loader.py", line 8 in batch
+  File "{own}", line 9 in train_to_end
+  File "/lib/main.py", line 1 in <module>
+"""
+    assert where(stack) == ", at queue.py:7 in get under fit.py:9 in train_to_end"
+    assert where(stack.replace(str(own), "/lib/fit.py")) == ", at queue.py:7 in get"
+    assert where("a line\n") == ""
+
+
+@pytest.mark.parametrize(("kind", "said"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")])
+def test_a_stack_is_not_why_a_process_ended(kind: str, said: str) -> None:
+    output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
+    assert own_line(output) == said
+    assert own_line(f"train.py: {kind}\n{output}") == kind
