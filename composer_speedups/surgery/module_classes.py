@@ -7,10 +7,12 @@ Assigning ``__class__`` keeps the module object: its parameters (and so tied wei
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from torch import nn
 
-__all__ = ["swap_class"]
+__all__ = ["derived_class", "stock_class", "swap_class"]
 
 
 def swap_class(
@@ -40,3 +42,28 @@ def swap_class(
             module.__class__ = new
             names.append(name)
     return names
+
+
+@cache
+def derived_class(mixin: Any, stock: Any) -> type[Any]:
+    """The subclass of both, with the methods of ``mixin`` first; the same one at every call.
+
+    It is called as the stock class is, with the mixin's attribute ``prefix`` before it. Its modules can be copied and
+    pickled, though no module has it by its name.
+    """
+    members = {"__module__": mixin.__module__, "__reduce_ex__": _reduce, "_derived_from": (mixin, stock)}
+    return type(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+
+
+def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
+    """The class that :func:`derived_class` was given."""
+    stock: type[nn.Module] = vars(derived)["_derived_from"][1]
+    return stock
+
+
+def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
+    return _new, type(module)._derived_from, vars(module)
+
+
+def _new(mixin: type[nn.Module], stock: type[nn.Module]) -> Any:
+    return object.__new__(derived_class(mixin, stock))

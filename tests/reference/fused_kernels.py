@@ -26,9 +26,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.int = _Int  # type: ignore[attr-defined]
 
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
-from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
-from composer_speedups.algorithms.fused_layers.plain import plain_layer
-from composer_speedups.algorithms.unpadding.plan import make_plan
+from composer_speedups.algorithms.fused_layers.modules import plain_layer
+from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
