@@ -1,4 +1,4 @@
-"""A model's repeated block: what is compiled once and reused, and what is recomputed."""
+"""The blocks of an encoder and of a model: what is packed and fused, compiled once and reused, or recomputed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,14 @@ from torch import nn
 
 from composer_speedups.families.family import family_of
 
-__all__ = ["repeated_blocks"]
+__all__ = ["blocks_of", "repeated_blocks"]
+
+
+def blocks_of(encoder: nn.Module) -> nn.ModuleList:
+    """The blocks of an encoder of a known family."""
+    family = family_of(type(encoder))
+    assert family is not None
+    return getattr(encoder, family.blocks)  # type: ignore[no-any-return]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:

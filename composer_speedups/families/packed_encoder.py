@@ -7,12 +7,11 @@ calls the original forward on one long row with variable-length attention, and p
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from composer_speedups.families.family import Family, family_of
 from composer_speedups.families.packed_attention import IMPLEMENTATION
 from composer_speedups.families.packed_tokens import (
     IGNORED,
@@ -36,7 +35,6 @@ class UnpaddedEncoder(nn.Module):
     """The methods of an encoder that runs on packed tokens; the class that it is derived from has the forward.
 
     Attributes:
-        family: What the encoder belongs to.
         plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay as it is. A
             forward pass looks for the very tensor that the model was called with. A mask of None stands for whatever
             mask of the plan's shape comes, whose values must then be the plan's. A forward pass whose mask is not among
@@ -56,7 +54,6 @@ class UnpaddedEncoder(nn.Module):
     """
 
     prefix = "Unpadded"
-    family: ClassVar[Family]
     plans: tuple[tuple[Tensor | None, Layout], ...] = ()
     given_mask: Tensor | None = None
     given_labels: Tensor | None = None
@@ -73,15 +70,6 @@ class UnpaddedEncoder(nn.Module):
         "the head reads padding: rows begin with it, or it has a label",
         "pad on the right, and give padding the label -100",
     )
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if (family := family_of(cls)) is not None:
-            cls.family = family
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return getattr(self, self.family.blocks)  # type: ignore[no-any-return]
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Hidden states (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at padding.

@@ -6,8 +6,8 @@ Assigning ``__class__`` keeps the module object: its parameters (and so tied wei
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 from torch import nn
@@ -44,15 +44,23 @@ def swap_class(
     return names
 
 
-@cache
+class _Derived(type):
+    """The class of classes that no module has by their names: a pickle holds what they are derived from."""
+
+
+_MADE: dict[Any, type[Any]] = {}
+
+
 def derived_class(mixin: Any, stock: Any) -> type[Any]:
     """The subclass of both, with the methods of ``mixin`` first; the same one at every call.
 
-    It is called as the stock class is, with the mixin's attribute ``prefix`` before it. Its modules can be copied and
-    pickled, though no module has it by its name.
+    It is called as the stock class is, with the mixin's attribute ``prefix`` before it. It and its modules can be
+    copied and pickled.
     """
-    members = {"__module__": mixin.__module__, "__reduce_ex__": _reduce, "_derived_from": (mixin, stock)}
-    return type(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+    if (mixin, stock) not in _MADE:
+        members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
+        _MADE[mixin, stock] = _Derived(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+    return _MADE[mixin, stock]
 
 
 def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
@@ -61,9 +69,8 @@ def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
     return stock
 
 
-def _reduce(module: Any, protocol: Any) -> tuple[Any, ...]:
-    return _new, type(module)._derived_from, vars(module)
+def _reduce(derived: Any) -> Any:
+    return derived_class, derived._derived_from
 
 
-def _new(mixin: type[nn.Module], stock: type[nn.Module]) -> Any:
-    return object.__new__(derived_class(mixin, stock))
+copyreg.pickle(_Derived, _reduce)

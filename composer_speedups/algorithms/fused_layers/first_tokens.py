@@ -12,7 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.families.family import Reads
+from composer_speedups.families.blocks import blocks_of
+from composer_speedups.families.family import Reads, family_of
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.stock import Untouched, model_differences, outermost_models
 
@@ -24,11 +25,11 @@ class _Mark:
 
     def __init__(self, model: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
         self._encoder = encoder
-        inside = {*encoder.blocks.modules(), *model.get_input_embeddings().modules()}
+        inside = {*blocks_of(encoder).modules(), *model.get_input_embeddings().modules()}
         # A hook on any of these could read the last layer's output; of the layers, only the last one has it, and
         # transformers hooks the input embeddings for gradient checkpointing.
         readers = [module for module in model.modules() if module is not model and module not in inside]
-        self._readers = Untouched([*readers, encoder.blocks, encoder.blocks[-1]], model)
+        self._readers = Untouched([*readers, blocks_of(encoder), blocks_of(encoder)[-1]], model)
 
     def set(self, model: nn.Module, args: Any) -> None:
         self._encoder.first_tokens_only = self._readers.still()
@@ -40,11 +41,16 @@ class _Mark:
 def mark_calls(model: nn.Module) -> None:
     """Have the models in a module mark their calls, where their head reads nothing but each row's first token."""
     for name, outer in outermost_models(model).items():
-        encoders = unpadded_encoders(outer)
-        if len(encoders) != 1 or marks_calls(outer) or not isinstance(encoders[0].blocks[-1], FusedLayer):
+        encoders, family = unpadded_encoders(outer), family_of(type(outer))
+        if len(encoders) != 1 or family is None or marks_calls(outer):
             continue
-        reads = encoders[0].family.reads(type(outer).__name__, outer.config)
-        if reads is Reads.FIRST_TOKEN and not model_differences(outer, name, skip=[encoders[0].blocks]):
+        blocks = blocks_of(encoders[0])
+        if (
+            not isinstance(blocks[-1], FusedLayer)
+            or family.reads(type(outer).__name__, outer.config) is not Reads.FIRST_TOKEN
+        ):
+            continue
+        if not model_differences(outer, name, skip=[blocks]):
             mark = _Mark(outer, encoders[0])
             outer.register_forward_pre_hook(mark.set)
             outer.register_forward_hook(mark.clear, always_call=True)

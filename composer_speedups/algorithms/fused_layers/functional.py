@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
+from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import Untouched, built_on_meta, differences
@@ -70,7 +71,9 @@ def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | No
             module.last_layer = last_layer
         if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
             module.owner = owner
-    inner = {id(layer) for encoder in encoders for layer in [*encoder.blocks][:-1]}  # one may stand in several places
+    inner = {
+        id(layer) for encoder in encoders for layer in [*blocks_of(encoder)][:-1]
+    }  # one may stand in several places
     for layer in layers.values():
         if isinstance(layer, FusedLayer):
             layer.is_last = id(layer) not in inner
@@ -100,7 +103,7 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
     """Layers of a model's unpadded encoders that cannot be fused, or were changed since, by name, and why."""
-    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in encoder.blocks}
+    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
     found, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].model_config
@@ -114,7 +117,7 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in encoder.blocks}
+    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
     return {name: module for name, module in model.named_modules() if id(module) in wanted}
 
 
