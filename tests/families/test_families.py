@@ -1,4 +1,4 @@
-"""Each file of a model family says where transformers has what; nothing else in the package names transformers' classes."""
+"""Each family's file says where transformers has what, and nothing else in the package names transformers' classes."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ def test_nothing_but_a_familys_file_names_its_classes() -> None:
     classes: set[str] = set()
     for name in UNPADDED:
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        own = inspect.getmembers(modeling, lambda each: inspect.isclass(each) and each.__module__ == modeling.__name__)
-        classes |= {modeling.__name__, f"transformers.models.{name}", *(name for name, _ in own)}
+        own = {n for n, each in inspect.getmembers(modeling, inspect.isclass) if each.__module__ == modeling.__name__}
+        classes |= {modeling.__name__, f"transformers.models.{name}", *own}
     assert {"BertEncoder", "TransformerBlock", "ModernBertModel"} <= classes
     wrong = {
         str(path.relative_to(PACKAGE)): found

@@ -44,11 +44,8 @@ def mark_calls(model: nn.Module) -> None:
         encoders, family = unpadded_encoders(outer), family_of(type(outer))
         if len(encoders) != 1 or family is None or marks_calls(outer):
             continue
-        blocks = blocks_of(encoders[0])
-        if (
-            not isinstance(blocks[-1], FusedLayer)
-            or family.reads(type(outer).__name__, outer.config) is not Reads.FIRST_TOKEN
-        ):
+        blocks, reads = blocks_of(encoders[0]), family.reads(type(outer).__name__, outer.config)
+        if reads is not Reads.FIRST_TOKEN or not isinstance(blocks[-1], FusedLayer):
             continue
         if not model_differences(outer, name, skip=[blocks]):
             mark = _Mark(outer, encoders[0])
