@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from composer.utils import dist
 
 if TYPE_CHECKING:
     from composer.core import State
 
-from composer_speedups.core.trainer_state import device_of
+from composer_speedups.core.trainer_state import device_of, world_size
 
 __all__ = ["Context", "Requirement", "needs_autocast", "needs_cuda", "needs_package"]
 
@@ -49,7 +48,7 @@ class Context:
         return cls(
             device_of(state),
             state.precision.value,
-            ranks=dist.get_world_size(),
+            ranks=world_size(),
             microbatch_size=microbatch,
             sharded=state.fsdp_config is not None or state.tp_config is not None,
         )

@@ -1,24 +1,30 @@
-"""What Composer's State holds, without its wrappers, and what its ranks agree on."""
+"""What Composer's State holds, without its wrappers, and what its ranks agree on; imports nothing of Composer."""
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from typing import TYPE_CHECKING, Any
 
 import torch
-from composer.core import State
-from composer.devices import Device
-from composer.utils import dist
 from torch.distributed.tensor import DTensor
 
+if TYPE_CHECKING:
+    from composer.core import State
+    from composer.devices import Device
+
 __all__ = [
+    "autocast_dtype",
     "compute_dtype",
     "device_of",
     "is_compiled",
+    "is_composer_model",
     "local_shard",
     "max_over_ranks",
     "model_of",
     "ranks_meet_on_host",
     "torch_device",
+    "world_size",
 ]
 
 
@@ -34,6 +40,12 @@ def device_of(state: State) -> torch.device:
     return torch_device(state.device)
 
 
+def is_composer_model(model: Any) -> bool:
+    """Whether a model is a ComposerModel, which it cannot be before Composer was imported."""
+    models = sys.modules.get("composer.models")
+    return models is not None and isinstance(model, models.ComposerModel)
+
+
 def model_of(state: State) -> Any:
     """The ComposerModel, out of its DistributedDataParallel wrapper where it has one."""
     return state.model.module if state.is_model_ddp else state.model
@@ -42,6 +54,13 @@ def model_of(state: State) -> Any:
 def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of a tensor that FSDP shares out; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def world_size() -> int:
+    """Processes that train together, before torch.distributed is initialised too."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def ranks_meet_on_host() -> bool:
@@ -53,22 +72,24 @@ def ranks_meet_on_host() -> bool:
 
 def max_over_ranks(device: Device, number: int) -> int:
     """The largest of the ranks' numbers; every rank has to ask. They meet on the host, or else on ``device``."""
-    if dist.get_world_size() == 1:
+    if world_size() == 1:
         return number
     largest = torch.tensor([number])
     if not ranks_meet_on_host():  # which then waits for all that the device has to do
         largest = device.tensor_to_device(largest)
-    dist.all_reduce(largest, reduce_operation="MAX")
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
     return int(largest.item())
+
+
+def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:
+    """What autocast computes matrix products in on a kind of device; ``otherwise`` where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else otherwise
 
 
 def compute_dtype(state: State) -> torch.dtype:
     """What a matmul of the model computes in: autocast's dtype, or that of its weights; call it under autocast."""
-    kind = device_of(state).type
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
     dtypes = (p.dtype for p in state.model.parameters() if p.is_floating_point())
-    return next(dtypes, torch.float32)
+    return autocast_dtype(device_of(state).type, next(dtypes, torch.float32))
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

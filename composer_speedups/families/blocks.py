@@ -1,14 +1,25 @@
-"""A model's repeated block: what is compiled once and reused, and what is recomputed."""
+"""The blocks of an encoder and of a model: what is packed and fused, compiled once and reused, or recomputed."""
 
 from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["repeated_blocks"]
+from composer_speedups.families.family import family_of
+
+__all__ = ["blocks_of", "repeated_blocks"]
+
+
+def blocks_of(encoder: nn.Module) -> nn.ModuleList:
+    """The blocks of an encoder of a known family."""
+    family = family_of(type(encoder))
+    assert family is not None
+    return getattr(encoder, family.blocks)  # type: ignore[no-any-return]
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of the longest ModuleList of one class; lists inside such a list are parts of its blocks.
+    """The blocks of an encoder of a known family, or else those of the longest ModuleList of one class.
+
+    Lists inside such a list are parts of its blocks. Of several encoders, the one with the most blocks is meant.
 
     Args:
         model: Any module; BERT's blocks are its encoder layers.
@@ -24,6 +35,9 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
         inside = any(name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList) and len({type(m) for m in module}) == 1 and not inside:
             lists[name] = module
+    encoders = [(module, family) for module in model.modules() if (family := family_of(type(module))) is not None]
+    known = [vars(module)["_modules"].get(family.blocks) for module, family in encoders]
+    lists = {name: each for name, each in lists.items() if any(each is other for other in known)} or lists
     if not lists:
         raise ValueError("the model has no ModuleList of one class of blocks")
     name, blocks = max(lists.items(), key=lambda item: len(item[1]))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composer_speedups.families.blocks import repeated_blocks
+from composer_speedups.families.family import config_value
 
 __all__ = ["batch_lengths", "block_weights", "frozen_flops", "training_flops"]
 
@@ -45,7 +46,7 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
     Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
     """
     hidden, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or config.hidden_dim  # DistilBERT's name for it
+    inner = config_value(config, "inner")
     lengths = lengths.to(torch.int64)
     tokens, rows = int(lengths.sum()), lengths.numel()
     linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)

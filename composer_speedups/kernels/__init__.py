@@ -1,1 +1,60 @@
-"""Triton kernels and their autograd functions; they need torch alone."""
+"""Triton kernels for encoders in 16 bits, usable alone: they need torch and Triton, and nothing else of this package.
+
+Shape suffixes: T tokens of all rows, packed one after another, R rows, A heads, D units a head (16, 32, 64 or 128),
+H = A·D hidden units, F units of the feed-forward layer, B × S padded ids, V entries of an embedding table. Tensors are
+contiguous and on one CUDA device; under ``TRITON_INTERPRET=1`` on the CPU. Activations are bf16, fp16 or float32,
+LayerNorm's weights and embedding tables of any floating dtype; sums and statistics are float32. ``seed`` is int32 (1,)
+on the device: the same seed drops the same numbers, so the backward pass is given that of the forward pass.
+
+=================================== =================================================================================
+``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T)
+``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H)
+``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
+                                    written over x, and statistics float32 (2, T)
+``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), sums float32 (3, H)
+``gelu.gelu_backward``              gradient (T, F), which is overwritten, and GELU's input (T, F) → gradient, GELU's
+                                    result (T, F) and the bias's gradient float32 (F,)
+``gelu.column_sums``                (T, F) → float32 (F,)
+``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H); an autograd
+                                    function. ``embed_forward`` and ``embed_backward`` are its halves
+``compile_ahead.compile_ahead``     compiles all of them for a :class:`Shape` in threads
+=================================== =================================================================================
+
+Attention over two rows, of 5 and of 3 tokens, and its gradient::
+
+    import torch
+    from composer_speedups.kernels.attention import attention_backward, attention_forward
+
+    heads, dropout = 2, 0.1
+    qkv = torch.randn(8, 3 * heads * 16, device=device)
+    cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
+    seed = torch.tensor([7], dtype=torch.int32, device=device)
+    out, logs = attention_forward(qkv, cu_seqlens, 5, heads, dropout, seed)
+    grad_qkv = attention_backward(torch.ones_like(out), qkv, out, logs, cu_seqlens, 5, dropout, seed)
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+__all__ = ["Shape"]
+
+
+class Shape(NamedTuple):
+    """What a model's kernels are compiled for: widths, and probabilities of dropping.
+
+    Attributes:
+        hidden, inner, heads: Of a layer.
+        weights, attention, output: Dropped of a layer's attention weights, of its attention's output, of its output.
+        embedding: Width of the embeddings.
+        embedded: Dropped of their output.
+    """
+
+    hidden: int
+    inner: int
+    heads: int
+    weights: float
+    attention: float
+    output: float
+    embedding: int
+    embedded: float

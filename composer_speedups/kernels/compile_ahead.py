@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.kernels import Shape
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed_backward, embed_forward
 from composer_speedups.kernels.gelu import column_sums, gelu_backward

@@ -1,11 +1,15 @@
-"""A technique applied a second time: the same settings change nothing more, and others are refused."""
+"""A technique's function that found nothing to do, or a model that carries the technique already."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["refuse_other_settings"]
+__all__ = ["NoEffectWarning", "refuse_other_settings"]
+
+
+class NoEffectWarning(UserWarning):
+    """A technique's function left a model, or some of its modules, as they were."""
 
 
 def refuse_other_settings(what: str, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

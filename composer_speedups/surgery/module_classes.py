@@ -6,11 +6,13 @@ Assigning ``__class__`` keeps the module object: its parameters (and so tied wei
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
-__all__ = ["swap_class"]
+__all__ = ["derived_class", "stock_class", "swap_class"]
 
 
 def swap_class(
@@ -40,3 +42,35 @@ def swap_class(
             module.__class__ = new
             names.append(name)
     return names
+
+
+class _Derived(type):
+    """The class of classes that no module has by their names: a pickle holds what they are derived from."""
+
+
+_MADE: dict[Any, type[Any]] = {}
+
+
+def derived_class(mixin: Any, stock: Any) -> type[Any]:
+    """The subclass of both, with the methods of ``mixin`` first; the same one at every call.
+
+    It is called as the stock class is, with the mixin's attribute ``prefix`` before it. It and its modules can be
+    copied and pickled.
+    """
+    if (mixin, stock) not in _MADE:
+        members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
+        _MADE[mixin, stock] = _Derived(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+    return _MADE[mixin, stock]
+
+
+def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
+    """The class that :func:`derived_class` was given."""
+    stock: type[nn.Module] = vars(derived)["_derived_from"][1]
+    return stock
+
+
+def _reduce(derived: Any) -> Any:
+    return derived_class, derived._derived_from
+
+
+copyreg.pickle(_Derived, _reduce)

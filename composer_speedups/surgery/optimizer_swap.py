@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from composer.optim import DecoupledAdamW
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
@@ -128,7 +127,7 @@ def _check_source(old: Optimizer, label: str) -> None:
         raise UnfitOptimizerError(
             f"the optimizer is {label_of(old)} already, and {label} is asked for", "swap a fresh torch.optim.AdamW"
         )
-    if type(old) not in (Adam, AdamW, DecoupledAdamW):
+    if type(old) not in (Adam, AdamW) and not _is_decoupled_adamw(old):
         raise UnfitOptimizerError(f"{name} is not AdamW, whose settings it takes over", fix)
     if any(len(state) for state in old.state.values()):
         raise UnfitOptimizerError(f"{name} has stepped already and its state would be lost", "swap it before training")
@@ -146,10 +145,16 @@ def _check_source(old: Optimizer, label: str) -> None:
             raise UnfitOptimizerError(f"{name} has {unfit} parameters", "train floating-point parameters only")
 
 
+def _is_decoupled_adamw(optimizer: Optimizer) -> bool:
+    """Whether it is Composer's; Composer need not be installed."""
+    kind = type(optimizer)
+    return kind.__name__ == "DecoupledAdamW" and kind.__module__.startswith("composer.optim.")
+
+
 def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
     carried = {key: group[key] for key in _CARRIED}
     carried["params"] = list(carried["params"])
-    if type(old) is DecoupledAdamW and carried["weight_decay"]:
+    if _is_decoupled_adamw(old) and carried["weight_decay"]:
         # It decays by weight_decay · lr / initial_lr, AdamW by weight_decay · lr.
         if not group["initial_lr"]:
             raise UnfitOptimizerError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import nn
@@ -15,37 +16,38 @@ Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer] | None
 def replace_parameters(
     optimizers: Optimizers,
     replacements: Mapping[nn.Parameter, Sequence[nn.Parameter]],
-    names: Mapping[nn.Parameter, str] | None = None,
-) -> int:
+    names: Mapping[nn.Parameter, str],
+    *,
+    for_untrained: Literal["no group", "first group"] = "no group",
+) -> None:
     """Put new parameters where old ones were: same group, so same learning rate and weight decay.
 
-    The number of groups, their order and their dicts stay, so schedulers do not notice. State of an old parameter
-    (its moments) is dropped: it belongs to none of the new ones.
+    The number of groups, their order and their dicts stay, even of an empty one: schedulers count them. An old
+    parameter's state (its moments) goes to the only one that takes its place, and is dropped where there are several
+    or none. A second call changes nothing.
 
     Args:
         optimizers: One, several or None; changed in place.
-        replacements: Old parameter → the new ones that take its place; one old parameter may be replaced by
-            itself and others.
+        replacements: Old parameter → the new ones that take its place, those that an optimizer holds already left out;
+            none for one that just leaves.
         names: New parameter → its name, for optimizers made from named parameters.
-
-    Returns:
-        How many new parameters were put into a group; those of an old one that no optimizer trains are left out.
+        for_untrained: Where new parameters go whose old one is in no group.
     """
     if optimizers is None:
-        return 0
-    placed = 0
-    for optimizer in [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers:
-        for group in optimizer.param_groups:
-            olds = list(group["params"])
-            news = [list(replacements.get(old, (old,))) for old in olds]
-            placed += sum(len(new) for old, new in zip(olds, news, strict=True) if old in replacements)
-            group["params"][:] = [parameter for new in news for parameter in new]
-            if "param_names" in group:
-                old_names = dict(zip(olds, group["param_names"], strict=True))
-                known = {**(names or {}), **{old: name for old, name in old_names.items() if old not in replacements}}
-                group["param_names"] = [known.get(p, old_names.get(p, "")) for p in group["params"]]
-        kept = {p for group in optimizer.param_groups for p in group["params"]}
-        for old in replacements:
-            if old not in kept:
-                optimizer.state.pop(old, None)
-    return placed
+        return
+    optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    held = {p for _, group in groups for p in group["params"]}
+    heirs = {old: [new for new in news if new not in held] for old, news in replacements.items()}
+    homeless = [new for old, news in heirs.items() if old not in held for new in news]
+    for index, (optimizer, group) in enumerate(groups):
+        olds = list(group["params"])
+        group["params"][:] = [new for old in olds for new in heirs.get(old, [old])]
+        if index == 0 and for_untrained == "first group":
+            group["params"] += homeless
+        if "param_names" in group:  # torch keeps them where the optimizer was given named parameters
+            known = {**names, **dict(zip(olds, group["param_names"], strict=True))}
+            group["param_names"] = [known[p] for p in group["params"]]
+        for old in olds:
+            if old in heirs and (state := optimizer.state.pop(old, None)) and len(heirs[old]) == 1:
+                optimizer.state[heirs[old][0]] = state

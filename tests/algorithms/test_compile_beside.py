@@ -13,10 +13,10 @@ from transformers import BertConfig, BertForSequenceClassification
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers import before_imports
 from composer_speedups.algorithms.fused_layers.before_imports import shape_of
-from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
-from composer_speedups.algorithms.fused_layers.families import FusedLayer
-from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 from composer_speedups.core.before_imports import PlannedRun, early_work
+from composer_speedups.families.family import kernel_shape
+from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import planned_run
@@ -28,7 +28,7 @@ def fused_shape(model: Any) -> Shape:
     apply_unpadding(model)
     apply_fused_layers(model)
     layer = next(m for m in model.modules() if isinstance(m, FusedLayer))
-    return Shape.of_modules(layer, next(m for m in model.modules() if isinstance(m, FusedEmbeddings)))
+    return modules_shape(layer, next(m for m in model.modules() if isinstance(m, FusedEmbeddings)))
 
 
 @pytest.mark.pins
@@ -53,7 +53,7 @@ def test_the_shape_of_a_size_is_that_of_such_a_bert(dropout: float | None) -> No
 
 def test_another_family_and_a_model_that_is_not_here_have_no_shape() -> None:
     with pytest.raises(KeyError, match="gpt2"):
-        Shape.of_config({"model_type": "gpt2"})
+        kernel_shape({"model_type": "gpt2"})
     with pytest.raises(FileNotFoundError, match="nobody/nothing"):
         shape_of({"name": "nobody/nothing", "size": None, "dropout": None})
 

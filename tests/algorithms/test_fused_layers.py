@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
-from composer_speedups.algorithms.fused_layers.families import FusedLayer
-from composer_speedups.algorithms.unpadding import encoders
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.families import packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
@@ -69,13 +69,13 @@ def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_he
 ) -> None:
     inputs = batch([5, 0, 9])  # whose second row is ignored by its label
     last_states: list[torch.Tensor] = []
-    scatter = encoders.scatter_tokens
+    scatter = packed_encoder.scatter_tokens
 
     def scattered(*arguments: Any) -> torch.Tensor:
         last_states.append(scatter(*arguments))
         return last_states[-1]
 
-    monkeypatch.setattr(encoders, "scatter_tokens", scattered)
+    monkeypatch.setattr(packed_encoder, "scatter_tokens", scattered)
     for head, last, expected in [
         ("classification", "needed", "first tokens"),
         ("classification", "all", "torch"),

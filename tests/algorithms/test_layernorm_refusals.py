@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from composer.algorithms.warnings import NoEffectWarning
 from torch import nn
 
 from composer_speedups import FastLayerNorm, apply_fast_layernorm
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.core.errors import TechniqueError
+from composer_speedups.surgery.applied import NoEffectWarning
 from tests.helpers.common import make_trainer, tiny_bert
 from tests.reference import apex
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from composer.algorithms.warnings import NoEffectWarning
 from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from transformers import BertForMultipleChoice, DebertaV2Config, MPNetConfig, PreTrainedModel
@@ -15,6 +14,7 @@ from transformers.models.bert import modeling_bert
 
 from composer_speedups import SDPAAttention, apply_sdpa_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.surgery.applied import NoEffectWarning
 from tests.helpers.common import (
     VOCABULARY,
     Batch,

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
 from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding
-from composer_speedups.algorithms.unpadding.attention import unpadded_attention
-from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.algorithms.unpadding.plan import make_plan
 from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.families.packed_attention import unpadded_attention
+from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.families.packed_tokens import make_plan
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import HEADS, UNPADDED, tiny_model

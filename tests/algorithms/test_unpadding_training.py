@@ -17,8 +17,8 @@ from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
 from composer_speedups import SDPAAttention, TorchCompile, Unpadding
-from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.train import application
 from tests.conftest import ROOT
 from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert

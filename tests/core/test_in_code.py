@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.algorithms.warnings import NoEffectWarning
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger
 from composer.models import ComposerClassifier, HuggingFaceModel
@@ -31,6 +30,7 @@ from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.ordering import refuse_clashes
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Technique
+from composer_speedups.surgery.applied import NoEffectWarning
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.settings import ENTRIES, Case
 

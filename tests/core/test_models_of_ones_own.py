@@ -41,10 +41,11 @@ from composer_speedups import (
     undo_fused_layers,
     undo_unpadding,
 )
-from composer_speedups.algorithms.fused_layers.families import FusedLayer
-from composer_speedups.algorithms.unpadding.encoders import plan_unpadding, unpadded_encoders
-from composer_speedups.algorithms.unpadding.plan import make_plan
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import CannotRunError, TechniqueError
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.families.stock import changes_to
 from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.models import FAMILIES, UNPADDED, tiny_model

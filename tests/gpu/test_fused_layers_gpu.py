@@ -17,11 +17,10 @@ from composer_speedups import (
     apply_unpadding,
     plan_unpadding,
 )
-from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
-from composer_speedups.algorithms.fused_layers.families import FusedLayer
-from composer_speedups.algorithms.fused_layers.shape import Shape
-from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import CannotRunError, TechniqueError
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.kernels import Shape
 from tests.core.test_models_of_ones_own import (
     INPUTS,
     BiEncoder,

@@ -11,9 +11,9 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 
 from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
-from composer_speedups.algorithms.unpadding.attention import FLASH, operators_among
-from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
 from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.families.packed_attention import FLASH, operators_among
+from composer_speedups.families.packed_encoder import unpadded_encoders
 from tests.helpers.common import batch, make_trainer, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
 from tests.helpers.models import HEADS, UNPADDED, tiny_model

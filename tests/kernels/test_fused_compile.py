@@ -20,10 +20,10 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
-from composer_speedups.algorithms.fused_layers.families import FusedBertLayer  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa: E402
-from composer_speedups.algorithms.fused_layers.parts import Rates  # noqa: E402
-from composer_speedups.algorithms.fused_layers.shape import Shape  # noqa: E402
+from composer_speedups.families import bert  # noqa: E402
+from composer_speedups.families.family import Rates  # noqa: E402
+from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
@@ -142,7 +142,7 @@ def test_every_launch_compiles_and_spills_no_registers(
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_is_compiled_ahead_is_what_a_model_launches(dropouts: Rates, rows: int, launched: list[Launch]) -> None:
     config = BertConfig(num_hidden_layers=1)
-    parts = FusedBertLayer.parts(BertModel(config).encoder.layer[0])  # type: ignore[arg-type]
+    parts = bert.FAMILY.parts(BertModel(config).encoder.layer[0])  # type: ignore[misc]
     shape = Shape(HIDDEN, 4 * HIDDEN, 12, *dropouts, embedding=HIDDEN, embedded=0.1)
     for some in launches(shape, torch.bfloat16, torch.device("cpu")):
         for launch in some:

@@ -7,6 +7,7 @@ and ends with an error at the first that fails.
 from __future__ import annotations
 
 import builtins
+import inspect
 import os
 import sys
 from typing import Any
@@ -25,10 +26,11 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
     interpreter.int = _Int  # type: ignore[attr-defined]
 
+from composer_speedups import kernels
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
-from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
-from composer_speedups.algorithms.fused_layers.plain import plain_layer
-from composer_speedups.algorithms.unpadding.plan import make_plan
+from composer_speedups.algorithms.fused_layers.modules import plain_layer
+from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
@@ -197,8 +199,23 @@ def independence() -> None:
     print("masks are independent")
 
 
+def documented_example() -> None:
+    """What the package's documentation shows, against plain attention; the same seed drops the same weights."""
+    code = inspect.cleandoc(str(kernels.__doc__).partition("::\n")[2])
+    found: dict[str, Any] = {"device": DEVICE}
+    exec(code, found)
+    first, second = dict(found), found
+    exec(code.replace("dropout = 2, 0.1", "dropout = 2, 0.0"), second)
+    assert first["grad_qkv"].isfinite().all()
+    query, key, value = (x.unflatten(-1, (2, 16)).transpose(0, 1) for x in second["qkv"].chunk(3, -1))
+    for rows in (slice(0, 5), slice(5, 8)):
+        expected = F.scaled_dot_product_attention(query[:, rows], key[:, rows], value[:, rows])
+        near("the documented example", second["out"][rows], expected.transpose(0, 1).flatten(1))
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
+    documented_example()
     for rate in (0.0, 0.25):
         norms(rate)
         attentions(rate)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from composer.utils import dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
-from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.core.trainer_state import world_size
+from composer_speedups.families.packed_encoder import unpadded_encoders
 
 __all__ = ["apply_cuda_graphs"]
 
@@ -54,6 +54,6 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
         current = GraphedCalls(model, current, max_graphs)
         current.install(attribute)
     current.max_graphs = max_graphs
-    current.cut_behind = blocks_to_cut(model, segments) if segments is not None or dist.get_world_size() > 1 else ()
+    current.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
     current.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
     return current

@@ -7,7 +7,8 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from composer.utils import dist
+
+from composer_speedups.core.trainer_state import world_size
 
 __all__ = ["CUDARecorder", "Recorder"]
 
@@ -47,7 +48,7 @@ class CUDARecorder:
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         # On several ranks a thread of NCCL's asks the GPU how its work stands, which "global" forbids all threads.
-        mode = "thread_local" if dist.get_world_size() > 1 else "global"
+        mode = "thread_local" if world_size() > 1 else "global"
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             result = run()
         return result, graph.replay

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from composer.algorithms.warnings import NoEffectWarning
 from composer.core import Event, State, get_precision_context
 from torch import nn
 
@@ -29,6 +28,7 @@ from composer_speedups.core.requirements import (
 )
 from composer_speedups.core.technique import OnUnavailable, Stage, Technique
 from composer_speedups.core.trainer_state import device_of, is_compiled
+from composer_speedups.surgery.applied import NoEffectWarning
 
 __all__ = ["FastLayerNorm"]
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from typing import Literal
 
 import torch
-from composer.algorithms.warnings import NoEffectWarning
 from torch import nn
 
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation, fits
@@ -18,7 +17,7 @@ from composer_speedups.core.requirements import (
     needs_cuda,
     needs_package,
 )
-from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.applied import NoEffectWarning, refuse_other_settings
 from composer_speedups.surgery.module_classes import swap_class
 
 __all__ = ["apply_fast_layernorm"]

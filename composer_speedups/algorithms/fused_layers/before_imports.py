@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.algorithms.fused_layers.shape import Shape
 from composer_speedups.core.before_imports import PlannedRun
 from composer_speedups.core.commands import output_of, python_module
+from composer_speedups.families.family import kernel_shape
+from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 
 __all__ = ["before_torch", "shape_of"]
@@ -43,7 +44,7 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
         found = json.loads(_config_file(model["name"]).read_text())
     if model["dropout"] is not None:
         found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model["dropout"])
-    return Shape.of_config(found)
+    return kernel_shape(found)
 
 
 def _config_file(name: str) -> Path:

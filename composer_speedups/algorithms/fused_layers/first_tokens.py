@@ -11,13 +11,13 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from composer_speedups.algorithms.fused_layers.families import FusedLayer
-from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.families.blocks import blocks_of
+from composer_speedups.families.family import Reads, family_of
+from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.stock import Untouched, model_differences, outermost_models
 
 __all__ = ["mark_calls", "marks_calls", "unmark_calls"]
-
-_FIRST_TOKEN_HEADS = {f"{family}ForSequenceClassification" for family in ("Bert", "Roberta", "Electra", "DistilBert")}
 
 
 class _Mark:
@@ -25,11 +25,11 @@ class _Mark:
 
     def __init__(self, model: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
         self._encoder = encoder
-        inside = {*encoder.layer.modules(), *model.get_input_embeddings().modules()}
+        inside = {*blocks_of(encoder).modules(), *model.get_input_embeddings().modules()}
         # A hook on any of these could read the last layer's output; of the layers, only the last one has it, and
         # transformers hooks the input embeddings for gradient checkpointing.
         readers = [module for module in model.modules() if module is not model and module not in inside]
-        self._readers = Untouched([*readers, encoder.layer, encoder.layer[-1]], model)
+        self._readers = Untouched([*readers, blocks_of(encoder), blocks_of(encoder)[-1]], model)
 
     def set(self, model: nn.Module, args: Any) -> None:
         self._encoder.first_tokens_only = self._readers.still()
@@ -41,12 +41,13 @@ class _Mark:
 def mark_calls(model: nn.Module) -> None:
     """Have the models in a module mark their calls, where their head reads nothing but each row's first token."""
     for name, outer in outermost_models(model).items():
-        encoders = [module for module in outer.modules() if isinstance(module, UnpaddedEncoder)]
-        if type(outer).__name__ not in _FIRST_TOKEN_HEADS or len(encoders) != 1 or marks_calls(outer):
+        encoders, family = unpadded_encoders(outer), family_of(type(outer))
+        if len(encoders) != 1 or family is None or marks_calls(outer):
             continue
-        if not isinstance(encoders[0].layer[-1], FusedLayer):
+        blocks, reads = blocks_of(encoders[0]), family.reads(type(outer).__name__, outer.config)
+        if reads is not Reads.FIRST_TOKEN or not isinstance(blocks[-1], FusedLayer):
             continue
-        if not model_differences(outer, name, skip=[encoders[0].layer]):
+        if not model_differences(outer, name, skip=[blocks]):
             mark = _Mark(outer, encoders[0])
             outer.register_forward_pre_hook(mark.set)
             outer.register_forward_hook(mark.clear, always_call=True)

@@ -7,16 +7,16 @@ from typing import Any, Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from composer_speedups.algorithms.fused_layers.embedding_families import EMBEDDINGS, FusedEmbeddings
-from composer_speedups.algorithms.fused_layers.families import FAMILIES, FusedLayer
 from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
-from composer_speedups.algorithms.unpadding.encoders import unpadded_encoders
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
+from composer_speedups.families.blocks import blocks_of
+from composer_speedups.families.family import config_value, family_of, titles
+from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import Untouched, built_on_meta, differences
+from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 __all__ = ["apply_fused_layers", "undo_fused_layers", "unfused_layers"]
 _SIZES = (16, 32, 64, 128)
-_STOCK: dict[type[nn.Module], type[nn.Module]] = {v: k for k, v in {**FAMILIES, **EMBEDDINGS}.items()}
-_KNOWN = "BERT, RoBERTa, ELECTRA and DistilBERT"
 
 
 def apply_fused_layers(model: nn.Module, last_layer: Literal["needed", "all"] = "needed") -> list[str]:
@@ -61,19 +61,19 @@ def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | No
         raise ValueError(f"fused_layers can fuse none of the layers: {next(iter(reasons.values()))}")
     names = []
     for name, module in model.named_modules():
-        stock = type(module)
-        if (name in layers and name not in reasons and stock in FAMILIES) or (
-            stock in EMBEDDINGS and not _why_not(module, name, _config_around(model, name))
-        ):
+        is_layer = name in layers and name not in reasons and _plays("layer", module)
+        if is_layer or (_plays("embeddings", module) and not _why_not(module, name, _config_around(model, name))):
             module.untouched = Untouched.inside(module)  # type: ignore[assignment]
-            module.__class__ = {**FAMILIES, **EMBEDDINGS}[stock]
+            module.__class__ = derived_class(FusedLayer if is_layer else FusedEmbeddings, type(module))
             module.owner = owner  # type: ignore[assignment]
             names.append(name)
         if isinstance(module, FusedLayer):
             module.last_layer = last_layer
         if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
             module.owner = owner
-    inner = {id(layer) for encoder in encoders for layer in [*encoder.layer][:-1]}  # one may stand in several places
+    inner = {
+        id(layer) for encoder in encoders for layer in [*blocks_of(encoder)][:-1]
+    }  # one may stand in several places
     for layer in layers.values():
         if isinstance(layer, FusedLayer):
             layer.is_last = id(layer) not in inner
@@ -92,7 +92,7 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
     names = []
     for name, module in model.named_modules():
         if isinstance(module, FusedLayer | FusedEmbeddings) and owner in (None, module.owner):
-            module.__class__ = _STOCK[type(module)]  # type: ignore[assignment]
+            module.__class__ = stock_class(type(module))  # type: ignore[assignment]
             for attribute in ("untouched", "last_layer", "is_last", "owner", "ran"):
                 vars(module).pop(attribute, None)
             names.append(name)
@@ -103,7 +103,7 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
     """Layers of a model's unpadded encoders that cannot be fused, or were changed since, by name, and why."""
-    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in encoder.layer}
+    encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
     found, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].model_config
@@ -117,14 +117,21 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
-    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in encoder.layer}
+    wanted = {id(layer) for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
     return {name: module for name, module in model.named_modules() if id(module) in wanted}
 
 
+def _plays(role: str, module: nn.Module) -> bool:
+    """Whether a module is the block, or the embeddings, of a family whose arithmetic the kernels know."""
+    family = family_of(type(module))
+    return family is not None and family.parts is not None and family.has(role, type(module))
+
+
 def _unsupported(config: Any, layer: nn.Module) -> str | None:
-    if type(layer) not in FAMILIES:
-        return f"fused_layers knows the layers of {_KNOWN}, and this model's are {type(layer).__name__}"
-    activation = getattr(config, "hidden_act", getattr(config, "activation", None))
+    if not _plays("layer", layer):
+        known = titles(lambda family: family.parts)
+        return f"fused_layers knows the layers of {known}, and this model's are {type(layer).__name__}"
+    activation = config_value(config, "activation")
     if activation != "gelu":
         return f"fused_layers knows the exact GELU, and this model's activation is {activation!r}"
     size = config.hidden_size // config.num_attention_heads

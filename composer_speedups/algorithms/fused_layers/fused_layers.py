@@ -10,10 +10,8 @@ import torch
 from composer.core import Event, Precision, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.fused_layers.embedding_families import FusedEmbeddings
-from composer_speedups.algorithms.fused_layers.families import FusedLayer
 from composer_speedups.algorithms.fused_layers.functional import fuse, unfuse, unfused_layers
-from composer_speedups.algorithms.fused_layers.shape import Shape
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 from composer_speedups.core.compared_technique import Check, ComparedTechnique
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda
@@ -87,7 +85,7 @@ class FusedLayers(ComparedTechnique):
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
-            shape = Shape.of_modules(self._layers[0], next(iter(self._embeddings), None))
+            shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
             self._compiling = compile_ahead(shape, dtype, device)
         unfused = unfused_layers(state.model)
         return {"layers": len(self._layers), **({"unfused": unfused} if unfused else {})}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.algorithms.fused_layers.parts import Parts, Rates
+from composer_speedups.families.family import Parts, Rates
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
@@ -26,7 +26,7 @@ def fused_layer(x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, lo
     Args:
         x_TH: bf16 or fp16; the products are computed in its dtype, sums and statistics in float32.
         parts, rates: The layer.
-        cu_seqlens, longest: See :class:`~composer_speedups.algorithms.unpadding.plan.Plan`.
+        cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
     """
     return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, *parts.parameters())
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from composer.models import ComposerModel
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError, swap_optimizer
 
 __all__ = ["apply_kahan_optimizer"]
@@ -48,7 +48,7 @@ def apply_kahan_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
         if parameter.dtype != torch.bfloat16:
             parameter.grad = None  # of another dtype from now on
             parameter.data = parameter.data.to(torch.bfloat16)
-    for module in [*model.children()] if isinstance(model, ComposerModel) else [model]:
+    for module in [*model.children()] if is_composer_model(model) else [model]:
         if _to_bfloat16 not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(_to_bfloat16, with_kwargs=True)
     return new

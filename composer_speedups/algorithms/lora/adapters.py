@@ -7,12 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 from transformers import PreTrainedModel
+
+from composer_speedups.families.family import family_of
+from composer_speedups.families.stock import outermost_models
 
 __all__ = [
     "ADAPTER",
     "adapted_layers",
     "head_names",
+    "heirs",
     "host",
     "insert",
     "settings_of",
@@ -23,19 +28,13 @@ __all__ = [
 ADAPTER = "default"  # PEFT's name for a single adapter
 _SETTINGS = "_lora_settings"  # the model's attribute that keeps them
 
-# What PEFT has no default for: the same projections under the names of other models.
-_MORE_TARGETS = {"distilbert": ["q_lin", "v_lin"], "modernbert": ["Wqkv"]}
 _TASKS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
 
 
 def host(model: nn.Module) -> nn.Module:
     """The module that adapters go into: the Hugging Face model inside ``model``, or ``model`` itself."""
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    return next(iter(found.values())) if len(found) == 1 else model
+    found = [*outermost_models(model).values()]
+    return found[0] if len(found) == 1 else model
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -50,6 +49,17 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
     from peft.utils.other import ModulesToSaveWrapper
 
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+
+
+def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
+    """Frozen parameter → the trained ones that stand for it; none for most."""
+    found: dict[Parameter, list[Parameter]] = {}
+    for layer in adapted_layers(model).values():
+        found[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+    for wrapper in trained_copies(model).values():
+        copied = dict(wrapper.modules_to_save[ADAPTER].named_parameters())
+        found |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
+    return {p: found.get(p, []) for p in model.parameters() if not p.requires_grad}
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
@@ -134,10 +144,12 @@ def _target_names(model: nn.Module, targets: str | Sequence[str] | None) -> str 
         return targets
     if targets is not None:
         return list(targets)
+    if (family := family_of(type(model))) is not None:
+        return list(family.query_and_value)
     from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
     kind = str(getattr(getattr(model, "config", None), "model_type", ""))
-    default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind) or _MORE_TARGETS.get(kind)
+    default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
     if default is None:
         raise ValueError(
             f"there is no default for which modules of a {kind or type(model).__name__} to adapt; "

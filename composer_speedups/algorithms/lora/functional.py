@@ -10,14 +10,15 @@ from torch import nn
 
 from composer_speedups.algorithms.lora.adapters import (
     adapted_layers,
+    heirs,
     host,
     insert,
     settings_of,
     wanted_settings,
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
-from composer_speedups.algorithms.lora.regroup import regroup
 from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_lora", "merged_state_dict", "save_adapter"]
 
@@ -65,8 +66,8 @@ def apply_lora(
         names = insert(inner, wanted)
     else:
         refuse_other_settings("LoRA's adapters", before, wanted)
-    if optimizers is not None:
-        regroup(inner, [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else optimizers)
+    names_of = {p: name for name, p in inner.named_parameters()}
+    replace_parameters(optimizers, heirs(inner), names_of, for_untrained="first group")
     return names
 
 

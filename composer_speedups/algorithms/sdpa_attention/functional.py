@@ -6,16 +6,16 @@ import warnings
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from composer.algorithms.warnings import NoEffectWarning
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-from transformers.modeling_utils import AttentionInterface
+from transformers.masking_utils import sdpa_mask
 
-from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION as UNPADDED
+from composer_speedups.families.packed_attention import IMPLEMENTATION as UNPADDED
+from composer_speedups.families.packed_attention import register_attention
 from composer_speedups.families.stock import outermost_models
+from composer_speedups.surgery.applied import NoEffectWarning
 
 __all__ = ["apply_sdpa_attention"]
 BACKENDS = {
@@ -93,6 +93,5 @@ def _register(backend: str) -> str:
         with sdpa_kernel(BACKENDS[backend]):
             return sdpa_attention_forward(module, *args, **kwargs)
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)  # without it, attention would see no mask at all
+    register_attention(name, attention, sdpa_mask)
     return name

@@ -18,6 +18,7 @@ from composer_speedups.core.operator_recorder import OperatorRecorder, cannot_ru
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import OnUnavailable, Stage
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
+from composer_speedups.families.family import config_value
 from composer_speedups.families.stock import outermost_models
 
 __all__ = ["SDPAAttention"]
@@ -161,7 +162,7 @@ class SDPAAttention(ComparedTechnique):
         with torch.random.fork_rng(devices), get_precision_context(state.precision, state.precision_config):
             query = torch.randn(shape, device=device, dtype=compute_dtype(state), requires_grad=True)
             with recorder:
-                function(attention, query, query, query, mask, dropout=_attention_dropout(config))
+                function(attention, query, query, query, mask, dropout=config_value(config, "attention_dropout", 0.0))
         return _kernel_among(recorder)
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -181,10 +182,6 @@ class _Bidirectional(nn.Module):
     """Stands for an attention module that does not say; every encoder attends both ways."""
 
     is_causal = False
-
-
-def _attention_dropout(config: Any) -> float:
-    return getattr(config, "attention_probs_dropout_prob", getattr(config, "attention_dropout", 0.0))  # DistilBERT's
 
 
 def _kernel_among(recorder: OperatorRecorder) -> str | None:

@@ -50,7 +50,7 @@ def apply_sparse_upcycling(
     """
     check_settings(experts, every, top_k)
     encoder, settings = encoder_of(model), {"experts": experts, "every": every, "top_k": top_k}
-    blocks = find_blocks(model)
+    blocks = find_blocks(model, encoder)
     present = getattr(encoder.config, "sparse_upcycling", None)
     if any(block.is_sparse for block in blocks):
         refuse_other_settings("layers of experts", present or {}, settings)
@@ -70,18 +70,6 @@ def apply_sparse_upcycling(
     encoder.config.sparse_upcycling = settings
     replace_parameters(optimizers, replaced, {p: n for n, p in model.named_parameters()})
     return [block.name for block in chosen]
-
-
-def check_settings(experts: int, every: int, top_k: int) -> None:
-    if not 2 <= experts <= 1024:
-        raise ValueError(f"experts must be 2 to 1024, not {experts}")
-    if every < 1:
-        raise ValueError(f"every must be at least 1, not {every}")
-    if not 2 <= top_k <= experts:
-        raise ValueError(
-            f"top_k must be 2 to experts={experts}, not {top_k}; the weight of a single expert would always be 1, "
-            "and the router would learn nothing from the task"
-        )
 
 
 def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceClassification) -> PreTrainedModel:
@@ -115,3 +103,15 @@ def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceCl
     if lacking:
         raise ValueError(f"the weights in {folder} do not fit its config: {lacking[0]} and {len(lacking) - 1} more")
     return model.eval()
+
+
+def check_settings(experts: int, every: int, top_k: int) -> None:
+    if not 2 <= experts <= 1024:
+        raise ValueError(f"experts must be 2 to 1024, not {experts}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}")
+    if not 2 <= top_k <= experts:
+        raise ValueError(
+            f"top_k must be 2 to experts={experts}, not {top_k}; the weight of a single expert would always be 1, "
+            "and the router would learn nothing from the task"
+        )

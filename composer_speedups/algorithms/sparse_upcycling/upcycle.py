@@ -1,4 +1,4 @@
-"""Dense feed-forward blocks of BERT, RoBERTa, ELECTRA and DistilBERT, found and turned into experts in place."""
+"""Dense feed-forward layers, found where their family says and turned into experts in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing, SparseFeedForward
+from composer_speedups.families.family import families, family_of
+from composer_speedups.families.stock import outermost_models
 
 __all__ = ["Block", "encoder_of", "find_blocks", "upcycle"]
 
@@ -29,18 +31,30 @@ class Block(NamedTuple):
         return isinstance(self.parts[0], SparseFeedForward)
 
 
-def find_blocks(model: nn.Module) -> list[Block]:
-    """The feed-forward blocks of a model from its first layer to its last, dense or sparse already."""
+def find_blocks(model: nn.Module, encoder: PreTrainedModel) -> list[Block]:
+    """The feed-forward layers of a model from its first block to its last, dense or sparse already.
+
+    They are where the encoder's family has them; in an encoder of an unknown family, where any family has them.
+    """
+    family = family_of(type(encoder))
+    asked = families() if family is None else [family]
+    layouts = {layout for each in asked if (layout := each.feed_forward) is not None}
     found = []
     for name, module in model.named_modules():
-        intermediate: Any = getattr(module, "intermediate", None)
-        output: Any = getattr(module, "output", None)
-        if hasattr(intermediate, "dense") and hasattr(output, "dense"):  # BERT, RoBERTa, ELECTRA
-            attributes = ("dense", "intermediate_act_fn", "dense")
-            found.append(Block(name, (intermediate, intermediate, output), attributes))
-        elif hasattr(module, "lin1") and hasattr(module, "lin2"):  # DistilBERT
-            found.append(Block(name, (module,) * 3, ("lin1", "activation", "lin2")))
+        for layout in layouts:
+            places = [_place(module, path) for path in layout]
+            if all(hasattr(*place) for place in places):
+                owners, attributes = zip(*places, strict=True)
+                found.append(Block(name, owners, attributes))
     return found
+
+
+def _place(module: Any, path: str) -> tuple[Any, str]:
+    """The module that would hold what a path leads to, None where there is no such module, and its attribute."""
+    *outer, attribute = path.split(".")
+    for name in outer:
+        module = getattr(module, name, None)
+    return module, attribute
 
 
 def encoder_of(model: nn.Module) -> PreTrainedModel:
@@ -49,7 +63,7 @@ def encoder_of(model: nn.Module) -> PreTrainedModel:
     Raises:
         ValueError: There is none, or it computes its feed-forward layers in chunks.
     """
-    outermost = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    outermost = next(iter(outermost_models(model).values()), None)
     if outermost is None:
         raise ValueError("the model holds no Hugging Face model, whose feed-forward layers could become experts")
     if getattr(outermost.config, "chunk_size_feed_forward", 0):

@@ -9,9 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch._inductor
 import torch._inductor.config
-from composer.models import ComposerModel
 from torch import nn
 
+from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.surgery.applied import refuse_other_settings
 
@@ -77,7 +77,7 @@ def switched_off() -> str | None:
 
 def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
     if scope == "model":
-        if isinstance(model, ComposerModel):  # evaluation calls its forward(), not the module itself
+        if is_composer_model(model):  # evaluation calls its forward(), not the module itself
             return {n: m for n, m in model.named_children() if any(True for _ in m.parameters())}
         return {"": model}
     if scope != "blocks":

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from composer.core import State, get_precision_context
 
-from composer_speedups.algorithms.unpadding.attention import operators_among, unpadded_attention
-from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder
-from composer_speedups.algorithms.unpadding.plan import Plan, make_plan
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
+from composer_speedups.families.blocks import blocks_of
+from composer_speedups.families.packed_attention import operators_among, unpadded_attention
+from composer_speedups.families.packed_encoder import UnpaddedEncoder
+from composer_speedups.families.packed_tokens import Plan, make_plan
 
 __all__ = ["FirstForward"]
 
@@ -47,7 +48,7 @@ class FirstForward:
         if self._compiled:
             self._operators = _probe_attention(state, encoders[0])
             return
-        layers = [layer for encoder in encoders for layer in encoder.layer]
+        layers = [layer for encoder in encoders for layer in blocks_of(encoder)]
         self._handles = [layer.register_forward_pre_hook(self._see, with_kwargs=True) for layer in layers]
         self._recorder = OperatorRecorder()
         self._recorder.__enter__()
@@ -67,7 +68,7 @@ class FirstForward:
         self._handles = []
         if self._recorder is not None:
             self._recorder.__exit__(None, None, None)
-            layers = [layer for encoder in self._encoders for layer in encoder.layer]
+            layers = [layer for encoder in self._encoders for layer in blocks_of(encoder)]
             own = {str(layer.own_attention) for layer in layers if getattr(layer, "own_attention", None)}
             self._operators = [*sorted(own), *operators_among(self._recorder.counts)]
             self._recorder = None
@@ -79,7 +80,7 @@ class FirstForward:
         if self._ways != {"unpadded"}:
             went = "padded" if "padded" in self._ways else "without its encoder"
             return f"the first forward pass ran {went}", "leave attention and output settings as they are"
-        layers = sum(len(encoder.layer) for encoder in self._encoders)
+        layers = sum(len(blocks_of(encoder)) for encoder in self._encoders)
         if not self._compiled and self._layers < layers:
             return f"{self._layers} of {layers} layers ran on packed tokens", "leave the encoder's layers as they are"
         if not self._operators:
@@ -89,7 +90,7 @@ class FirstForward:
     def evidence(self) -> dict[str, Any]:
         """What was seen, as report.json has it."""
         found: dict[str, Any] = {
-            "layers": sum(len(encoder.layer) for encoder in self._encoders),
+            "layers": sum(len(blocks_of(encoder)) for encoder in self._encoders),
             "attention": ", ".join(self._operators),
             "attention_seen_in": "probe" if self._compiled else "forward pass",
         }

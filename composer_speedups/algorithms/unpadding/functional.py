@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from composer_speedups.algorithms.unpadding.encoders import plan_unpadding
 from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
 from composer_speedups.core.comparison import compare, outcome_of, tolerance_of
+from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import changes_to
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
@@ -22,7 +22,7 @@ def apply_unpadding(
     """Make the encoder of a Hugging Face model run on real tokens only.
 
     Args:
-        model: A BERT, RoBERTa, ELECTRA, DistilBERT or ModernBERT of transformers, or a module that holds some;
+        model: A model of transformers of a known family (BERT, RoBERTa and others), or a module that holds some;
             changed in place. Its parameters, their names and its ``state_dict`` stay.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64:
             matrix products over a number that is no multiple of 8 are slow.
@@ -60,6 +60,33 @@ def apply_unpadding(
             stacklevel=2,
         )
     return names
+
+
+def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequence[int] | None = None) -> None:
+    """Lay out the model's next batch, so that its forward pass need not wait for a GPU to count the tokens.
+
+    Call it before every forward pass, or never: a mask of the same shape with other values is an error.
+
+    Args:
+        model: A model that :func:`apply_unpadding` changed, with one such encoder.
+        attention_mask: (B, S), best still on the CPU; None takes the plan away again.
+        counts: What the encoder's ``count`` gave for it, where that is known already.
+
+    Raises:
+        ValueError: The model has no unpadded encoder, or several, whose masks may differ.
+    """
+    encoders = unpadded_encoders(model)
+    if len(encoders) != 1:
+        raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; apply_unpadding it first")
+    encoder = encoders[0]
+    if attention_mask is None:
+        encoder.plans = ()
+        return
+    if counts is None:
+        counts = encoder.count(attention_mask)
+    device = next(encoder.parameters()).device
+    layout = encoder.layout(attention_mask.bool().to(device, non_blocking=True), counts)
+    encoder.plans = ((None, layout),)
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:

@@ -6,25 +6,18 @@ import inspect
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-from transformers import ModernBertModel, PreTrainedModel
+from transformers import PreTrainedModel
 
-from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION
-from composer_speedups.algorithms.unpadding.encoders import FAMILIES, UnpaddedEncoder
-from composer_speedups.algorithms.unpadding.modernbert import UnpaddedModernBertModel
+from composer_speedups.families.family import Reads, family_of, titles
+from composer_speedups.families.packed_attention import IMPLEMENTATION
+from composer_speedups.families.packed_encoder import UnpaddedEncoder
+from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 __all__ = ["restore_encoders", "swap_encoders"]
 
-_SUPPORTED = "BERT, RoBERTa, ELECTRA, DistilBERT and ModernBERT"
-_CLASSES: dict[type[nn.Module], type[UnpaddedEncoder]] = {**FAMILIES, ModernBertModel: UnpaddedModernBertModel}
-_STOCK = {unpadded: stock for stock, unpadded in _CLASSES.items()}
-# Heads that read no slot whose label says to ignore it; all others read the first slot of each row.
-_TOKEN_HEADS = ("ForMaskedLM", "ForTokenClassification", "ElectraForPreTraining")
-_LABELS_BY_TOKEN = ("ForMaskedLM", "ForTokenClassification")
-_POOLING_HEADS = ("ForSequenceClassification", "ForMultipleChoice")  # ModernBERT's, over the mask where it says so
-_REFUSED_HEADS = {
-    "ForQuestionAnswering": "whose loss is over padding positions too",
-    "ForCausalLM": "which is a decoder",
-    "LMHeadModel": "which is a decoder",
+_REFUSED = {
+    Reads.PADDING: "whose loss is over padding positions too",
+    Reads.DECODER: "which is a decoder",
 }
 
 
@@ -34,8 +27,12 @@ class _Found(NamedTuple):
     outer: list[PreTrainedModel]  # the outermost ones: several heads may share an encoder
 
     @property
-    def heads(self) -> list[str]:
-        return [type(model).__name__ for model in self.outer]
+    def heads(self) -> dict[str, Reads]:
+        """Class of each outermost model → what it reads of the encoder's result."""
+        family = family_of(type(self.encoder))
+        assert family is not None
+        config = self.bases[0].config
+        return {name: family.reads(name, config) for name in (type(model).__name__ for model in self.outer)}
 
 
 class _GivenMask:
@@ -84,9 +81,11 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
     changed = []
     for name, each in found.items():
         encoder: Any
-        encoder, base, heads = each.encoder, each.bases[0], each.heads
+        encoder, base, reads = each.encoder, each.bases[0], each.heads.values()
         if not isinstance(encoder, UnpaddedEncoder):
-            encoder.__class__ = _CLASSES[type(encoder)]
+            family = family_of(type(encoder))
+            assert family is not None
+            encoder.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(encoder))
             encoder.attention_before = base.config._attn_implementation or "eager"
             encoder.owner = owner
             for around in each.bases:
@@ -103,12 +102,9 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
         for around in each.bases:
             around.set_attn_implementation(IMPLEMENTATION)
         encoder.model_config = base.config
-        encoder.by_token = any(head.endswith(_LABELS_BY_TOKEN) for head in heads)
+        encoder.by_token = Reads.LABELLED_TOKENS in reads
         encoder.pad_to_multiple_of = pad_to_multiple_of
-        pools_all = getattr(base.config, "classifier_pooling", None) == "mean"
-        encoder.reads_first = not all(
-            head.endswith(_TOKEN_HEADS) or (pools_all and head.endswith(_POOLING_HEADS)) for head in heads
-        )
+        encoder.reads_first = not {*reads} <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
     return changed
 
 
@@ -130,7 +126,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
                 base.set_attn_implementation(encoder.attention_before)
         for outer in around.values():
             _remove_hooks(outer, encoder)
-        encoder.__class__ = _STOCK[type(encoder)]  # type: ignore[assignment]
+        encoder.__class__ = stock_class(type(encoder))  # type: ignore[assignment]
         for attribute in UnpaddedEncoder.__annotations__:
             vars(encoder).pop(attribute, None)
         names.append(name)
@@ -162,7 +158,8 @@ def _find(model: nn.Module) -> dict[str, _Found]:
     found: dict[str, _Found] = {}
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if type(module) in _CLASSES or isinstance(module, UnpaddedEncoder):
+        family = family_of(type(module))
+        if isinstance(module, UnpaddedEncoder) or (family is not None and family.has("encoder", type(module))):
             bases = _bases(around, name, module)
             if not bases:
                 raise ValueError(
@@ -176,16 +173,15 @@ def _find(model: nn.Module) -> dict[str, _Found]:
                     models.append(model_around)
     if not found:
         kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' modules"]
-        raise ValueError(f"unpadding knows {_SUPPORTED}, and this is {', '.join(kinds)}")
+        raise ValueError(f"unpadding knows {titles()}, and this is {', '.join(kinds)}")
     return found
 
 
 def _check(found: _Found) -> None:
     config = found.bases[0].config
-    for head in found.heads:
-        refused = next((why for end, why in _REFUSED_HEADS.items() if head.endswith(end)), None)
-        if refused:
-            raise ValueError(f"unpadding cannot serve {head}, {refused}")
+    for head, reads in found.heads.items():
+        if reads in _REFUSED:
+            raise ValueError(f"unpadding cannot serve {head}, {_REFUSED[reads]}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError("unpadding cannot serve a decoder: its attention is causal or has a second input")
     if getattr(config, "chunk_size_feed_forward", 0):

@@ -9,14 +9,14 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
-from composer_speedups.algorithms.unpadding.encoders import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.algorithms.unpadding.evidence import FirstForward
 from composer_speedups.algorithms.unpadding.functional import check_settings
 from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
-from composer_speedups.algorithms.unpadding.plan import row_counts
 from composer_speedups.core.compared_technique import Check, ComparedTechnique
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
+from composer_speedups.families.packed_tokens import row_counts
 
 __all__ = ["Unpadding"]
 

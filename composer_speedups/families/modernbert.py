@@ -1,4 +1,4 @@
-"""ModernBERT on real tokens.
+"""ModernBERT, and how it runs on real tokens.
 
 It has no encoder module: the model itself packs, before its embeddings. Positions act inside attention, so they are
 packed along; local layers see a window of slots on either side, which is one of packed tokens only in rows without
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import modeling_utils
 from transformers.modeling_outputs import BaseModelOutput
-from transformers.models.modernbert.modeling_modernbert import ModernBertModel
 from transformers.utils.generic import can_return_tuple
 
-from composer_speedups.algorithms.unpadding.encoders import Layout, UnpaddedEncoder
-from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
+from composer_speedups.families.family import Family, Reads, usual_head
+from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
+from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
 
-__all__ = ["UnpaddedModernBertModel"]
+__all__ = ["FAMILY"]
 
 
-class UnpaddedModernBertModel(UnpaddedEncoder, ModernBertModel):
+class _UnpaddedModernBert(UnpaddedEncoder):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
     padding.
 
@@ -37,9 +37,20 @@ class UnpaddedModernBertModel(UnpaddedEncoder, ModernBertModel):
         "pad on the right, without holes, and give padding the label -100",
     )
 
-    @property
-    def layer(self) -> nn.ModuleList:  # type: ignore[override]
-        return self.layers
+    config: Any
+    embeddings: nn.Module
+    layers: nn.ModuleList
+    rotary_emb: nn.Module
+    final_norm: nn.Module
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # transformers looks up by class what a model can record: hidden states and attention weights, in the padded
+        # way. Assigning an item asks for a class's name in transformers 5.17 and for a model of it in 5.23; update
+        # takes the name in both.
+        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
+        # save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
+        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
 
     @can_return_tuple
     def forward(
@@ -123,9 +134,25 @@ def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
     return flat.index_select(0, plan.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
 
 
-# transformers looks up by class what a model can record: hidden states and attention weights, in the padded way.
-# Assigning an item asks for a class's name in transformers 5.17 and for a model of it in 5.23; update takes the name in
-# both.
-modeling_utils._CAN_RECORD_REGISTRY.update({str(UnpaddedModernBertModel): ModernBertModel._can_record_outputs})
-# save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
-UnpaddedModernBertModel.__name__ = ModernBertModel.__name__
+def _reads(model_class: str, config: Any) -> Reads:
+    pools_real_tokens = getattr(config, "classifier_pooling", None) == "mean"
+    if pools_real_tokens and model_class.endswith(("ForSequenceClassification", "ForMultipleChoice")):
+        return Reads.REAL_TOKENS
+    return usual_head(model_class, config)
+
+
+FAMILY = Family(
+    name="modernbert",
+    title="ModernBERT",
+    encoder="ModernBertModel",
+    blocks="layers",
+    layer="ModernBertEncoderLayer",
+    embeddings="ModernBertEmbeddings",
+    query_and_value=("Wqkv",),
+    reads=_reads,
+    packed_encoder=_UnpaddedModernBert,
+    activation="hidden_activation",
+    attention_dropout="attention_dropout",
+    attention_output_dropout="attention_dropout",
+    hidden_dropout="mlp_dropout",
+)

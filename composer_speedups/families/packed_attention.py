@@ -5,6 +5,7 @@ Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,12 +14,30 @@ from torch.nn import functional as F
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.algorithms.unpadding.plan import Plan, gather_tokens, scatter_tokens
+from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
 
-__all__ = ["FLASH", "IMPLEMENTATION", "operators_among", "takes_flash", "unpadded_attention"]
+__all__ = [
+    "FLASH",
+    "IMPLEMENTATION",
+    "operators_among",
+    "real_keys",
+    "register_attention",
+    "repad",
+    "takes_flash",
+    "unpadded_attention",
+]
 
 IMPLEMENTATION = "unpadded"  # transformers takes any name with "flash" in it for the flash-attn package
 FLASH = "_flash_attention_forward"
+
+
+def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
+    """Make an attention function known to transformers by a name, and what makes its mask.
+
+    A name without a mask of its own would get none at all, and attend to padding.
+    """
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
 
 
 def keep_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
@@ -118,21 +137,26 @@ def _repadded(
     window: int | None = None,
 ) -> Tensor:
     """The same attention where there is no flash kernel: q, k and v alone go back to their padded slots."""
-    (rows, width), (_, heads, _, head_size) = plan.mask_BS.shape, query.shape
-
-    def repad(x: Tensor) -> Tensor:
-        packed = x.squeeze(0).transpose(0, 1).flatten(1)
-        padded = scatter_tokens(packed, plan.indices_T, rows * width)
-        return padded.view(rows, width, heads, head_size).transpose(1, 2)
-
-    # A row without a token would have nothing to attend to, and NaN for it.
-    mask = (plan.mask_BS | ~plan.mask_BS.any(-1, keepdim=True))[:, None, None, :]
-    if window is not None:  # nor would padding far from every token: each slot may attend to itself
-        distance_SS = _distances(width, query.device)
+    heads = query.shape[1]
+    queries, keys, values = (repad(x.squeeze(0).transpose(0, 1).flatten(1), plan, heads) for x in (query, key, value))
+    mask = real_keys(plan)
+    if window is not None:  # padding far from every token would have nothing to attend to: each slot may to itself
+        distance_SS = _distances(plan.mask_BS.shape[1], query.device)
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
-    out_BASD = F.scaled_dot_product_attention(repad(query), repad(key), repad(value), mask, dropout, scale=scaling)
-    packed = gather_tokens(out_BASD.transpose(1, 2).reshape(rows * width, -1), plan.indices_T)
-    return packed.view(1, -1, heads, head_size)
+    out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
+    packed = gather_tokens(out_BASD.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
+    return packed.view(1, -1, heads, query.shape[-1])
+
+
+def repad(packed_TH: Tensor, plan: Plan, heads: int) -> Tensor:
+    """Packed queries, keys or values of all heads, (T, A·D), in their padded slots, (B, A, S, D); zeros at padding."""
+    padded = scatter_tokens(packed_TH, plan.indices_T, plan.mask_BS.numel())
+    return padded.view(*plan.mask_BS.shape, heads, -1).transpose(1, 2)
+
+
+def real_keys(plan: Plan) -> Tensor:
+    """Which keys are attended to, (B, 1, 1, S); all of them in a row without any, which would get NaN."""
+    return (plan.mask_BS | ~plan.mask_BS.any(-1, keepdim=True))[:, None, None, :]
 
 
 def _distances(width: int, device: torch.device) -> Tensor:
@@ -166,5 +190,4 @@ def _padded(
 
 
 # When this module is imported, and so where a changed model is unpickled too.
-AttentionInterface.register(IMPLEMENTATION, unpadded_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, keep_mask)
+register_attention(IMPLEMENTATION, unpadded_attention, keep_mask)

@@ -1,7 +1,7 @@
-"""Encoders of transformers that run on real tokens: BERT, RoBERTa, ELECTRA and DistilBERT (ModernBERT has a file).
+"""Encoders of transformers that run on real tokens.
 
-Each is a subclass that an encoder is turned into (see :mod:`..surgery`). It packs the tokens, calls the original
-forward on one long row with variable-length attention, and puts the tokens back where they were.
+An encoder's class is derived from its own (see :func:`~..surgery.module_classes.derived_class`). It packs the tokens,
+calls the original forward on one long row with variable-length attention, and puts the tokens back where they were.
 """
 
 from __future__ import annotations
@@ -11,13 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers.models.bert.modeling_bert import BertEncoder
-from transformers.models.distilbert.modeling_distilbert import Transformer
-from transformers.models.electra.modeling_electra import ElectraEncoder
-from transformers.models.roberta.modeling_roberta import RobertaEncoder
 
-from composer_speedups.algorithms.unpadding.attention import IMPLEMENTATION
-from composer_speedups.algorithms.unpadding.plan import (
+from composer_speedups.families.packed_attention import IMPLEMENTATION
+from composer_speedups.families.packed_tokens import (
     IGNORED,
     Plan,
     gather_tokens,
@@ -27,7 +23,7 @@ from composer_speedups.algorithms.unpadding.plan import (
     scatter_tokens,
 )
 
-__all__ = ["FAMILIES", "Layout", "UnpaddedEncoder", "plan_unpadding", "unpadded_encoders"]
+__all__ = ["Layout", "UnpaddedEncoder", "unpadded_encoders"]
 
 _LABELLED = "unpadding: a padding slot has a label, and its loss would be another; give padding the label -100"
 _STALE = "unpadding: the attention mask is not the one that was planned for; plan each batch, or none"
@@ -36,7 +32,7 @@ Layout = Plan | Literal["padded"]
 
 
 class UnpaddedEncoder(nn.Module):
-    """What the encoders share: everything but the class whose forward they call.
+    """The methods of an encoder that runs on packed tokens; the class that it is derived from has the forward.
 
     Attributes:
         plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay as it is. A
@@ -57,6 +53,7 @@ class UnpaddedEncoder(nn.Module):
         padded_because: Reason and fix for a batch that :meth:`layout` leaves padded.
     """
 
+    prefix = "Unpadded"
     plans: tuple[tuple[Tensor | None, Layout], ...] = ()
     given_mask: Tensor | None = None
     given_labels: Tensor | None = None
@@ -73,7 +70,6 @@ class UnpaddedEncoder(nn.Module):
         "the head reads padding: rows begin with it, or it has a label",
         "pad on the right, and give padding the label -100",
     )
-    layer: nn.ModuleList
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Hidden states (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at padding.
@@ -162,57 +158,6 @@ class UnpaddedEncoder(nn.Module):
         return make_plan(mask_BS, sum(map(abs, counts)), self.pad_to_multiple_of)
 
 
-class UnpaddedBertEncoder(UnpaddedEncoder, BertEncoder):  # type: ignore[misc]
-    pass
-
-
-class UnpaddedRobertaEncoder(UnpaddedEncoder, RobertaEncoder):  # type: ignore[misc]
-    pass
-
-
-class UnpaddedElectraEncoder(UnpaddedEncoder, ElectraEncoder):  # type: ignore[misc]
-    pass
-
-
-class UnpaddedDistilBertEncoder(UnpaddedEncoder, Transformer):
-    pass
-
-
-FAMILIES: dict[type[nn.Module], type[UnpaddedEncoder]] = {
-    BertEncoder: UnpaddedBertEncoder,
-    RobertaEncoder: UnpaddedRobertaEncoder,
-    ElectraEncoder: UnpaddedElectraEncoder,
-    Transformer: UnpaddedDistilBertEncoder,
-}
-
-
 def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:
     """The encoders in a model that run on real tokens."""
     return [module for module in model.modules() if isinstance(module, UnpaddedEncoder)]
-
-
-def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequence[int] | None = None) -> None:
-    """Lay out the model's next batch, so that its forward pass need not wait for a GPU to count the tokens.
-
-    Call it before every forward pass, or never: a mask of the same shape with other values is an error.
-
-    Args:
-        model: A model that :func:`apply_unpadding` changed, with one such encoder.
-        attention_mask: (B, S), best still on the CPU; None takes the plan away again.
-        counts: What the encoder's ``count`` gave for it, where that is known already.
-
-    Raises:
-        ValueError: The model has no unpadded encoder, or several, whose masks may differ.
-    """
-    encoders = unpadded_encoders(model)
-    if len(encoders) != 1:
-        raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; apply_unpadding it first")
-    encoder = encoders[0]
-    if attention_mask is None:
-        encoder.plans = ()
-        return
-    if counts is None:
-        counts = encoder.count(attention_mask)
-    device = next(encoder.parameters()).device
-    layout = encoder.layout(attention_mask.bool().to(device, non_blocking=True), counts)
-    encoder.plans = ((None, layout),)

@@ -1,0 +1,217 @@
+"""Blocks and embeddings of a known family that compute with fused kernels; parameters, names and settings stay.
+
+Their classes are derived from transformers' own (see :func:`~...surgery.module_classes.derived_class`). Where a kernel
+does not run (CPU, float32, a batch that was not packed, a module that was changed), torch's own operators or the
+original forward do.
+
+Shapes: T packed tokens, H hidden units, A heads, D units a head, B rows, S slots a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from composer_speedups.core.trainer_state import autocast_dtype
+from composer_speedups.families.family import Family, Parts, Rates, family_of
+from composer_speedups.families.packed_attention import real_keys, repad
+from composer_speedups.families.packed_tokens import Plan, gather_tokens
+from composer_speedups.families.stock import Untouched
+from composer_speedups.kernels import Shape
+
+__all__ = ["FusedEmbeddings", "FusedLayer", "modules_shape", "plain_layer"]
+
+
+class FusedLayer(nn.Module):
+    """The methods of a fused block; the class that it is derived from has the original forward.
+
+    Attributes:
+        untouched: The modules inside the layer when it was fused. Once one of them was exchanged, hooked or patched,
+            the layer runs its original forward.
+        last_layer: What :func:`apply_fused_layers` was asked for.
+        is_last: No other layer of its encoder reads what it computes.
+        owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
+        ran: How the last forward pass went: ``"triton"``, ``"torch"``, ``"first tokens"``, ``"unfused"`` (packed
+            tokens through the original forward), ``"stock"`` (a padded batch through it), or None before there was
+            one.
+    """
+
+    prefix = "Fused"
+    untouched: Untouched
+    last_layer: str = "all"
+    is_last: bool = False
+    owner: int | None = None
+    ran: str | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        family = family_of(cls)
+        assert family is not None
+        assert family.parts is not None
+        cls.parts, cls.dropouts = family.parts, family.dropouts  # type: ignore[method-assign, assignment]
+
+    @property
+    def own_attention(self) -> str | None:
+        """The attention kernel of the last forward pass, if it was none of PyTorch's, which would see none."""
+        return "fused_layers' own" if self.ran == "triton" else None
+
+    def parts(self) -> Parts:
+        """See :class:`Family`, whose function each subclass has."""
+        raise NotImplementedError
+
+    def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
+        """See :class:`Family`, whose function each subclass has."""
+        raise NotImplementedError
+
+    def rates(self, *, in_training: bool = False) -> Rates:
+        """What is dropped now, or in training mode; a module inside may be in eval mode alone."""
+        return Rates(
+            *(each[1].p if each is not None and (in_training or each[0].training) else 0.0 for each in self.dropouts())
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        *args: Any,
+        unpadding: Plan | None = None,
+        first_tokens_only: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """(1, T, H) → (1, T, H) with a plan; without one, whatever the original takes and gives.
+
+        ``first_tokens_only``: nothing but each row's first token is read of the last layer's result; the others may
+        be zeros.
+        """
+        if unpadding is None:
+            self.ran = "stock"
+            return super().forward(hidden_states, *args, **kwargs)
+        if not self.untouched.still():
+            self.ran = "unfused"
+            return super().forward(hidden_states, *args, unpadding=unpadding, **kwargs)
+        parts, rates = self.parts(), self.rates()
+        x_TH = hidden_states.squeeze(0)
+        if first_tokens_only and self.is_last:
+            self.ran = "first tokens"
+            return _first_tokens_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
+        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
+        if not x_TH.is_cuda or dtype == torch.float32:
+            self.ran = "torch"
+            return plain_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
+        from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
+
+        self.ran = "triton"
+        return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest).unsqueeze(0)
+
+
+def plain_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+    """The same block in torch's own operators, (T, H) → (T, H)."""
+    weight = torch.cat([parts.query.weight, parts.key.weight, parts.value.weight])
+    bias = torch.cat([parts.query.bias, parts.key.bias, parts.value.bias])
+    query, key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(3, -1))
+    attended = F.scaled_dot_product_attention(query, key, value, real_keys(plan), rates.weights)
+    packed = gather_tokens(attended.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
+    return _after_attention(packed, x_TH, parts, rates)
+
+
+def _first_tokens_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+    """(T, H) → (T, H) with the output of each row's first token, and zeros elsewhere.
+
+    For a last layer under a head that reads nothing else: keys and values of all tokens, but queries, and all that
+    comes after attention, of one token a row.
+    """
+    rows = plan.mask_BS.shape[0]
+    starts, ends = plan.cu_seqlens[:rows].long(), plan.cu_seqlens[1 : rows + 1]
+    first_BH = x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))  # of an empty row: another's, dropped below
+    query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
+    weight, bias = (torch.cat([getattr(parts.key, n), getattr(parts.value, n)]) for n in ("weight", "bias"))
+    key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
+    attended = F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key, value, real_keys(plan), rates.weights)
+    out_BH = _after_attention(attended.flatten(1), first_BH, parts, rates)
+    slots = torch.where(ends > starts, starts, len(x_TH))
+    return out_BH.new_zeros(len(x_TH) + 1, out_BH.shape[1]).index_copy(0, slots, out_BH)[:-1]
+
+
+def _after_attention(attended: Tensor, x: Tensor, parts: Parts, rates: Rates) -> Tensor:
+    projected = F.dropout(parts.out(attended), rates.attention)
+    hidden = parts.attention_norm(projected + x)
+    return parts.output_norm(F.dropout(parts.down(F.gelu(parts.up(hidden))), rates.output) + hidden)
+
+
+class FusedEmbeddings(nn.Module):
+    """The methods of fused embeddings; the class that they are derived from has the original forward.
+
+    Attributes:
+        untouched: The modules inside when the module was fused; once one of them was exchanged, hooked or patched, the
+            original forward runs.
+        owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
+        ran: How the last forward pass went: ``"triton"``, ``"stock"``, or None before there was one.
+    """
+
+    prefix = "Fused"
+    family: ClassVar[Family]
+    arguments: ClassVar[list[str]]  # of the original forward
+    untouched: Untouched
+    owner: int | None = None
+    ran: str | None = None
+    word_embeddings: nn.Embedding
+    position_embeddings: nn.Embedding
+    LayerNorm: nn.LayerNorm
+    dropout: nn.Dropout
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        family = family_of(cls)
+        assert family is not None
+        cls.family, cls.arguments = family, list(inspect.signature(super().forward).parameters)[1:]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Ids (B, S) → (B, S, H), in the autocast dtype where the kernel runs; arguments as the original's."""
+        given = dict(zip(self.arguments, args, strict=False)) | kwargs
+        others = {name: value for name, value in given.items() if name not in _READ}
+        input_ids, position_ids, token_type_ids = (given.get(name) for name in _READ)
+        if input_ids is None or not self._can_run(input_ids, others):
+            self.ran = "stock"
+            return super().forward(*args, **kwargs)
+        from composer_speedups.kernels.embeddings import embed  # imports Triton
+
+        self.ran = "triton"
+        width = input_ids.shape[1]
+        positions = self.family.positions(self, input_ids) if position_ids is None else position_ids.contiguous()
+        zeros = input_ids.new_zeros(1, width)
+        types = zeros if token_type_ids is None else token_type_ids.contiguous()
+        kinds = getattr(self, "token_type_embeddings", None)
+        table = self.LayerNorm.weight.new_zeros(1, self.LayerNorm.weight.shape[0]) if kinds is None else kinds.weight
+        word, position, norm = self.word_embeddings, self.position_embeddings, self.LayerNorm
+        unused = [-1 if module.padding_idx is None else module.padding_idx for module in (word, position)]
+        dropped = self.dropout.p if self.dropout.training else 0.0
+        return embed(
+            input_ids.contiguous(), positions, types, word.weight, position.weight, table, norm.weight, norm.bias,
+            norm.eps, dropped, autocast_dtype("cuda", norm.weight.dtype), (unused[0], unused[1]),
+        )  # fmt: skip
+
+    def _can_run(self, ids: Tensor, others: dict[str, Any]) -> bool:
+        return (
+            ids.is_cuda
+            and autocast_dtype("cuda", self.LayerNorm.weight.dtype) != torch.float32
+            and self.untouched.still()
+            and not any(value is not None and (isinstance(value, Tensor) or value != 0) for value in others.values())
+            and not torch.are_deterministic_algorithms_enabled()  # its atomic additions are in no fixed order
+        )
+
+
+_READ = ("input_ids", "position_ids", "token_type_ids")
+
+
+def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shape:
+    """What the kernels of a model are compiled for; ``embeddings`` is None where the model has its own."""
+    parts, rates = layer.parts(), layer.rates(in_training=True)
+    hidden, embedded = parts.query.in_features, rates.output
+    return Shape(
+        hidden, parts.up.out_features, parts.heads, *rates,
+        hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0],
+        embedded if embeddings is None else embeddings.dropout.p,
+    )  # fmt: skip

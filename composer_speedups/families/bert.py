@@ -1,0 +1,37 @@
+"""BERT."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer_speedups.families.family import Family, Parts
+
+__all__ = ["FAMILY"]
+
+
+def _parts(layer: Any) -> Parts:
+    attention = layer.attention.self
+    return Parts(
+        attention.query, attention.key, attention.value, layer.attention.output.dense,
+        layer.attention.output.LayerNorm, layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm,
+        attention.num_attention_heads,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    attention = layer.attention.self  # it asks its own mode, and not that of its dropout
+    projected, out = layer.attention.output.dropout, layer.output.dropout
+    return [(attention, attention.dropout), (projected, projected), (out, out)]
+
+
+FAMILY = Family(
+    name="bert",
+    title="BERT",
+    encoder="BertEncoder",
+    layer="BertLayer",
+    embeddings="BertEmbeddings",
+    query_and_value=("query", "value"),
+    feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    parts=_parts,
+    dropouts=_dropouts,
+)

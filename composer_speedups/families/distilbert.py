@@ -1,0 +1,43 @@
+"""DistilBERT: BERT's arithmetic under names of its own, and no dropout on attention's output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer_speedups.families.family import Family, Parts
+
+__all__ = ["FAMILY"]
+
+
+def _parts(layer: Any) -> Parts:
+    attention, ffn = layer.attention, layer.ffn
+    return Parts(
+        attention.q_lin, attention.k_lin, attention.v_lin, attention.out_lin, layer.sa_layer_norm,
+        ffn.lin1, ffn.lin2, layer.output_layer_norm, attention.n_heads,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    dropped = layer.ffn.dropout
+    return [(layer.attention, layer.attention.dropout), None, (dropped, dropped)]
+
+
+FAMILY = Family(
+    name="distilbert",
+    title="DistilBERT",
+    encoder="Transformer",
+    layer="TransformerBlock",
+    embeddings="Embeddings",
+    query_and_value=("q_lin", "v_lin"),
+    feed_forward=("lin1", "activation", "lin2"),
+    parts=_parts,
+    dropouts=_dropouts,
+    hidden="dim",
+    inner="hidden_dim",
+    heads="n_heads",
+    embedding="dim",
+    activation="activation",
+    attention_dropout="attention_dropout",
+    attention_output_dropout=None,
+    hidden_dropout="dropout",
+)

@@ -1,0 +1,28 @@
+"""ELECTRA: BERT's blocks, embeddings of a width of their own, and a head that tells real tokens from replaced ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from composer_speedups.families import bert
+from composer_speedups.families.family import Reads, usual_head
+
+__all__ = ["FAMILY"]
+
+
+def _reads(model_class: str, config: Any) -> Reads:
+    # Its discriminator's loss leaves out what the attention mask does.
+    return Reads.REAL_TOKENS if model_class.endswith("ElectraForPreTraining") else usual_head(model_class, config)
+
+
+FAMILY = replace(
+    bert.FAMILY,
+    name="electra",
+    title="ELECTRA",
+    encoder="ElectraEncoder",
+    layer="ElectraLayer",
+    embeddings="ElectraEmbeddings",
+    reads=_reads,
+    embedding="embedding_size",
+)

@@ -1,0 +1,19 @@
+"""RoBERTa: BERT's blocks, and positions that are counted from the ids that are no padding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from composer_speedups.families import bert
+
+__all__ = ["FAMILY"]
+
+FAMILY = replace(
+    bert.FAMILY,
+    name="roberta",
+    title="RoBERTa",
+    encoder="RobertaEncoder",
+    layer="RobertaLayer",
+    embeddings="RobertaEmbeddings",
+    positions=lambda embeddings, ids_BS: embeddings.create_position_ids_from_input_ids(ids_BS, embeddings.padding_idx),
+)

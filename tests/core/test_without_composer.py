@@ -1,0 +1,68 @@
+"""The functions of the techniques are for any training loop: they are imported, and called, without Composer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from composer_speedups.core.catalogue import public_names
+from tests.conftest import ROOT
+
+# apply_early_loss changes a Composer Device, which nobody has without Composer.
+FUNCTIONS = sorted(n for n, m in public_names().items() if m.endswith(".functional") and n != "apply_early_loss")
+
+PROGRAM = """
+import json, sys, warnings
+
+class Deny:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "composer":
+            raise ImportError(f"{name} is not here")
+
+sys.meta_path.insert(0, Deny())
+import composer_speedups
+
+found = {}
+for name in json.loads(sys.argv[1]):
+    try:
+        found[name] = callable(getattr(composer_speedups, name)) or "cannot be called"
+    except ImportError as error:
+        found[name] = str(error)
+try:
+    from torch.optim import AdamW
+    from transformers import BertConfig, BertForSequenceClassification
+
+    sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, vocab_size=9)
+    model = BertForSequenceClassification(BertConfig(**sizes))
+    composer_speedups.apply_sdpa_attention(model)
+    assert composer_speedups.apply_unpadding(model) and composer_speedups.apply_fused_layers(model)
+    assert composer_speedups.apply_gradient_checkpointing(model) and composer_speedups.apply_fast_layernorm(model)
+    assert composer_speedups.apply_torch_compile(model, "blocks", "eager")
+    assert composer_speedups.apply_foreach_optimizer(AdamW(model.parameters()))
+    assert composer_speedups.apply_adafactor(AdamW(model.parameters()))
+    found["calls"] = True
+except BaseException as error:
+    found["calls"] = repr(error)
+assert "composer" not in sys.modules
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, Any]:
+    names = json.dumps(FUNCTIONS)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, names], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, "calls"])
+def test_it_needs_no_composer(name: str, loaded: dict[str, Any]) -> None:
+    assert loaded[name] is True

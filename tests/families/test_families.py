@@ -1,0 +1,143 @@
+"""Each family's file says where transformers has what, and nothing else in the package names transformers' classes."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from transformers import BertConfig, BertModel
+
+import composer_speedups
+from composer_speedups.families.blocks import blocks_of, repeated_blocks
+from composer_speedups.families.family import Reads, config_value, families, family_named, family_of, kernel_shape
+from tests.helpers.models import FAMILIES, HEADS, UNPADDED, Family, tiny_model
+
+PACKAGE = Path(composer_speedups.__file__).parent
+EVERY = pytest.mark.parametrize("name", UNPADDED)
+
+
+def test_every_family_has_an_entry_in_the_tests_settings() -> None:
+    assert {family.name for family in families()} == set(UNPADDED)
+    assert {family.name for family in families() if family.parts is not None} == set(FAMILIES)
+
+
+def playing(model: nn.Module, role: str) -> list[nn.Module]:
+    return [m for m in model.modules() if (family := family_of(type(m))) is not None and family.has(role, type(m))]
+
+
+@EVERY
+def test_a_family_is_what_its_file_says(name: Family) -> None:
+    model, family = tiny_model(name, layers=3), family_named(name)
+    assert family is not None
+    assert family_of(type(model)) is family
+    (encoder,), layers, (embeddings,) = (playing(model, role) for role in ("encoder", "layer", "embeddings"))
+    assert [*blocks_of(encoder)] == layers == [*repeated_blocks(model).values()]
+    assert isinstance(next(m for m in embeddings.modules() if isinstance(m, nn.Embedding)), nn.Embedding)
+    linears = {key.split(".")[-1] for key, m in layers[0].named_modules() if isinstance(m, nn.Linear)}
+    assert linears.issuperset(family.query_and_value)
+    keys = ("hidden", "inner", "heads", "embedding", "activation", "attention_dropout", "hidden_dropout")
+    assert all(config_value(model.config, key) is not None for key in keys)
+    assert all(getattr(family, key) in model.config.to_dict() for key in keys), "as config.json has them"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
+    model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), family_named(name)
+    assert family is not None
+    assert family.parts is not None
+    assert family.dropouts is not None
+    block = playing(model, "layer")[0]
+    parts = family.parts(block)
+    assert {id(p) for p in parts.parameters()} == {id(p) for p in block.parameters()}
+    assert (parts.up.out_features, parts.heads) == (64, 2)
+    held = {each[1] for each in family.dropouts(block) if each is not None}
+    assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
+    up, activation, down = family.feed_forward or ("",) * 3
+    holder = next(m for m in block.modules() if _has(m, up))
+    assert (holder.get_submodule(up), holder.get_submodule(down)) == (parts.up, parts.down)
+    assert holder.get_submodule(activation)
+    shape = kernel_shape(model.config.to_dict())
+    assert (shape.hidden, shape.inner, shape.heads, shape.weights) == (32, 64, 2, 0.3)
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    return path in dict(module.named_modules())
+
+
+@EVERY
+@pytest.mark.parametrize("head", HEADS)
+def test_what_the_usual_heads_read(name: Family, head: Any) -> None:
+    model, family = tiny_model(name, head, classifier_pooling="cls"), family_named(name)
+    assert family is not None
+    expected = {"classification": Reads.FIRST_TOKEN, "mlm": Reads.LABELLED_TOKENS}[head]
+    assert family.reads(type(model).__name__, model.config) is expected
+    assert family.reads("MyOwnModel", model.config) is Reads.UNKNOWN
+    assert family.reads("BertForQuestionAnswering", model.config) is Reads.PADDING
+
+
+def test_heads_of_single_families() -> None:
+    electra, modernbert = family_named("electra"), family_named("modernbert")
+    assert electra is not None
+    assert modernbert is not None
+    assert electra.reads("ElectraForPreTraining", None) is Reads.REAL_TOKENS
+    pooled = tiny_model("modernbert", classifier_pooling="mean")
+    assert modernbert.reads(type(pooled).__name__, pooled.config) is Reads.REAL_TOKENS
+
+
+def test_the_blocks_of_a_known_encoder_come_before_a_longer_list_and_others_are_found_by_length() -> None:
+    class Mine(nn.Module):
+        def __init__(self, encoder: nn.Module) -> None:
+            super().__init__()
+            self.encoder = encoder
+            self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(7))
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32, "num_hidden_layers": 3}
+    assert len(repeated_blocks(Mine(BertModel(BertConfig(vocab_size=8, **sizes))))) == 3
+    assert len(repeated_blocks(Mine(nn.Linear(2, 2)))) == 7
+
+
+def test_an_unknown_family_is_none_and_a_subclass_plays_no_role() -> None:
+    assert family_named("gpt2") is None
+    assert family_of(nn.Linear) is None
+    bert = family_named("bert")
+    assert bert is not None
+    assert family_of(type("Mine", (BertModel,), {})) is bert
+    layer = type(BertModel(BertConfig(num_hidden_layers=1)).encoder.layer[0])
+    assert bert.has("layer", layer)
+    assert not bert.has("layer", type("BertLayer", (layer,), {"__module__": __name__}))
+
+
+def named(tree: ast.AST) -> set[str]:
+    """Every name, attribute, imported name and whole string in a module, and the modules that it imports."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.name for alias in node.names} | {getattr(node, "module", None) or ""}
+    return found
+
+
+def test_nothing_but_a_familys_file_names_its_classes() -> None:
+    classes: set[str] = set()
+    for name in UNPADDED:
+        modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        own = {n for n, each in inspect.getmembers(modeling, inspect.isclass) if each.__module__ == modeling.__name__}
+        classes |= {modeling.__name__, f"transformers.models.{name}", *own}
+    assert {"BertEncoder", "TransformerBlock", "ModernBertModel"} <= classes
+    wrong = {
+        str(path.relative_to(PACKAGE)): found
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name != "families" or path.stem not in UNPADDED
+        if (found := named(ast.parse(path.read_text())) & classes)
+    }
+    assert not wrong

@@ -1,0 +1,41 @@
+"""The kernels are usable alone; that the example in their documentation runs is part of test_fused_kernels."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from composer_speedups import kernels
+
+FOLDER = Path(kernels.__file__).parent
+
+
+@pytest.mark.parametrize("module", sorted(path.name for path in FOLDER.glob("*.py")))
+def test_a_kernels_module_imports_torch_triton_and_kernels_alone(module: str) -> None:
+    imported: set[str] = set()
+    for node in ast.walk(ast.parse((FOLDER / module).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(str(node.module))
+    ours = {name for name in imported if name.startswith("composer_speedups")}
+    assert all(name.startswith("composer_speedups.kernels") for name in ours)
+    standard = {"__future__", "collections", "concurrent", "functools", "os", "typing"}
+    assert {name.partition(".")[0] for name in imported - ours} <= {"torch", "triton", *standard}
+
+
+def test_every_public_function_is_documented_in_the_package() -> None:
+    for path in FOLDER.glob("*.py"):
+        module = ast.parse(path.read_text())
+        if path.stem in ("__init__", "attention_backward", "dropout_bits"):
+            continue
+        public = next(
+            ast.literal_eval(n.value)
+            for n in module.body
+            if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
+        )
+        plain = [n.name for n in module.body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
+        for name in set(public) & set(plain) - {"threshold_of", "launches"}:
+            assert name in str(kernels.__doc__), f"{path.stem}.{name}"
