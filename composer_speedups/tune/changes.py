@@ -8,10 +8,9 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from composer_speedups.core.errors import TechniqueError, UserError
-from composer_speedups.core.ordering import refuse_clashes, screen
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, refuse_clashes, screen
 from composer_speedups.train.config import Config, Origins
 from composer_speedups.train.config.checks import check_together
 from composer_speedups.tune.candidates import Candidate, kind_of

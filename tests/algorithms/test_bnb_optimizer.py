@@ -13,9 +13,9 @@ from transformers import BertConfig, BertForSequenceClassification
 from composer_speedups import BnbOptimizer, apply_bnb_optimizer
 from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.optimizer_state import state_bits
-from composer_speedups.core.ordering import screen
+from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import EPS
 

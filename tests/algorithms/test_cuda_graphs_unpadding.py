@@ -10,7 +10,7 @@ import torch
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.algorithms.unpadding.encoders import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.core.ordering import refuse_clashes
+from composer_speedups.core.technique import refuse_clashes
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import Rerun
 from tests.reference.loop import gradients, train_plainly

@@ -20,9 +20,8 @@ from torch import nn
 from composer_speedups import EngagementReport, FusedOptimizer, SDPAAttention
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.ordering import Stage
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Stage, Technique
 from tests.helpers.common import final_weights, make_trainer, tiny_bert
 from tests.helpers.settings import Case, cases
 

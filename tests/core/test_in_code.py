@@ -28,9 +28,8 @@ from transformers import AutoModelForSequenceClassification
 from composer_speedups import TorchCompile
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.ordering import refuse_clashes
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, refuse_clashes
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.settings import ENTRIES, Case
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.core.optimizer_flags import set_implementation
+from composer_speedups.surgery.optimizer_implementation import set_implementation
 
 __all__ = ["apply_fused_optimizer"]
 

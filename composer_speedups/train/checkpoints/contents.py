@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.ordering import resume_error, techniques_of
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, resume_error, techniques_of
 from composer_speedups.train.checkpoints.structure import MalformedError, conforming, like
 from composer_speedups.train.checkpoints.unpickling import Words
 

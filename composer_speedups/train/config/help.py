@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from composer_speedups.core.catalogue import describe
@@ -25,11 +25,12 @@ algorithms.torch_compile.scope=blocks, algorithms.tf32_matmul=null (takes it out
 exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
 """
+_TECHNIQUES = "techniques (keys of algorithms; each takes an on_unavailable of its own too):"
 
 
 def help_text() -> str:
     """Usage, every key with its type, default and doc line, and every technique with its settings."""
-    return "\n".join([_USAGE, "keys:", *_keys(), "", "techniques (keys of algorithms):", *_techniques(), ""])
+    return "\n".join([_USAGE, "keys:", *_keys(), "", _TECHNIQUES, *_techniques(), ""])
 
 
 def _keys() -> Iterator[str]:
@@ -45,15 +46,18 @@ def _keys() -> Iterator[str]:
                 default = "on" if field.default is dataclasses.MISSING else "null"
                 yield f"  {dotted}: section or null = {default}"
         else:
-            yield f"  {dotted}: {_type(hint)} = {_default(field)}{_bounds(field)}"
+            yield f"  {dotted}: {_type(hint)} = {_default(field)}{_bounds(field.metadata)}"
             yield f"      {doc}"
 
 
 def _techniques() -> Iterator[str]:
     for technique in describe():
-        settings = ", ".join(technique.settings) or "no settings"
         yield f"  {technique.name}: {technique.summary}"
-        yield f"      {settings}"
+        for setting in technique.settings:
+            yield f"    {setting.name}: {setting.hint} = {_yaml(setting.default)}{_bounds(setting.bounds)}"
+            yield f"        {setting.doc}"
+        if not technique.settings:
+            yield "    no settings"
 
 
 def _type(hint: Any) -> str:
@@ -69,12 +73,16 @@ def _type(hint: Any) -> str:
 def _default(field: dataclasses.Field[Any]) -> str:
     if field.default_factory is not dataclasses.MISSING:
         return str(field.default_factory())
-    return {"None": "null", "True": "true", "False": "false"}.get(str(field.default), str(field.default))
+    return _yaml(field.default)
 
 
-def _bounds(field: dataclasses.Field[Any]) -> str:
+def _yaml(value: Any) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))
+
+
+def _bounds(rules: Mapping[str, Any]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{signs[k]} {v}" for k, v in field.metadata.items() if k in signs]
-    if field.metadata.get("units"):
-        bounds.append("units " + ", ".join(field.metadata["units"]))
+    bounds = [f"{signs[k]} {v}" for k, v in rules.items() if k in signs]
+    if rules.get("units"):
+        bounds.append("units " + ", ".join(rules["units"]))
     return f"  [{'; '.join(bounds)}]" if bounds else ""
