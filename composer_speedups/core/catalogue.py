@@ -7,13 +7,12 @@ places join in when they are put on ``composer_speedups.algorithms.__path__``.
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from composer_speedups import algorithms
 
 __all__ = ["Description", "SettingDescription", "describe", "folder_of", "public_names", "technique_names"]
 
@@ -37,12 +36,16 @@ class Description(NamedTuple):
 
 def technique_names() -> list[str]:
     """YAML names of all techniques, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules(algorithms.__path__) if module.ispkg)
+    return sorted(module.name for module in pkgutil.iter_modules(_folders()) if module.ispkg)
 
 
 def folder_of(name: str) -> Path:
     """Where a technique's modules and its card are."""
-    return next(folder for path in algorithms.__path__ if (folder := Path(path) / name).is_dir())
+    return next(folder for path in _folders() if (folder := Path(path) / name).is_dir())
+
+
+def _folders() -> list[str]:
+    return list(importlib.import_module("composer_speedups.algorithms").__path__)
 
 
 def describe() -> list[Description]:
@@ -95,12 +98,16 @@ def _settings(class_name: str, file: Path) -> Iterator[SettingDescription]:
             given = {k.arg: _constant(k.value, file) for k in field.value.keywords}  # type: ignore[union-attr]
             default = given["default"] if "default" in given else _constant(field.value.args[0], file)  # type: ignore
             bounds = {sign: given[sign] for sign in ("ge", "gt", "le", "lt") if sign in given}
-            assert isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant), f"{field.target.id}: no doc line"
             hint = _hint(field.annotation, file)
-            yield SettingDescription(field.target.id, hint, default, bounds, " ".join(str(doc.value.value).split()))
+            yield SettingDescription(field.target.id, hint, default, bounds, " ".join(_string(doc).split()))
     for base in _bases(cls):
         if (module := _module_of(base, file)) is not None:
             yield from _settings(base, module)
+
+
+def _string(node: ast.stmt) -> str:
+    """A string that stands alone, as a doc line does; empty for any other statement."""
+    return str(node.value.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
 
 
 def _is_field(value: ast.expr | None) -> bool:

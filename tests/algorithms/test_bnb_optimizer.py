@@ -121,7 +121,7 @@ def test_the_state_of_torchs_adamw_is_refused_though_its_class_has_the_same_name
     assert type(swapped).__qualname__ == type(plain).__qualname__, "what this test is about"
     swapped.load_state_dict(plain.state_dict())
     with pytest.raises(TechniqueError, match=r"the state loaded is that of another optimizer, .* bitsandbytes AdamW"):
-        technique.reassert(trainer.state)
+        technique.after_load(trainer.state)
     trainer.close()
 
 

@@ -15,6 +15,7 @@ import composer.algorithms
 import pytest
 import torch
 from composer.core import Algorithm, Event, State
+from pydantic import Field
 from torch import nn
 
 from composer_speedups import EngagementReport, FusedOptimizer, SDPAAttention
@@ -46,9 +47,9 @@ class Widening(Technique):
     stage = Stage.SURGERY
     changes_structure = True
 
-    def __init__(self, size: int = 3, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.size = size
+    exactness = "recipe"
+
+    size: int = Field(3)
 
     def engage(self, state: State) -> dict[str, Any]:
         model: Any = state.model.model
@@ -58,9 +59,6 @@ class Widening(Technique):
 
     def verify(self, state: State) -> dict[str, Any]:
         return {}
-
-    def __repr__(self) -> str:  # the signature has keyword arguments that are no settings
-        return f"Widening(size={self.size!r})"
 
 
 @every_class

@@ -180,7 +180,7 @@ def test_its_function_works_on_a_plain_module_or_says_why_not(case: Case, kind: 
     wrapped, loader = MODELS[kind]()
     model: Any = wrapped.model if kind == "bert" else wrapped.module
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.{case.name}")
+    module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.functional")
     function = getattr(module, f"apply_{case.name}")
     parameters = inspect.signature(function).parameters
     offered: dict[str, Any] = {"model": model, "optimizer": optimizer, "optimizers": optimizer, "device": DeviceCPU()}
