@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 __all__ = ["Description", "SettingDescription", "describe", "folder_of", "public_names", "technique_names"]
 
@@ -95,9 +95,8 @@ def _settings(class_name: str, file: Path) -> Iterator[SettingDescription]:
         return
     for field, doc in zip(cls.body, cls.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and _is_field(field.value) and isinstance(field.target, ast.Name):
-            given = {k.arg: _constant(k.value, file) for k in field.value.keywords}  # type: ignore[union-attr]
-            default = given["default"] if "default" in given else _constant(field.value.args[0], file)  # type: ignore
-            bounds = {sign: given[sign] for sign in ("ge", "gt", "le", "lt") if sign in given}
+            default = _constant(field.value.args[0], file)
+            bounds = {str(keyword.arg): _constant(keyword.value, file) for keyword in field.value.keywords}
             hint = _hint(field.annotation, file)
             yield SettingDescription(field.target.id, hint, default, bounds, " ".join(_string(doc).split()))
     for base in _bases(cls):
@@ -110,7 +109,7 @@ def _string(node: ast.stmt) -> str:
     return str(node.value.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
 
 
-def _is_field(value: ast.expr | None) -> bool:
+def _is_field(value: ast.expr | None) -> TypeGuard[ast.Call]:
     return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "Field"
 
 

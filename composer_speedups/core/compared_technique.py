@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import torch
@@ -39,7 +40,8 @@ class ComparedTechnique(Technique):
 
     not_recorded = (*Technique.not_recorded, "check")
 
-    check: Check = Field(default="auto", kw_only=True)
+    _: KW_ONLY
+    check: Check = Field("auto")
     """Compare loss, outputs and gradients of the first micro-batch with the untouched model's: where the model is not
     transformers' own in every module (auto), always or never."""
 

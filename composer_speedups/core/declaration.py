@@ -7,9 +7,9 @@ import operator
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
-from pydantic import Field
 from pydantic.fields import FieldInfo
 
 __all__ = ["Declared", "Setting"]
@@ -37,15 +37,16 @@ class Setting(NamedTuple):
         return None
 
 
-@dataclass_transform(field_specifiers=(Field,))
+@dataclass_transform()  # without Field as a specifier, whose positional default mypy would not see
 class Declared:
     """The base of a class that declares its settings in its body, as annotated attributes with a default::
 
         max_graphs: int = Field(4, ge=1)
         \"""Input shapes captured.\"""
 
-    The constructor takes them in that order, those of a base class first, and keeps each under its own name. Types are
-    strict: a bool is no int, though an int is a float. The string under a setting is what ``--help`` says of it.
+    The constructor takes them in that order, those after ``_: KW_ONLY`` as keywords only, and keeps each under its own
+    name. Types are strict: a bool is no int, though an int is a float. The string under a setting is what ``--help``
+    says of it.
 
     Attributes:
         settings: Name → declaration.
@@ -57,14 +58,15 @@ class Declared:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        own = {}
+        own, keyword_only = {}, False
         for name, hint in inspect.get_annotations(cls, eval_str=True).items():
+            keyword_only |= hint is KW_ONLY
             if not name.startswith("_") and typing.get_origin(hint) is not ClassVar:
                 field = FieldInfo.from_annotated_attribute(hint, vars(cls)[name])
                 bounds = {
                     sign: getattr(rule, sign) for rule in field.metadata for sign in _HOLDS if hasattr(rule, sign)
                 }
-                own[name] = Setting(hint, field.default, bounds, bool(field.kw_only))
+                own[name] = Setting(hint, field.default, bounds, keyword_only)
                 setattr(cls, name, field.default)
         declared = cls.settings | own
         cls.settings = dict(sorted(declared.items(), key=lambda item: item[1].keyword_only))

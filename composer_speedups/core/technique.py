@@ -11,7 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import IntEnum
 from itertools import combinations
 from pathlib import Path
@@ -142,7 +142,8 @@ class Technique(Declared, Algorithm):
     }
     _heard: ClassVar[frozenset[Event]]
 
-    on_unavailable: OnUnavailable = Field(default="stop", kw_only=True)
+    _: KW_ONLY
+    on_unavailable: OnUnavailable = Field("stop")
     """What cannot engage stops the run with a TechniqueError; or it warns, and the run goes on without it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

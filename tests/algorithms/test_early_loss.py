@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.core import DataSpec, Event, State
+from composer.core import DataSpec, State
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel

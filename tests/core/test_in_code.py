@@ -152,7 +152,7 @@ def test_everything_that_runs_here_together_on_a_stock_bert() -> None:
     """Techniques of every helper at once, as many as do not clash; and their reverse order."""
     together: list[Technique] = []
     for name, entry in sorted(ENTRIES.items()):
-        if entry.variants and entry.stock_checkpoint and entry.exactness != "recipe":
+        if entry.variants and entry.stock_checkpoint and technique_class(name).exactness != "recipe":
             together = _with(together, _first(name))
     assert len(together) >= 5
     trainer = train(together[::-1], *bert())
