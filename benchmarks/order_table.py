@@ -7,10 +7,9 @@ from itertools import combinations
 import torch
 
 from composer_speedups.core.catalogue import technique_names
-from composer_speedups.core.ordering import Stage
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import FSDP, Stage, Technique, conflicts_between
 
 __all__ = ["clashes_of", "order_table", "ranks_table"]
 
@@ -34,8 +33,8 @@ def order_table() -> list[str]:
         names = [f"`{t.name}`" for t in techniques if t.stage == stage]
         lines.append(f"| {stage + 1} | {stage.name.lower()}: {_STAGES[stage]} | {', '.join(names)} |")
     lines += ["", "| cannot go together | because |", "|---|---|"]
-    for slot in sorted({t.slot for t in techniques if t.slot}):
-        names = [f"`{t.name}`" for t in techniques if t.slot == slot]
+    for slot in sorted({c.slot for t in techniques for c in t.conflicts if c.slot}):
+        names = [f"`{t.name}`" for t in techniques if any(c.slot == slot for c in t.conflicts)]
         if len(names) > 1:
             lines.append(f"| any two of {', '.join(names)} | both set the {slot} |")
     for one, other in combinations(techniques, 2):
@@ -50,7 +49,8 @@ def ranks_table() -> list[str]:
     lines = ["| technique | DDP | FSDP |", "|---|---|---|"]
     for name in technique_names():
         technique = technique_class(name)
-        lines.append(f"| `{name}` | {_alone(technique) or 'yes'} | {technique.not_sharded or 'yes'} |")
+        sharded = next((c.why for c in technique.conflicts if c.other == FSDP), "yes")
+        lines.append(f"| `{name}` | {_alone(technique) or 'yes'} | {sharded} |")
     return lines
 
 
@@ -64,8 +64,8 @@ def _alone(technique: type[Technique]) -> str | None:
 
 
 def _reason(one: type[Technique], other: type[Technique]) -> str | None:
-    always = one.clashes.get(other.name) or other.clashes.get(one.name)
-    return always or one.clashes_with_settings.get(other.name) or other.clashes_with_settings.get(one.name)
+    """Why the two cannot go together, with some settings or with any; a slot that both fill aside."""
+    return next((c.why for _, _, c in conflicts_between(one, other) if c.slot is None), None)
 
 
 def clashes_of(name: str) -> list[str]:
@@ -73,7 +73,7 @@ def clashes_of(name: str) -> list[str]:
     one = technique_class(name)
     others = [technique_class(other) for other in technique_names() if other != name]
     lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
-    same = [f"`{other.name}`" for other in others if one.slot is not None and other.slot == one.slot]
-    if same:
-        lines.append(f"- {', '.join(same)}: each sets the {one.slot}")
+    for slot in (conflict.slot for conflict in one.conflicts if conflict.slot):
+        same = [f"`{other.name}`" for other in others if any(c.slot == slot for c in other.conflicts)]
+        lines += [f"- {', '.join(same)}: each sets the {slot}"] if same else []
     return lines or ["None."]

@@ -37,8 +37,8 @@ from benchmarks.kernels import busy, by_kind, by_name, exposed, kernels_of_trace
 from benchmarks.rows import RESULTS, Row, call_time, keep_rows
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.ordering import screen
 from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.technique import screen
 from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.data.loader import build_data
 from composer_speedups.families.flops import batch_lengths

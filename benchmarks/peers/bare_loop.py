@@ -23,9 +23,8 @@ from benchmarks.peers.meter import Meter
 from composer_speedups import plan_unpadding
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.operator_recorder import compile_counts
-from composer_speedups.core.ordering import screen, techniques_of
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, screen, techniques_of
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.cli import exit_codes

@@ -11,7 +11,7 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.peaks import precision_in_force
-from composer_speedups.core.ordering import resume_error, techniques_of
+from composer_speedups.core.technique import resume_error, techniques_of
 
 __all__ = ["EngagementReport"]
 

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
 from composer_speedups.callbacks.saves import ask_before_saving, go_back_with
 from composer_speedups.core.errors import NonFiniteError
-from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.host_scalars import Copies, copies_for
 

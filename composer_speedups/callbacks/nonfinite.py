@@ -8,7 +8,7 @@ import torch
 from composer.core import State
 from torch import Tensor
 
-from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import local_shard, max_over_ranks
 
 __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]

@@ -9,8 +9,7 @@ from composer.loggers import Logger
 
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
-from composer_speedups.core.ordering import techniques_of
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.tasks.metrics import final_metrics
 
 __all__ = ["RunSummary", "arm_of"]

@@ -1,31 +1,51 @@
 """What techniques there are, read from the folders under ``algorithms`` without importing them.
 
-A technique is a folder that holds a module of the same name with one subclass of ``Technique`` in it.
+A technique is a folder that holds a module of the same name with one subclass of ``Technique`` in it. Folders of other
+places join in when they are put on ``composer_speedups.algorithms.__path__``.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import pkgutil
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
-__all__ = ["Description", "describe", "public_names", "technique_names"]
+__all__ = ["Description", "SettingDescription", "describe", "folder_of", "public_names", "technique_names"]
 
-_ALGORITHMS = Path(__file__).parent.parent / "algorithms"
+_PACKAGE = Path(__file__).parent.parent
+
+
+class SettingDescription(NamedTuple):
+    name: str
+    hint: str  # as YAML has it: "model|blocks", "int|null"
+    default: Any
+    bounds: dict[str, Any]  # "ge", "gt", "le" and "lt"
+    doc: str  # the string under it, on one line
 
 
 class Description(NamedTuple):
     name: str
     class_name: str
     summary: str  # first line of the class's doc string
-    settings: list[str]  # "scope: Literal['model', 'blocks'] = 'model'"
+    settings: list[SettingDescription]  # without on_unavailable, which all have
 
 
 def technique_names() -> list[str]:
     """YAML names of all techniques, sorted."""
-    return sorted(module.name for module in pkgutil.iter_modules([str(_ALGORITHMS)]) if module.ispkg)
+    return sorted(module.name for module in pkgutil.iter_modules(_folders()) if module.ispkg)
+
+
+def folder_of(name: str) -> Path:
+    """Where a technique's modules and its card are."""
+    return next(folder for path in _folders() if (folder := Path(path) / name).is_dir())
+
+
+def _folders() -> list[str]:
+    return list(importlib.import_module("composer_speedups.algorithms").__path__)
 
 
 def describe() -> list[Description]:
@@ -40,39 +60,91 @@ def public_names() -> dict[str, str]:
     The functions are those in ``__all__`` of a technique's ``functional.py``, which needs no Composer.
     """
     public = {}
-    for description in describe():
-        folder = f"composer_speedups.algorithms.{description.name}"
-        public[description.class_name] = f"{folder}.{description.name}"
-        public |= dict.fromkeys(_names_in_all(description.name), f"{folder}.functional")
+    for name in technique_names():
+        folder = f"composer_speedups.algorithms.{name}"
+        public[_class_of(_tree(folder_of(name) / f"{name}.py")).name] = f"{folder}.{name}"
+        functions = ast.literal_eval(_value_of("__all__", folder_of(name) / "functional.py"))
+        public |= dict.fromkeys(functions, f"{folder}.functional")
     return public
 
 
-def _names_in_all(name: str) -> list[str]:
-    """``__all__`` of a technique's functions."""
-    tree = ast.parse((_ALGORITHMS / name / "functional.py").read_text())
-    return next(
-        ast.literal_eval(n.value)
-        for n in tree.body
-        if isinstance(n, ast.Assign) and isinstance(n.targets[0], ast.Name) and n.targets[0].id == "__all__"
-    )
+@cache
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
+def _class_of(tree: ast.Module) -> ast.ClassDef:
+    return next(n for n in tree.body if isinstance(n, ast.ClassDef) and any(b.endswith("Technique") for b in _bases(n)))
+
+
+def _bases(cls: ast.ClassDef) -> list[str]:
+    return [base.id for base in cls.bases if isinstance(base, ast.Name)]
 
 
 def _describe(name: str) -> Description:
-    tree = ast.parse((_ALGORITHMS / name / f"{name}.py").read_text())
-    cls = next(n for n in tree.body if isinstance(n, ast.ClassDef) and _is_technique(n))
-    init = next(
-        (n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"),
-        None,
-    )
-    settings = []
-    if init is not None:
-        args, defaults = init.args.args[1:], init.args.defaults
-        for arg, default in zip(args, defaults, strict=True):
-            annotation = f": {ast.unparse(arg.annotation)}" if arg.annotation else ""
-            settings.append(f"{arg.arg}{annotation} = {ast.unparse(default)}")
-    summary = (ast.get_docstring(cls) or "").split("\n")[0]
-    return Description(name, cls.name, summary, settings)
+    file = folder_of(name) / f"{name}.py"
+    cls = _class_of(_tree(file))
+    settings = [s for s in _settings(cls.name, file) if s.name != "on_unavailable"]
+    return Description(name, cls.name, (ast.get_docstring(cls) or "").split("\n")[0], settings)
 
 
-def _is_technique(cls: ast.ClassDef) -> bool:
-    return any(isinstance(base, ast.Name) and base.id.endswith("Technique") for base in cls.bases)
+def _settings(class_name: str, file: Path) -> Iterator[SettingDescription]:
+    """Those of the class, then those of its bases: what ``NAME: hint = Field(default, …)`` in their bodies says."""
+    cls = next((n for n in _tree(file).body if isinstance(n, ast.ClassDef) and n.name == class_name), None)
+    if cls is None:
+        return
+    for field, doc in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and _is_field(field.value) and isinstance(field.target, ast.Name):
+            default = _constant(field.value.args[0], file)
+            bounds = {str(keyword.arg): _constant(keyword.value, file) for keyword in field.value.keywords}
+            hint = _hint(field.annotation, file)
+            yield SettingDescription(field.target.id, hint, default, bounds, " ".join(_string(doc).split()))
+    for base in _bases(cls):
+        if (module := _module_of(base, file)) is not None:
+            yield from _settings(base, module)
+
+
+def _string(node: ast.stmt) -> str:
+    """A string that stands alone, as a doc line does; empty for any other statement."""
+    return str(node.value.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
+
+
+def _is_field(value: ast.expr | None) -> TypeGuard[ast.Call]:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "Field"
+
+
+def _module_of(name: str, file: Path) -> Path | None:
+    """The file of this package that a name is imported from; None for other packages' names."""
+    for node in _tree(file).body:
+        if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
+            package, _, rest = node.module.partition(".")
+            return _PACKAGE.joinpath(*rest.split(".")).with_suffix(".py") if package == _PACKAGE.name else None
+    return None
+
+
+def _value_of(name: str, file: Path) -> ast.expr:
+    """What a name at the top of a module stands for, there or where it is imported from."""
+    for node in _tree(file).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
+            return node.value
+    module = _module_of(name, file)
+    assert module is not None, f"{file}: {name} must be a constant of this package"
+    return _value_of(name, module)
+
+
+def _constant(node: ast.expr, file: Path) -> Any:
+    return ast.literal_eval(_value_of(node.id, file) if isinstance(node, ast.Name) else node)
+
+
+def _hint(node: ast.expr, file: Path) -> str:
+    """A type as YAML has it: ``Literal["a", "b"] | None`` is ``a|b|null``."""
+    if isinstance(node, ast.BinOp):
+        return f"{_hint(node.left, file)}|{_hint(node.right, file)}"
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":
+        options = ast.literal_eval(node.slice)
+        return "|".join(map(str, options if isinstance(options, tuple) else (options,)))
+    if isinstance(node, ast.Constant):
+        return "null"
+    if isinstance(node, ast.Name) and node.id not in ("int", "float", "bool", "str", "Any"):
+        return _hint(_value_of(node.id, file), file)  # an alias such as Check
+    return ast.unparse(node)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import check_value, field_docs, key_line
+from composer_speedups.core.settings import check_value, field_docs, field_line
 
 __all__ = ["COMMAND_LINE", "CommandLine", "find_config", "keys_help", "parse_command_line", "read_settings"]
 
@@ -130,7 +130,9 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
 def keys_help(cls: type, prefix: str = "") -> str:
     """For ``--help``: every key with its type, default, bounds and doc line."""
     docs, hints = field_docs(cls), typing.get_type_hints(cls)
-    lines = (f"  {key_line(prefix + f.name, f, hints[f.name])}\n      {docs[f.name]}" for f in dataclasses.fields(cls))
+    lines = (
+        f"  {field_line(prefix + f.name, f, hints[f.name])}\n      {docs[f.name]}" for f in dataclasses.fields(cls)
+    )
     return "\n".join(lines)
 
 

@@ -9,16 +9,17 @@ from __future__ import annotations
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import KW_ONLY
 from typing import Any, Literal
 
 import torch
 from composer.core import Event, State, get_precision_context
+from pydantic import Field
 from torch import Tensor
 
 from composer_speedups.core.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of
 from composer_speedups.core.errors import CannotRunError, first_line
-from composer_speedups.core.ordering import techniques_of
-from composer_speedups.core.technique import OnUnavailable, Technique
+from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.core.trainer_state import max_over_ranks, model_of
 from composer_speedups.families.stock import changes_to
 
@@ -28,30 +29,24 @@ Check = Literal["auto", "always", "never"]
 _WAYS_OUT = "take it out for this model; or, if that is meant, set check: never"
 _owners = itertools.count(1)
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
-_WITHOUT_TRAINING = (Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD)
 
 
 class ComparedTechnique(Technique):
     """A technique that can be taken out of a model and put back, and is compared with the untouched model.
 
-    Args:
-        check: ``"auto"`` (default) compares loss, outputs and gradients of the first micro-batch with the untouched
-            model's where the model is not transformers' own in every module; ``"always"`` for every model; ``"never"``
-            for none.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another ``check``.
         CannotRunError: In the first micro-batch, when the changed model computes something else.
     """
 
     not_recorded = (*Technique.not_recorded, "check")
 
-    def __init__(self, *, check: Check = "auto", on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if check not in ("auto", "always", "never"):
-            raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
-        self.check: Check = check
+    _: KW_ONLY
+    check: Check = Field("auto")
+    """Compare loss, outputs and gradients of the first micro-batch with the untouched model's: where the model is not
+    transformers' own in every module (auto), always or never."""
+
+    def reset(self) -> None:
+        super().reset()
         self.owner = next(_owners)  # of what it changed in a model: an earlier Trainer's end must not undo it
         self._because: str | None = None  # why a comparison is due; None when it is not, or is done
         self._evaluated = False  # outputs were compared, in an evaluation
@@ -83,10 +78,6 @@ class ComparedTechnique(Technique):
             self._because = "check: always"
         elif self.check == "auto":
             self._because = next(iter(changes_to(state.model)), None)
-
-    def match(self, event: Event, state: State) -> bool:
-        due = self._because is not None and not self._evaluated and event in _WITHOUT_TRAINING
-        return super().match(event, state) or (due and bool(self.engaged))
 
     def before_first_forward(self, event: Event, state: State) -> None:
         compare_with_untouched(event, state)

@@ -7,15 +7,12 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.core.technique import Technique
 
 __all__ = ["MATMUL_PRECISION", "FlagTechnique", "Float32Matmuls", "ProcessFlag"]
-
-_TAKE_AT = (Event.FIT_START, Event.EVAL_STANDALONE_START, Event.EVAL_BEFORE_ALL, Event.PREDICT_START)
-_GIVE_BACK_AT = (Event.FIT_END, Event.EVAL_STANDALONE_END, Event.EVAL_AFTER_ALL, Event.PREDICT_END)
 
 
 class ProcessFlag:
@@ -74,17 +71,14 @@ class FlagTechnique(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         return {"before": self.flag.read(), "during": self.wanted_flag()}
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (self.applied and event in _TAKE_AT + _GIVE_BACK_AT)
+    def fit_start(self, state: State) -> None:
+        self.flag.take(self, self.wanted_flag())
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        try:
-            super().apply(event, state, logger)  # looks for the effect at FIT_END too
-        finally:
-            if self.applied and event in _GIVE_BACK_AT:
-                self.flag.give_back(self)
-        if self.applied and event in _TAKE_AT:
-            self.flag.take(self, self.wanted_flag())
+    def fit_end(self, state: State) -> None:
+        self.flag.give_back(self)
+
+    eval_standalone_start = eval_before_all = predict_start = fit_start
+    eval_standalone_end = eval_after_all = predict_end = fit_end
 
     def close(self) -> None:
         self.flag.release(self)
@@ -96,12 +90,14 @@ class Float32Matmuls(Callback):
     Composer's ``DeviceGPU`` turns TF32 on or off when it is made, and so for every other Trainer of the process.
     """
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in _TAKE_AT:
-            MATMUL_PRECISION.take(self, "highest")
-        elif event in _GIVE_BACK_AT:
-            MATMUL_PRECISION.give_back(self)
-        super().run_event(event, state, logger)
+    def fit_start(self, state: State, logger: Logger) -> None:
+        MATMUL_PRECISION.take(self, "highest")
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        MATMUL_PRECISION.give_back(self)
+
+    eval_standalone_start = eval_before_all = predict_start = fit_start
+    eval_standalone_end = eval_after_all = predict_end = fit_end
 
     def close(self, state: State, logger: Logger) -> None:
         MATMUL_PRECISION.release(self)

@@ -1,4 +1,4 @@
-"""The techniques that pick an implementation of the torch optimizer that is there already."""
+"""The base class of the techniques that pick an implementation of the optimizer already there."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from composer.core import Precision, State
 
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.surgery.optimizer_implementation import Implementation, set_implementation
 
 __all__ = ["OptimizerFlagTechnique"]
 
 
 class OptimizerFlagTechnique(Technique):
-    """Shared by the techniques that pick an implementation of the optimizer already there."""
+    """A technique that sets a flag of torch's optimizer, and shows by its operators that it steps accordingly."""
 
     stage = Stage.OPTIMIZER
-    slot = "optimizer implementation"
+    exactness = "rounding"
+    conflicts = (Conflict(slot="optimizer implementation"),)
     implementation: ClassVar[Implementation]
     operator: ClassVar[str]  # start of the aten operators that prove it
 
-    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
+    def reset(self) -> None:
+        super().reset()
         self._recorder = OperatorRecorder()
         self._recording = self._recorded = False
         self._hooks: list[Any] = []
@@ -39,7 +40,7 @@ class OptimizerFlagTechnique(Technique):
             ]
         return changed
 
-    def reassert(self, state: State) -> None:
+    def after_load(self, state: State) -> None:
         self._set(state.optimizers[0])  # loading a checkpoint brings back the flags it was written with
 
     def postpone(self) -> None:

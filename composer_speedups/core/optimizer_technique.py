@@ -5,13 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any, ClassVar
 
-from composer.core import Event, State
-from composer.loggers import Logger
+from composer.core import State
 from torch.optim import Optimizer
 
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.optimizer_evidence import StepWatch, state_bytes, state_dtypes
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique
 from composer_speedups.surgery.optimizer_swap import (
     UnfitOptimizerError,
     attach_schedulers,
@@ -30,12 +29,14 @@ class OptimizerSwapTechnique(Technique):
     """
 
     stage = Stage.OPTIMIZER
-    slot = "optimizer implementation"
-    not_sharded = "the optimizer cannot be swapped under FSDP, whose shards it was not built for"
+    conflicts: ClassVar[tuple[Conflict, ...]] = (
+        Conflict(slot="optimizer implementation"),
+        Conflict(FSDP, "the optimizer cannot be swapped under FSDP, whose shards it was not built for"),
+    )
     must_move: ClassVar[bool] = True  # whether a step at a learning rate above 1e-6 must change a parameter
 
-    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
+    def reset(self) -> None:
+        super().reset()
         self._old: Optimizer | None = None
         self._new: Optimizer | None = None
         self._label = ""
@@ -82,13 +83,11 @@ class OptimizerSwapTechnique(Technique):
             "parameters": sum(p.numel() for group in groups for p in group["params"]),
         }
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (bool(self.engaged) and event in (Event.BEFORE_LOAD, Event.FIT_START))
+    def before_load(self, state: State) -> None:
+        self._attach(state)
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        super().apply(event, state, logger)
-        if self.engaged and event in (Event.BEFORE_LOAD, Event.FIT_START):  # fit() may bring schedulers of its own
-            self._attach(state)
+    def fit_start(self, state: State) -> None:  # which may bring schedulers of its own
+        self._attach(state)
 
     def _attach(self, state: State) -> None:
         if self._old is None or self._new is None:
@@ -100,7 +99,7 @@ class OptimizerSwapTechnique(Technique):
         if not self._verified:
             self._watch.reset()  # torch takes a step at learning rate 0 to prepare for loading or saving a state
 
-    def reassert(self, state: State) -> None:
+    def after_load(self, state: State) -> None:
         if self._new is not None:
             try:
                 check_label(self._new, self._label)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import typing
 from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
@@ -62,41 +61,15 @@ def build_techniques(
 
 def _build(name: str, given: dict[str, Any], on_unavailable: str, where: Callable[[str], str]) -> Technique:
     cls = technique_class(name)
-    parameters = inspect.signature(cls).parameters
-    hints = typing.get_type_hints(cls.__init__)
     for setting, value in given.items():
         dotted = f"algorithms.{name}.{setting}"
-        if setting not in parameters:
-            raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, parameters)}")
-        if not _accepts(hints[setting], value):
-            raise ConfigError(f"{where(dotted)}{dotted} must be {_spell(hints[setting])}, not {value!r}")
+        if setting not in cls.settings:
+            raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, cls.settings)}")
+        if fault := cls.settings[setting].fault(value):
+            raise ConfigError(f"{where(dotted)}{dotted} {fault}")
     try:
-        return cls(**{"on_unavailable": on_unavailable, **given})
+        return cls(**{"on_unavailable": on_unavailable, **given})  # type: ignore[arg-type]
     except UserError:
         raise
-    except ValueError as error:
+    except ValueError as error:  # settings that cannot go together
         raise ConfigError(f"{where(f'algorithms.{name}')}algorithms.{name}: {error}") from error
-
-
-def _accepts(hint: Any, value: Any) -> bool:
-    if typing.get_origin(hint) is typing.Literal:
-        return any(value == option and type(value) is type(option) for option in typing.get_args(hint))
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return type(value) is list and all(_accepts(options[0], item) for item in value)
-    if options:  # a union
-        return any(_accepts(option, value) for option in options)
-    if hint is float:
-        return type(value) in (int, float)
-    return hint is Any or type(value) is hint
-
-
-def _spell(hint: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(map(repr, typing.get_args(hint)))
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is list:
-        return f"a list of {_spell(options[0])}"
-    if options:
-        return " or ".join(map(_spell, options))
-    return {type(None): "null"}.get(hint, getattr(hint, "__name__", str(hint)))

@@ -11,10 +11,11 @@ import re
 import textwrap
 import types
 import typing
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-__all__ = ["LENGTH", "Origins", "check_value", "field_docs", "key", "key_line"]
+__all__ = ["LENGTH", "Origins", "check_value", "field_docs", "field_line", "key", "key_line"]
 
 LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 
@@ -123,15 +124,20 @@ def field_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def key_line(dotted: str, field: dataclasses.Field[Any], hint: Any) -> str:
+def key_line(name: str, hint: str, default: Any, rules: Mapping[str, Any]) -> str:
     """A key for ``--help``: ``data.batch_size: int = 40  [>= 1]``."""
-    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    bounds = [f"{signs[k]} {v}" for k, v in field.metadata.items() if k in signs]
-    if field.metadata.get("units"):
-        bounds.append("units " + ", ".join(field.metadata["units"]))
-    return f"{dotted}: {_type(hint)} = {shown}" + (f"  [{'; '.join(bounds)}]" if bounds else "")
+    bounds = [f"{signs[k]} {v}" for k, v in rules.items() if k in signs]
+    if rules.get("units"):
+        bounds.append("units " + ", ".join(rules["units"]))
+    return f"{name}: {hint} = {shown}" + (f"  [{'; '.join(bounds)}]" if bounds else "")
+
+
+def field_line(dotted: str, field: dataclasses.Field[Any], hint: Any) -> str:
+    """The :func:`key_line` of a dataclass's field."""
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    return key_line(dotted, _type(hint), default, field.metadata)
 
 
 def _type(hint: Any) -> str:

@@ -11,7 +11,7 @@ from composer.utils import dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from composer_speedups.core.files import replace_folder
-from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import model_of
 
 __all__ = ["export_model"]

@@ -50,8 +50,8 @@ def train(
 
         from composer.utils import reproducibility
 
-        from composer_speedups.core.ordering import screen
         from composer_speedups.core.registry import build_techniques
+        from composer_speedups.core.technique import screen
         from composer_speedups.core.trainer_state import torch_device
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model

@@ -21,7 +21,7 @@ from composer_speedups.core.errors import (
     WriteError,
 )
 from composer_speedups.core.files import out_of_space
-from composer_speedups.core.settings import Origins, field_docs, key_line
+from composer_speedups.core.settings import Origins, field_docs, field_line, key_line
 from composer_speedups.train.config.load import load_with_origins
 from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
@@ -38,6 +38,7 @@ algorithms.tf32_matmul=null (takes it out). composer-speedups-train takes the sa
 exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
 """
+_TECHNIQUES = "techniques (keys of algorithms; each takes an on_unavailable of its own too):"
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
@@ -83,7 +84,7 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
 
 def help_text() -> str:
     """Usage, every key with its type, default and doc line, and every technique with its settings."""
-    return "\n".join([_USAGE, "keys:", *_keys(), "", "techniques (keys of algorithms):", *_techniques(), ""])
+    return "\n".join([_USAGE, "keys:", *_keys(), "", _TECHNIQUES, *_techniques(), ""])
 
 
 def _keys() -> Iterator[str]:
@@ -99,12 +100,15 @@ def _keys() -> Iterator[str]:
                 default = "on" if field.default is dataclasses.MISSING else "null"
                 yield f"  {dotted}: section or null = {default}"
         else:
-            yield f"  {key_line(dotted, field, hint)}"
+            yield f"  {field_line(dotted, field, hint)}"
             yield f"      {doc}"
 
 
 def _techniques() -> Iterator[str]:
     for technique in describe():
-        settings = ", ".join(technique.settings) or "no settings"
         yield f"  {technique.name}: {technique.summary}"
-        yield f"      {settings}"
+        for setting in technique.settings:
+            yield f"    {key_line(setting.name, setting.hint, setting.default, setting.bounds)}"
+            yield f"        {setting.doc}"
+        if not technique.settings:
+            yield "    no settings"

@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
-from composer_speedups.core.ordering import techniques_of
+from composer_speedups.core.technique import techniques_of
 from composer_speedups.distributed.ddp import lean_ddp, overlap_steps, sums_of
 from composer_speedups.distributed.fsdp import offloading
 

@@ -28,9 +28,8 @@ from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.errors import ConfigError, UserError, first_line, masked_command_line
 from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float32Matmuls
-from composer_speedups.core.ordering import refuse_clashes, sort_techniques
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, refuse_clashes, sort_techniques
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks

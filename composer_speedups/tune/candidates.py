@@ -1,19 +1,16 @@
-"""What there is to try: each technique's exactness and the settings worth a trial, and what putting it on a set does.
-
-``tests/tune/test_tune_candidates.py`` holds every line against ``tests/helpers/settings.py``.
-"""
+"""What there is to try, as each technique's class states it, and what putting one on a set of techniques does."""
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.ordering import refuse_clashes
-from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.registry import build_techniques, technique_class
+from composer_speedups.core.technique import Exactness, Technique, Variant, refuse_clashes
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.tune.results import Algorithms
 
@@ -22,7 +19,6 @@ __all__ = [
     "KINDS",
     "Candidate",
     "Choice",
-    "Kind",
     "Refused",
     "Variant",
     "apply_candidate",
@@ -34,97 +30,30 @@ __all__ = [
     "worst",
 ]
 
-Kind = Literal["exact", "rounding", "lower_precision", "recipe"]
-"""What a technique does to the numbers, from bit for bit the same to another training recipe."""
-
-KINDS: tuple[Kind, ...] = typing.get_args(Kind)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Settings worth a trial.
-
-    Attributes:
-        settings: Constructor arguments.
-        kind: Where it is not the technique's own.
-        beside: Techniques that come with it, since it needs or wants them.
-        device: ``cpu`` or ``cuda``, where it makes sense on one only.
-        fallback: Tried only where the variant before it is refused.
-        gain: Where it is not the technique's own.
-    """
-
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    kind: Kind | None = None
-    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    device: str | None = None
-    fallback: bool = False
-    gain: float | None = None
+KINDS: tuple[Exactness, ...] = typing.get_args(Exactness)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A technique.
+    """What a technique's class says of it.
 
     Attributes:
         kind: What it does to the numbers.
-        gain: Expected samples/s with it over those without it. It decides which trials come first, nothing else.
+        gain: Expected samples/s with it over those without it. It decides which trials come first, nothing else: those
+            of BERT-base on one H200 (benchmarks/results), by the tables waterfall and modules; 1.0 where there is none.
         variants: What of it is tried.
         never: Why nothing of it is.
-        kind_on_cpu: Where it is not the same there.
     """
 
-    kind: Kind
-    gain: float = 1.0
-    variants: tuple[Variant, ...] = (Variant(),)
-    never: str | None = None
-    kind_on_cpu: Kind | None = None
+    kind: Exactness
+    gain: float
+    variants: tuple[Variant, ...]
+    never: str | None
 
 
-_FEW_SIZES = {"unpadding": {"pad_to_multiple_of": 512}}  # a graph for each size
-_MEMORY = "it trades time for memory, and this search is for time"
-
-# The gains are those of BERT-base on one H200 (benchmarks/results), by the tables waterfall and modules; 1.0 where
-# there is no row.
 CHOICES: dict[str, Choice] = {
-    "mixed_precision": Choice(
-        "lower_precision",
-        3.8,
-        (
-            Variant({"dtype": "bf16"}, device="cuda"),
-            Variant({"dtype": "fp16"}, device="cuda", fallback=True),
-            Variant({"dtype": "bf16", "allow_cpu": True}, device="cpu", gain=1.0),
-        ),
-    ),
-    "tf32_matmul": Choice("lower_precision", 2.9, (Variant({"precision": "high"}),)),
-    # Its kernels on a GPU take 16 bits only; on a CPU it computes in the precision of the run.
-    "fused_layers": Choice("lower_precision", 1.8, (Variant(beside={"unpadding": {}}),), kind_on_cpu="rounding"),
-    "sdpa_attention": Choice("rounding", 1.5),
-    "early_loss": Choice("exact", 1.2),
-    "fused_optimizer": Choice("rounding", 1.2),
-    "torch_compile": Choice("rounding", 1.2, (Variant({"scope": "blocks"}), Variant({"scope": "model"}))),
-    "fast_layernorm": Choice(
-        "lower_precision", 1.16, (Variant({"implementation": "low_precision"}), Variant({"implementation": "triton"}))
-    ),
-    "unpadding": Choice("rounding", 1.1),
-    "cuda_graphs": Choice(
-        "rounding",
-        1.04,
-        (Variant({"max_graphs": 16}), Variant({"max_graphs": 16}, beside=_FEW_SIZES, device="cuda", gain=1.1)),
-    ),
-    "lora": Choice("recipe", 1.15),
-    "foreach_optimizer": Choice("rounding", 1.04),
-    "bnb_optimizer": Choice("recipe", 1.02, (Variant({"bits": 32}, kind="rounding"), Variant({"bits": 8}))),
-    "apex_optimizer": Choice("rounding"),
-    "kahan_optimizer": Choice("recipe"),  # the weights themselves become bfloat16
-    "float8_linear": Choice(
-        "lower_precision", 0.85, (Variant({"recipe": "tensorwise"}), Variant({"recipe": "rowwise"}))
-    ),
-    "adafactor": Choice("recipe", 0.75),
-    "lowbit_optimizer": Choice("recipe", 0.5, (Variant({"bits": 8}),)),
-    "gradient_checkpointing": Choice("exact", variants=(), never=_MEMORY),
-    "offloaded_optimizer": Choice("rounding", variants=(), never=_MEMORY),
-    "empty_cache": Choice("exact", variants=(), never=_MEMORY),
-    "sparse_upcycling": Choice("recipe", variants=(), never="it adds parameters, and makes no step faster"),
+    name: Choice(cls.exactness, cls.gain, cls.trials, cls.never_tried)
+    for name, cls in ((name, technique_class(name)) for name in technique_names())
 }
 
 
@@ -144,7 +73,7 @@ class Candidate:
     label: str
     adds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     removes: tuple[str, ...] = ()
-    kind: Kind = "exact"
+    kind: Exactness = "exact"
     fallback_of: str | None = None
     gain: float = 1.0
 
@@ -187,16 +116,12 @@ def _variants(name: str, choice: Choice, device: str) -> Iterator[Candidate]:
         before = label
 
 
-def kind_of(name: str, settings: Mapping[str, Any] | None, device: str | None = None) -> Kind:
+def kind_of(name: str, settings: Mapping[str, Any] | None, device: str | None = None) -> Exactness:
     """What a technique with these settings does to the numbers; without a device, the most that it does on any."""
-    choice = CHOICES[name]
-    for variant in choice.variants:
-        if variant.kind is not None and variant.settings.items() <= dict(settings or {}).items():
-            return variant.kind
-    return choice.kind_on_cpu if device == "cpu" and choice.kind_on_cpu is not None else choice.kind
+    return technique_class(name).exactness_with(settings or {}, device)
 
 
-def worst(*kinds: Kind) -> Kind:
+def worst(*kinds: Exactness) -> Exactness:
     """The one that changes the numbers most."""
     return max(kinds, key=KINDS.index)
 
@@ -239,7 +164,7 @@ def _clash(one: Technique, other: Technique) -> str | None:
     return None
 
 
-def forbidden(kind: Kind, allow: Collection[str]) -> str | None:
+def forbidden(kind: Exactness, allow: Collection[str]) -> str | None:
     """Why a candidate of this kind may not be tried; None when it may."""
     if kind in ("exact", "rounding") or kind in allow:
         return None

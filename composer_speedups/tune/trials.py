@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.core.errors import TechniqueError, UserError
-from composer_speedups.core.ordering import screen
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.settings import Origins
+from composer_speedups.core.technique import screen
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
 from composer_speedups.train.config.checks import check_together

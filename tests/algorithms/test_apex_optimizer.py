@@ -13,8 +13,8 @@ from torch.optim import AdamW, Optimizer
 
 from composer_speedups import ApexOptimizer, apply_apex_optimizer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.ordering import screen
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import EPS
 from tests.reference.tolerance import assert_near

@@ -13,9 +13,9 @@ from transformers import BertConfig, BertForSequenceClassification
 from composer_speedups import BnbOptimizer, apply_bnb_optimizer
 from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.optimizer_state import state_bits
-from composer_speedups.core.ordering import screen
+from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import EPS
 
@@ -121,7 +121,7 @@ def test_the_state_of_torchs_adamw_is_refused_though_its_class_has_the_same_name
     assert type(swapped).__qualname__ == type(plain).__qualname__, "what this test is about"
     swapped.load_state_dict(plain.state_dict())
     with pytest.raises(TechniqueError, match=r"the state loaded is that of another optimizer, .* bitsandbytes AdamW"):
-        technique.reassert(trainer.state)
+        technique.after_load(trainer.state)
     trainer.close()
 
 

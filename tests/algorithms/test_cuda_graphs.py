@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.ordering import refuse_clashes, screen
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import refuse_clashes, screen
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.rerun import CannotRecord, Rerun, graphed
 from tests.reference.loop import gradients

@@ -87,7 +87,7 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
     technique._calls = calls = graphed(model, segments=segments)
     technique.engaged, calls.eager_first = True, 1
     state: Any = SimpleNamespace(model=shared, algorithms=[])
-    logger: Any = None
+    logger: Any = SimpleNamespace()
 
     def happens(event: Event) -> None:
         if technique.match(event, state):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from composer import Trainer
-from composer.core import DataSpec, Event
+from composer.core import DataSpec, State
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger
 from composer.models import HuggingFaceModel
@@ -208,10 +208,9 @@ def test_a_steady_batch_of_the_fast_set_waits_for_nothing_but_the_loss() -> None
     """Under torch's debug mode, in which whatever waits for the GPU raises; Composer's whole loop is inside."""
 
     class Strict(EarlyLoss):
-        def apply(self, event: Event, state: Any, logger: Any) -> None:
-            super().apply(event, state, logger)
-            strict = event == Event.BEFORE_FORWARD and state.timestamp.batch.value in range(4, 8)
-            torch.cuda.set_sync_debug_mode("error" if strict else "default")
+        def before_forward(self, state: State) -> None:
+            super().before_forward(state)
+            torch.cuda.set_sync_debug_mode("error" if state.timestamp.batch.value in range(4, 8) else "default")
 
     technique = Strict()
     algorithms = [technique, MixedPrecision(), Unpadding(512), FusedLayers(), FusedOptimizer(), CUDAGraphs()]

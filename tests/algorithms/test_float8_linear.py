@@ -21,8 +21,8 @@ from composer_speedups.algorithms.float8_linear.modules import (
     to_float8,
 )
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.ordering import screen
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near

@@ -217,8 +217,7 @@ def test_workers_are_forked_when_no_thread_compiles(workers: int) -> None:
 
     technique: Any = FusedLayers()
     state: Any = SimpleNamespace(train_dataloader=DataLoader(plain_batches(1), num_workers=workers))
-    assert not technique.match(Event.FIT_START, state), "nothing is compiled"
+    technique.fit_start(state)  # nothing is compiled
     technique._compiling = Compiling()
-    assert technique.match(Event.FIT_START, state)
-    technique.apply(Event.FIT_START, state, None)
+    technique.fit_start(state)
     assert technique._compiling.closed == (workers > 0)

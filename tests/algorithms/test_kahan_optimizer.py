@@ -12,8 +12,8 @@ from torch.optim import AdamW
 from composer_speedups import KahanOptimizer, apply_kahan_optimizer
 from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.ordering import screen
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import make_trainer, tiny_bert
 
 

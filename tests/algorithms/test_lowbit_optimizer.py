@@ -12,9 +12,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import LowBitOptimizer, TorchCompile, apply_lowbit_optimizer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.optimizer_state import state_bits
-from composer_speedups.core.ordering import screen
+from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import make_trainer, tiny_bert
 from tests.reference.loop import EPS
 

@@ -150,13 +150,13 @@ def test_multiple_choice_batches_of_three_dimensions_are_trained_and_probed(mask
     technique, batches = SDPAAttention(), [choices(2, 3, mask)]
     trainer = make_trainer([technique], model=model, batches=batches)
     probed = []
-    observe = technique.observe
+    watch = technique.watch
 
-    def watch(event: Any, state: Any) -> None:
-        observe(event, state)
+    def watch_and_note(state: Any) -> None:
+        watch(state)
         probed.append(technique._kernel)
 
-    technique.observe = watch  # type: ignore[method-assign]
+    technique.watch = watch_and_note  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
     assert probed[0] == technique.evidence["kernel"], "the probe reads the shapes that the forward pass has"

@@ -15,7 +15,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 from composer_speedups import BnbOptimizer, apply_bnb_optimizer
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import apply_stable_embedding, folded_weights
 from composer_speedups.core.errors import NotEngagedError
-from composer_speedups.core.optimizer_state import state_bits
+from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context
 from composer_speedups.tasks.export import export_model
 from tests.algorithms.test_bnb_optimizer import EIGHT, grouped_adamw

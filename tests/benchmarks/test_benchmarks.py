@@ -15,8 +15,8 @@ from benchmarks import run as runner
 from benchmarks.failures import failure
 from benchmarks.peers.job import read_arguments
 from benchmarks.worker import Worker, Workers
-from composer_speedups.core.ordering import refuse_clashes, techniques_of
 from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.technique import refuse_clashes, techniques_of
 from composer_speedups.train.cli import read_command_line
 from tests.conftest import ROOT
 

@@ -38,6 +38,33 @@ def test_it_engages_and_leaves_evidence(case: Case) -> None:
         assert technique.evidence[key] not in (None, {}, []), f"no {key} in {technique.evidence}"
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_its_tests_hold_it_to_the_exactness_that_its_class_states(gpu: bool) -> None:
+    for case in (parameter.values[0] for parameter in cases(gpu=gpu)):
+        kind, entry = case.exactness(gpu=gpu), case.entry
+        assert (entry.loss_bound is not None) == (kind in ("lower_precision", "recipe")), case.id
+        assert entry.dtype == entry.weight_dtype == torch.float32 or kind in ("lower_precision", "recipe"), case.id
+        assert entry.weight_dtype == torch.float32 or kind == "recipe", case.id
+        assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: what is not the same is another recipe"
+
+
+@every_technique
+@pytest.mark.pins
+def test_it_verifies_after_the_first_batch_and_at_the_end_and_never_else(case: Case) -> None:
+    technique, at = case.build_all()[-1], list[tuple[int, bool]]()
+    verify = technique.verify
+
+    def count(state: Any) -> dict[str, Any]:
+        at.append((state.timestamp.batch.value, technique.ended))
+        return verify(state)
+
+    technique.verify = count  # type: ignore[method-assign]
+    trainer = make_trainer([*case.build_all()[:-1], technique], batches=plain_batches(4))
+    trainer.fit()
+    trainer.close()
+    assert at == [(1, False), (4, True)]
+
+
 @every_technique
 @pytest.mark.pins
 def test_outputs_gradients_and_weights_match_the_untouched_model(case: Case) -> None:

@@ -67,7 +67,7 @@ def _settings(name: str) -> set[str]:
 
 
 def _function(name: str) -> Callable[..., Any]:
-    module = importlib.import_module(f"composer_speedups.algorithms.{name}.{name}")
+    module = importlib.import_module(f"composer_speedups.algorithms.{name}.functional")
     function: Callable[..., Any] = getattr(module, f"apply_{name}")
     return function
 

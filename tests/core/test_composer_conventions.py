@@ -15,14 +15,14 @@ import composer.algorithms
 import pytest
 import torch
 from composer.core import Algorithm, Event, State
+from pydantic import Field
 from torch import nn
 
 from composer_speedups import EngagementReport, FusedOptimizer, SDPAAttention
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.ordering import Stage
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Stage, Technique
 from tests.helpers.common import final_weights, make_trainer, tiny_bert
 from tests.helpers.settings import Case, cases
 
@@ -47,9 +47,9 @@ class Widening(Technique):
     stage = Stage.SURGERY
     changes_structure = True
 
-    def __init__(self, size: int = 3, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.size = size
+    exactness = "recipe"
+
+    size: int = Field(3)
 
     def engage(self, state: State) -> dict[str, Any]:
         model: Any = state.model.model
@@ -59,9 +59,6 @@ class Widening(Technique):
 
     def verify(self, state: State) -> dict[str, Any]:
         return {}
-
-    def __repr__(self) -> str:  # the signature has keyword arguments that are no settings
-        return f"Widening(size={self.size!r})"
 
 
 @every_class

@@ -27,9 +27,8 @@ from transformers import AutoModelForSequenceClassification
 from composer_speedups import TorchCompile
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.ordering import refuse_clashes
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, refuse_clashes
 from composer_speedups.surgery.applied import NoEffectWarning
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.settings import ENTRIES, Case
@@ -153,7 +152,7 @@ def test_everything_that_runs_here_together_on_a_stock_bert() -> None:
     """Techniques of every helper at once, as many as do not clash; and their reverse order."""
     together: list[Technique] = []
     for name, entry in sorted(ENTRIES.items()):
-        if entry.variants and entry.stock_checkpoint and entry.exactness != "recipe":
+        if entry.variants and entry.stock_checkpoint and technique_class(name).exactness != "recipe":
             together = _with(together, _first(name))
     assert len(together) >= 5
     trainer = train(together[::-1], *bert())
@@ -181,7 +180,7 @@ def test_its_function_works_on_a_plain_module_or_says_why_not(case: Case, kind: 
     wrapped, loader = MODELS[kind]()
     model: Any = wrapped.model if kind == "bert" else wrapped.module
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.{case.name}")
+    module = importlib.import_module(f"composer_speedups.algorithms.{case.name}.functional")
     function = getattr(module, f"apply_{case.name}")
     parameters = inspect.signature(function).parameters
     offered: dict[str, Any] = {"model": model, "optimizer": optimizer, "optimizers": optimizer, "device": DeviceCPU()}

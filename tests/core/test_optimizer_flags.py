@@ -55,7 +55,7 @@ def test_flags_of_an_older_checkpoint_do_not_come_back(technique: Any, tmp_path:
     trainer = make_trainer([instance], model=model, optimizer=optimizer)
     optimizer.load_state_dict(plain_state)
     assert not any(g[instance.implementation] for g in optimizer.param_groups), "what this test is about"
-    instance.reassert(trainer.state)
+    instance.after_load(trainer.state)
     assert all(g[instance.implementation] for g in optimizer.param_groups)
     trainer.fit()
     trainer.close()

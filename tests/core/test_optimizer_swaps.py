@@ -15,10 +15,11 @@ from composer.loggers import Logger
 from composer.optim import LinearWithWarmupScheduler
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
+from composer_speedups import MixedPrecision
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.core.ordering import Stage, refuse_clashes
 from composer_speedups.core.registry import technique_class
+from composer_speedups.core.technique import Stage, conflicts_between, refuse_clashes
 from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
 from tests.helpers.settings import ENTRIES, Case, cases
 from tests.reference.loop import EPS
@@ -202,7 +203,7 @@ def test_two_optimizers_clash_by_name(pair: tuple[str, str]) -> None:
 @pytest.mark.parametrize("case", swaps_on_gpu)
 @pytest.mark.parametrize("precision", ["amp_bf16", "amp_fp16"])
 def test_mixed_precision_trains_and_resumes_exactly(case: Case, precision: str, tmp_path: Path) -> None:
-    if "mixed_precision" in technique_class(case.name).clashes:
+    if any(conflicts_between(technique_class(case.name), MixedPrecision)):
         pytest.skip("clashes with mixed precision")
 
     def train(**kwargs: Any) -> Any:

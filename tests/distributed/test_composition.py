@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from composer_speedups.core.registry import technique_class
+from composer_speedups.core.technique import FSDP
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 from tests.helpers.settings import Case
@@ -35,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 
 @pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.name)
 def test_ranks_train_as_one_process_does_or_it_is_refused(case: Case, found: dict[str, dict[str, Any]]) -> None:
-    refused = technique_class(case.name).not_sharded
+    refused = next((c.why for c in technique_class(case.name).conflicts if c.other == FSDP), None)
     expected = train(case)
     assert len(expected) == 4
     for way, outcome in found[case.name].items():

@@ -11,7 +11,7 @@ import torch
 
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Exactness, Technique
 
 __all__ = ["ENTRIES", "Entry", "cases"]
 
@@ -24,12 +24,10 @@ class Entry:
 
     Attributes:
         variants: Constructor arguments, one dict a test case. Those that need a GPU go to ``gpu_variants``.
-        exactness: ``"exact"`` (bit for bit), ``"rounding"`` (within ``dtype``'s tolerance of the untouched
-            model), or ``"recipe"`` (another training recipe).
         same: What still equals the untouched model within ``dtype``'s tolerance; a recipe keeps less than the
             default, all of it.
-        loss_bound: Greatest distance of the smoothed loss over 200 steps from the untouched model's; stated by
-            every technique that computes in less than float32 or changes the recipe.
+        loss_bound: Greatest distance of the smoothed loss over 200 steps from the untouched model's; stated where the
+            technique's class says that it computes in less than float32 or changes the recipe.
         dtype: What the technique computes in.
         needs: Techniques it requires beside it.
         evidence: Keys that its evidence must hold.
@@ -42,7 +40,6 @@ class Entry:
 
     variants: list[dict[str, Any]] = field(default_factory=list)
     gpu_variants: list[dict[str, Any]] = field(default_factory=list)
-    exactness: Literal["exact", "rounding", "recipe"] = "rounding"
     same: tuple[Same, ...] = ("logits", "losses", "gradients", "weights")
     loss_bound: float | None = None
     dtype: torch.dtype = torch.float32
@@ -54,11 +51,6 @@ class Entry:
     also: tuple[Entry, ...] = ()
     gpu: Entry | None = None
 
-    def __post_init__(self) -> None:
-        assert self.exactness == "recipe" or len(self.same) == 4, "what is not the same is another recipe"
-        approximate = self.exactness == "recipe" or self.dtype != torch.float32
-        assert approximate == (self.loss_bound is not None), "loss_bound is for those that are not exact in float32"
-
 
 BF16 = {"mixed_precision": {"dtype": "bf16", "allow_cpu": True}}
 
@@ -69,7 +61,6 @@ LOW_BITS = {"min_size": 1024}
 ENTRIES: dict[str, Entry] = {
     "adafactor": Entry(
         [{}],
-        exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.25,
         evidence=(*SWAPPED, "factored"),
@@ -77,7 +68,6 @@ ENTRIES: dict[str, Entry] = {
     "apex_optimizer": Entry(gpu_variants=[{}], evidence=(*SWAPPED, "apex_steps"), package="apex"),
     "bnb_optimizer": Entry(
         [BNB, {**BNB, "embeddings_32bit": False}],
-        exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.01,
         evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
@@ -85,7 +75,6 @@ ENTRIES: dict[str, Entry] = {
             Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits")),
             Entry(
                 [{**BNB, "stable_embedding": True}],
-                exactness="recipe",
                 same=(),
                 loss_bound=0.05,
                 evidence=(*SWAPPED, "stable_embedding"),
@@ -94,10 +83,8 @@ ENTRIES: dict[str, Entry] = {
         ),
     ),
     "cuda_graphs": Entry(gpu_variants=[{}], needs={"sdpa_attention": {}}, evidence=("graphs", "replays")),
-    "early_loss": Entry(
-        gpu_variants=[{}], exactness="exact", evidence=("losses_read", "read_before_the_batch_was_over")
-    ),
-    "empty_cache": Entry(gpu_variants=[{"every": 2}], exactness="exact", evidence=("times_emptied",)),
+    "early_loss": Entry(gpu_variants=[{}], evidence=("losses_read", "read_before_the_batch_was_over")),
+    "empty_cache": Entry(gpu_variants=[{"every": 2}], evidence=("times_emptied",)),
     "fast_layernorm": Entry(
         [{}],
         gpu_variants=[{}, {"implementation": "triton"}],  # apex: a stand-in, in test_fused_layernorm.py
@@ -127,9 +114,7 @@ ENTRIES: dict[str, Entry] = {
             loss_bound=0.05,
         ),
     ),
-    "gradient_checkpointing": Entry(
-        [{}, {"every": 2}], exactness="exact", evidence=("blocks", "blocks_recomputed", "seen_in")
-    ),
+    "gradient_checkpointing": Entry([{}, {"every": 2}], evidence=("blocks", "blocks_recomputed", "seen_in")),
     "kahan_optimizer": Entry(
         [{}],
         dtype=torch.bfloat16,
@@ -140,7 +125,6 @@ ENTRIES: dict[str, Entry] = {
     "lora": Entry(
         # Above the defaults, with which a base of random weights learns next to nothing at the tests' rate.
         [{"targets": "all-linear", "alpha": 64.0}, {"targets": ["query", "dense"], "rank": 4, "alpha": 64.0}],
-        exactness="recipe",
         same=("logits",),  # adapters start at zero
         loss_bound=0.55,  # one that learned nothing would end 0.7 away
         evidence=("modules", "trainable_parameters", "total_parameters", "adapters_with_gradient", "parameters_moved"),
@@ -148,14 +132,12 @@ ENTRIES: dict[str, Entry] = {
     ),
     "lowbit_optimizer": Entry(
         [{"bits": 8, **LOW_BITS}, {"bits": "fp8", **LOW_BITS}],
-        exactness="recipe",
         same=("logits", "gradients"),
         loss_bound=0.01,
         evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
         also=(
             Entry(
                 [{"bits": 4, **LOW_BITS}],
-                exactness="recipe",
                 same=("logits", "gradients"),
                 loss_bound=0.1,
                 evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
@@ -177,7 +159,6 @@ ENTRIES: dict[str, Entry] = {
     ),
     "sparse_upcycling": Entry(
         [{"every": 1}],
-        exactness="recipe",
         same=("logits",),
         loss_bound=0.1,
         evidence=("layers", "parameters_added", "rows_per_expert", "load_balancing_loss", "share_in_first_batch"),
@@ -215,6 +196,10 @@ class Case:
 
     def build(self) -> Technique:
         return technique_class(self.name)(**dict(self.arguments))
+
+    def exactness(self, *, gpu: bool = False) -> Exactness:
+        """What the class says that it does to the numbers."""
+        return technique_class(self.name).exactness_with(dict(self.arguments), "cuda" if gpu else "cpu")
 
     def build_all(self) -> list[Technique]:
         """The technique and what it needs."""

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from composer_speedups.core.errors import UserError
-from composer_speedups.core.ordering import screen
 from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.technique import screen
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.trainer import context_of, open_device

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.settings import Origins, field_docs
@@ -215,4 +216,11 @@ def test_every_key_has_a_doc_line_and_the_help_shows_it_with_its_default() -> No
             default = field.default if field.default is not dataclasses.MISSING else field.default_factory()  # type: ignore
             shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
             assert any(line.strip().startswith(f"{dotted}: ") and f"= {shown}" in line for line in text.splitlines())
-    assert "scope: Literal['model', 'blocks'] = 'model'" in text
+    assert "    scope: model|blocks = model\n        The whole model, or its repeated block" in text
+    assert "    rank: int = 8  [>= 1; <= 4096]\n" in text, "a bound that is a constant of another module"
+    for description in describe():  # read from the sources alone, and the same as what the classes declare
+        declared = technique_class(description.name).settings
+        assert {s.name for s in description.settings} == set(declared) - {"on_unavailable"}
+        for setting in description.settings:
+            assert setting.doc in text
+            assert (setting.default, setting.bounds) == (declared[setting.name].default, declared[setting.name].bounds)

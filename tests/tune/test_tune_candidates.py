@@ -1,8 +1,7 @@
-"""The table of candidates: complete, as exact as tests/helpers/settings.py says, and screened without a trial."""
+"""The table of candidates: complete, as exact as the classes say, and screened without a trial."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,42 +16,17 @@ from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.candidates import (
     CHOICES,
     Candidate,
-    Kind,
     Refused,
     apply_candidate,
     candidates_for,
     forbidden,
     key_of,
     kind_of,
-    worst,
 )
 from composer_speedups.tune.trials import GivenRun
 from tests.conftest import ROOT
-from tests.helpers.settings import ENTRIES, Entry
 
 CPU = Context(torch.device("cpu"))
-
-
-def exactness(entry: Entry) -> Kind:
-    """What the tests of an entry let it do to the numbers; weights of another dtype are another recipe."""
-    if entry.exactness == "recipe" or entry.weight_dtype != torch.float32:
-        return "recipe"
-    return entry.exactness if entry.dtype == torch.float32 else "lower_precision"
-
-
-def exactness_by_tests(name: str, settings: Mapping[str, Any], device: str) -> Kind:
-    """The least exact of the entries that test such settings on such a device."""
-    first = ENTRIES[name]
-    entries = [(first.gpu or first) if device == "cuda" else first, *first.also]
-    fitting = [
-        entry
-        for entry in entries
-        if any(
-            all(variant.get(key, value) == value for key, value in settings.items())
-            for variant in [*entry.variants, *entry.gpu_variants]
-        )
-    ]
-    return worst(*map(exactness, fitting or entries))
 
 
 def test_every_technique_has_an_entry() -> None:
@@ -61,13 +35,28 @@ def test_every_technique_has_an_entry() -> None:
         assert bool(choice.variants) != bool(choice.never), f"{name}: variants, or why there are none"
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("name", sorted(ENTRIES))
-def test_the_exactness_is_the_one_that_is_tested(name: str, device: str) -> None:
-    choice = CHOICES[name]
-    for settings in [v.settings for v in choice.variants] or [{}]:
-        assert kind_of(name, settings, device) == exactness_by_tests(name, settings, device), settings
-        technique_class(name)(**settings)
+@pytest.mark.parametrize("name", technique_names())
+def test_its_trials_are_settings_that_it_takes(name: str) -> None:
+    for variant in CHOICES[name].variants:
+        technique_class(name)(**variant.settings)
+        for other, settings in variant.beside.items():
+            technique_class(other)(**settings)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "device", "expected"),
+    [
+        ("fused_layers", {}, "cpu", "rounding"),
+        ("fused_layers", {}, "cuda", "lower_precision"),
+        ("fused_layers", {}, None, "lower_precision"),
+        ("bnb_optimizer", {"bits": 32}, "cuda", "rounding"),
+        ("bnb_optimizer", {"bits": 32, "stable_embedding": True}, "cuda", "recipe"),
+        ("bnb_optimizer", None, "cuda", "recipe"),
+        ("early_loss", {}, "cuda", "exact"),
+    ],
+)
+def test_exactness_depends_on_settings_and_device(name: str, settings: Any, device: str | None, expected: str) -> None:
+    assert kind_of(name, settings, device) == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

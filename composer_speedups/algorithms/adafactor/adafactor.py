@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from composer.core import State
+from pydantic import Field
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.adafactor.functional import apply_adafactor
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.core.technique import OnUnavailable
 
 __all__ = ["AdafactorOptimizer"]
 
@@ -19,19 +19,16 @@ _ADAMW_BYTES = 8  # two float32 moments a parameter
 class AdafactorOptimizer(OptimizerSwapTechnique):
     """The run's AdamW becomes Adafactor, with a small fraction of its state.
 
-    Args:
-        scale_parameter: Multiply the learning rate by the RMS of each parameter. Default False.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, when the optimizer is not AdamW or holds no matrix, and under FSDP.
     """
 
     name = "adafactor"
+    exactness = "recipe"
+    gain = 0.75
 
-    def __init__(self, scale_parameter: bool = False, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        self.scale_parameter = scale_parameter
+    scale_parameter: bool = Field(False)
+    """Multiply the learning rate by the RMS of each parameter."""
 
     def swap(self, state: State) -> Optimizer:
         return apply_adafactor(state.optimizers[0], self.scale_parameter)

@@ -19,14 +19,12 @@ __all__ = ["ApexOptimizer"]
 class ApexOptimizer(OptimizerSwapTechnique):
     """The run's AdamW becomes Apex's FusedAdam: the update of many parameters in one kernel.
 
-    Args:
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, without Apex or a GPU, with an optimizer other than AdamW, and under FSDP.
     """
 
     name = "apex_optimizer"
+    exactness = "rounding"
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(installed(), MISSING, INSTALL)

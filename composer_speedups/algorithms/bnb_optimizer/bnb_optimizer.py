@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from composer.core import State
+from pydantic import Field
 from torch import nn
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
-from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer, check_settings
+from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     folded_weights,
     stable_embeddings,
 )
-from composer_speedups.core.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, why_not_quantised
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
-from composer_speedups.core.technique import OnUnavailable
+from composer_speedups.core.technique import Exactness, Variant
 from composer_speedups.core.trainer_state import model_of
 
 __all__ = ["BnbOptimizer"]
@@ -28,38 +29,31 @@ __all__ = ["BnbOptimizer"]
 class BnbOptimizer(OptimizerSwapTechnique):
     """bitsandbytes' AdamW; embeddings keep 32-bit state unless told otherwise.
 
-    Args:
-        bits: 8 (default) or 32.
-        paged: State in paged memory; needs a GPU.
-        stable_embedding: A LayerNorm over the word embedding, as the 8-bit optimizers' paper asks.
-        embeddings_32bit: Keep 32-bit state for embeddings (default).
-        min_8bit_size: Least number of values of a parameter with 8-bit state, 4096 by default.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another number of bits.
         TechniqueError: At INIT, without bitsandbytes, paged without a GPU, or with an unfit optimizer or model.
         NotEngagedError: After the first batch, when no parameter has state of the bits asked for, when
             embeddings have other bits, when nothing is paged, or when the stable embedding was not trained.
     """
 
     name = "bnb_optimizer"
+    exactness = "recipe"
+    gain = 1.02
+    trials = (Variant({"bits": 32}), Variant({"bits": 8}))
 
-    def __init__(
-        self,
-        bits: Literal[8, 32] = 8,
-        paged: bool = False,
-        stable_embedding: bool = False,
-        embeddings_32bit: bool = True,
-        min_8bit_size: int = 4096,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        check_settings(bits, min_8bit_size)
-        self.bits: Literal[8, 32] = bits
-        self.paged, self.stable_embedding = paged, stable_embedding
-        self.embeddings_32bit, self.min_8bit_size = embeddings_32bit, min_8bit_size
+    bits: Literal[8, 32] = Field(8)
+    """Bits a value of either moment; 32 is AdamW up to rounding."""
+    paged: bool = Field(False)
+    """State in paged memory; needs a GPU."""
+    stable_embedding: bool = Field(False)
+    """A LayerNorm over the word embedding, as the 8-bit optimizers' paper asks."""
+    embeddings_32bit: bool = Field(True)
+    """Keep 32-bit state for embeddings."""
+    min_8bit_size: int = Field(4096, ge=0)
+    """Least number of values of a parameter with 8-bit state."""
+
+    @classmethod
+    def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
+        return "rounding" if settings.get("bits") == 32 and not settings.get("stable_embedding") else "recipe"
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_package("bitsandbytes", "composer_speedups[bnb]")
@@ -83,8 +77,8 @@ class BnbOptimizer(OptimizerSwapTechnique):
             self.min_8bit_size,
         )
 
-    def reassert(self, state: State) -> None:
-        super().reassert(state)
+    def after_load(self, state: State) -> None:
+        super().after_load(state)
         if self.paged and self._new is not None:
             page_again(self._new)
 

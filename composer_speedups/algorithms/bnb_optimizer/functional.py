@@ -11,7 +11,7 @@ from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import bnb_adamw
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     apply_stable_embedding,
 )
-from composer_speedups.core.optimizer_state import embedding_weights
+from composer_speedups.core.optimizer_evidence import embedding_weights
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
 
 __all__ = ["apply_bnb_optimizer"]

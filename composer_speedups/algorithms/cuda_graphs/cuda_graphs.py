@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from composer.core import Event, State
-from composer.loggers import Logger
+from composer.core import State
+from pydantic import Field
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,7 +15,7 @@ from composer_speedups.algorithms.cuda_graphs.functional import apply_cuda_graph
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.core.errors import CannotRunError
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique, Variant
 from composer_speedups.distributed.ddp import BUCKETS_SETTLED
 
 __all__ = ["CUDAGraphs"]
@@ -24,12 +24,7 @@ __all__ = ["CUDAGraphs"]
 class CUDAGraphs(Technique):
     """Replays the forward and backward pass as CUDA graphs, without the time it takes to launch their kernels.
 
-    Args:
-        max_graphs: Input shapes captured, 4 by default; batches of further shapes run as before and are counted.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: ``max_graphs`` below 1.
         TechniqueError: At INIT, without a GPU, under FSDP, with automatic micro-batches, or beside a torch_compile
             mode that makes graphs itself; in the first batch that is captured, when it cannot be: the second, or the
             third where DDP keeps gradients in its buckets.
@@ -37,19 +32,28 @@ class CUDAGraphs(Technique):
 
     name = "cuda_graphs"
     stage = Stage.GRAPHS
-    not_sharded = "graphs are captured of whole weights"
+    exactness = "rounding"
+    conflicts = (
+        Conflict(FSDP, "graphs are captured of whole weights"),
+        Conflict(
+            "torch_compile",
+            "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves",
+            when=lambda self, other: other.makes_graphs,
+        ),
+    )
     fixed_shapes = True
-    clashes_with_settings: ClassVar[dict[str, str]] = {
-        "torch_compile": "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves"
-    }
+    gain = 1.04
+    trials = (
+        Variant({"max_graphs": 16}),  # and with a multiple of tokens so large that there are few shapes
+        Variant({"max_graphs": 16}, beside={"unpadding": {"pad_to_multiple_of": 512}}, device="cuda", gain=1.1),
+    )
 
-    def __init__(self, max_graphs: int = 4, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if max_graphs < 1:
-            raise ValueError(f"max_graphs must be at least 1, not {max_graphs}")
-        self.max_graphs = max_graphs
+    max_graphs: int = Field(4, ge=1)
+    """Input shapes captured; batches of further shapes run as before and are counted."""
+
+    def reset(self) -> None:
+        super().reset()
         self._calls: GraphedCalls | None = None
-        self._ended = False
         self._batches = 0  # trained by this process
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -60,11 +64,6 @@ class CUDAGraphs(Technique):
             "give trainer.microbatch_size a number, or take it out",
         )
 
-    def clash(self, other: Technique) -> str | None:
-        if getattr(other, "makes_graphs", False):
-            return self.clashes_with_settings[other.name]
-        return super().clash(other)
-
     def engage(self, state: State) -> dict[str, Any]:
         self._calls = apply_cuda_graphs(state.model, self.max_graphs)
         self._calls.on_failure = self._cannot_capture
@@ -72,23 +71,17 @@ class CUDAGraphs(Technique):
         self._calls.eager_first = 1  # other techniques watch the first forward pass, in ways a capture forbids
         return {"max_graphs": self.max_graphs}
 
-    def match(self, event: Event, state: State) -> bool:
-        own = event == Event.BEFORE_FORWARD or (event == Event.BATCH_END and self._batches < BUCKETS_SETTLED)
-        return super().match(event, state) or (bool(self.engaged) and own)
+    def before_forward(self, state: State) -> None:
+        # What is left of the last backward pass belongs to the main stream, where nothing can be captured.
+        state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
+        self._wait_for_buckets(state.model)
 
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BEFORE_FORWARD and self.engaged:
-            # What is left of the last backward pass belongs to the main stream, where nothing can be captured.
-            state.outputs, state.loss = None, None  # type: ignore[assignment]  # as before the first batch
-            self._wait_for_buckets(state.model)
-        elif event == Event.BATCH_END and self._calls is not None:
-            self._batches += 1
-            if self._calls.held and self._batches == BUCKETS_SETTLED:
-                trained = (p for p in state.model.parameters() if p.requires_grad)
-                self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
-        self._ended = event == Event.FIT_END
-        if super().match(event, state):
-            super().apply(event, state, logger)
+    def batch_end(self, state: State) -> None:
+        assert self._calls is not None
+        self._batches += 1
+        if self._calls.held and self._batches == BUCKETS_SETTLED:
+            trained = (p for p in state.model.parameters() if p.requires_grad)
+            self._calls.begin({p: p.grad.detach() for p in trained if p.grad is not None})
 
     def _wait_for_buckets(self, model: nn.Module) -> None:
         """Where DDP keeps gradients in its buckets, graphs write them there, and DDP copies none of them."""
@@ -105,7 +98,7 @@ class CUDAGraphs(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         assert self._calls is not None
         if self._calls.replays == 0:
-            if (self._calls.held or self._calls.eager_calls == 1) and not self._ended:
+            if (self._calls.held or self._calls.eager_calls == 1) and not self.ended:
                 return {}  # the next forward pass is the first to be captured, or the one after it
             raise self.not_engaged(
                 "no training batch replayed a graph", "train longer, and through the model's forward()"
@@ -113,7 +106,7 @@ class CUDAGraphs(Technique):
         found: dict[str, Any] = {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
         if self._calls.backward_segments > 1:
             found["backward_segments"] = self._calls.backward_segments
-        if self._ended and found["eager_calls"] > found["replays"]:
+        if self.ended and found["eager_calls"] > found["replays"]:
             found["note"] = "most batches had a shape of their own; raise max_graphs, or round the shapes"
         return found
 

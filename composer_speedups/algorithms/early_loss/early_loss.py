@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from composer.core import Event, State
-from composer.loggers import Logger
+from composer.core import State
 
 from composer_speedups.algorithms.early_loss.functional import HOW_TO_MEET, apply_early_loss
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Stage, Technique
 from composer_speedups.core.trainer_state import ranks_meet_on_host
 from composer_speedups.distributed.host_scalars import Interception
 
@@ -24,9 +23,6 @@ class EarlyLoss(Technique):
 
     The host then prepares the next batch while the GPU computes gradients. Values stay as they are.
 
-    Args:
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, without a GPU, on ranks with nccl alone, which waits for the GPU, or with another
             training loop than Composer 0.32's.
@@ -34,11 +30,12 @@ class EarlyLoss(Technique):
 
     name = "early_loss"
     stage = Stage.FLAGS
+    exactness = "exact"
+    gain = 1.2
 
-    def __init__(self, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
+    def reset(self) -> None:
+        super().reset()
         self._interception: Interception | None = None
-        self._ended = False
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "reading the loss before the batch is over")
@@ -55,14 +52,9 @@ class EarlyLoss(Technique):
             raise TechniqueError(self.name, str(error).removeprefix("early_loss "), "take it out") from error
         return {}
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (bool(self.engaged) and event == Event.BEFORE_FORWARD)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.BEFORE_FORWARD and self._interception is not None:
+    def before_forward(self, state: State) -> None:
+        if self._interception is not None:
             self._interception.readback.forget()
-        self._ended = event == Event.FIT_END
-        super().apply(event, state, logger)
 
     def verify(self, state: State) -> dict[str, Any]:
         assert self._interception is not None
@@ -73,7 +65,7 @@ class EarlyLoss(Technique):
         if not math.isclose(value, float(on_device), rel_tol=1e-6):  # ranks may be added up in another order
             raise self.not_engaged(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
         found: dict[str, Any] = {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.ahead}
-        if self._ended and 2 * readback.ahead < readback.reads:
+        if self.ended and 2 * readback.ahead < readback.reads:
             found["note"] = "most batches were over when the host asked: it does not keep this GPU waiting"
         return found
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from composer.core import Event, State
-from composer.loggers import Logger
+from composer.core import State
+from pydantic import Field
 
 from composer_speedups.algorithms.empty_cache.functional import apply_empty_cache
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Stage, Technique
 from composer_speedups.core.trainer_state import device_of
 
 __all__ = ["EmptyCache"]
@@ -24,23 +24,21 @@ class EmptyCache(Technique):
 
     It frees memory for other processes and undoes fragmentation; it saves no time.
 
-    Args:
-        every: Batches between two times. Default 100.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: ``every`` below 1.
         TechniqueError: At INIT, without a GPU.
     """
 
     name = "empty_cache"
     stage = Stage.FLAGS
+    exactness = "exact"
+    trials = ()
+    never_tried = "it trades time for memory, and this search is for time"
 
-    def __init__(self, every: int = 100, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
-        self.every = every
+    every: int = Field(100, ge=1)
+    """Batches between two times."""
+
+    def reset(self) -> None:
+        super().reset()
         self._times = self._freed = 0
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -49,18 +47,11 @@ class EmptyCache(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         return {"every": self.every}
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (bool(self.engaged) and event == Event.BATCH_END)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if self.engaged and event == Event.BATCH_END:
-            batch = state.timestamp.batch.value
-            if not self._times or batch % self.every == 0:
-                with torch.cuda.device(device_of(state)):
-                    self._freed += apply_empty_cache()
-                self._times += 1
-        if super().match(event, state):
-            super().apply(event, state, logger)
+    def batch_end(self, state: State) -> None:
+        if not self._times or state.timestamp.batch.value % self.every == 0:
+            with torch.cuda.device(device_of(state)):
+                self._freed += apply_empty_cache()
+            self._times += 1
 
     def verify(self, state: State) -> dict[str, Any]:
         if not self._times:

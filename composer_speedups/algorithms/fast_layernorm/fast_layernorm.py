@@ -7,18 +7,18 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
-from composer.core import Event, State, get_precision_context
+from composer.core import State, get_precision_context
+from pydantic import Field
 from torch import nn
 
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.algorithms.fast_layernorm.functional import (
     apply_fast_layernorm,
-    check_settings,
     left_alone,
     of_class,
     unfit,
 )
-from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation
+from composer_speedups.algorithms.fast_layernorm.layers import LAYERS
 from composer_speedups.algorithms.fast_layernorm.outputs import Outputs, in_compiled_graphs, is_of
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import (
@@ -26,7 +26,7 @@ from composer_speedups.core.requirements import (
     Requirement,
     needs_autocast,
 )
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
 from composer_speedups.surgery.applied import NoEffectWarning
 
@@ -36,29 +36,23 @@ __all__ = ["FastLayerNorm"]
 class FastLayerNorm(Technique):
     """LayerNorm in the autocast dtype, so that the residual stream stays in it too.
 
-    Args:
-        implementation: ``"low_precision"`` (default): torch's kernel on 16-bit values. ``"triton"``: Liger's
-            kernel. ``"apex"``: NVIDIA Apex's. The latter two also run without mixed precision, in float32.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another implementation.
         TechniqueError: At INIT, without mixed precision (``low_precision``), GPU or package (the others), or
             without a LayerNorm that the kernel can take over.
     """
 
     name = "fast_layernorm"
     stage = Stage.SURGERY
+    exactness = "lower_precision"
+    gain = 1.16
+    trials = (Variant({"implementation": "low_precision"}), Variant({"implementation": "triton"}))
 
-    def __init__(
-        self,
-        implementation: Literal["low_precision", "triton", "apex"] = "low_precision",
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        check_settings(implementation)
-        self.implementation: Implementation = implementation
+    implementation: Literal["low_precision", "triton", "apex"] = Field("low_precision")
+    """low_precision is torch's kernel on 16-bit values, triton Liger's kernel, apex NVIDIA Apex's; the latter two also
+    run without mixed precision, in float32."""
+
+    def reset(self) -> None:
+        super().reset()
         self._outputs = Outputs()
         self._count = 0
 
@@ -85,11 +79,12 @@ class FastLayerNorm(Technique):
     def _modules(self, state: State) -> list[nn.Module]:
         return of_class(state.model, LAYERS[self.implementation])
 
-    def observe(self, event: Event, state: State) -> None:
-        if event == Event.BEFORE_FORWARD and not is_compiled(state.model):  # hooks would change its graph
+    def watch(self, state: State) -> None:
+        if not is_compiled(state.model):  # hooks would change its graph
             self._outputs.watch(self._modules(state))
-        elif event == Event.AFTER_FORWARD:
-            self._outputs.stop()
+
+    def stop_watching(self, state: State) -> None:
+        self._outputs.stop()
 
     def close(self) -> None:
         self._outputs.stop()  # a forward pass that raised left the hooks

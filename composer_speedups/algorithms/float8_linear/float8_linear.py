@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from composer.core import Event, Precision, State, get_precision_context
+from composer.core import Precision, State, get_precision_context
+from pydantic import Field
 from torch import nn
 
 from composer_speedups.algorithms.float8_linear.functional import (
@@ -25,12 +26,10 @@ from composer_speedups.core.requirements import (
     needs_cuda,
     needs_package,
 )
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
 
 __all__ = ["Float8Linear"]
-
-Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
 
 def _undo(model: nn.Module) -> int:
@@ -44,40 +43,31 @@ def _undo(model: nn.Module) -> int:
 class Float8Linear(Technique):
     """The encoder's matmuls in float8 (torchao), on Ada, Hopper and newer.
 
-    Args:
-        recipe: ``"tensorwise"`` (default), ``"rowwise"`` or ``"rowwise_with_gw_hp"``; see
-            :func:`apply_float8_linear`.
-        min_features: Leave out Linears with fewer inputs or outputs. Default 0.
-        emulate: Round to float8 and multiply in float32, on any device: slower, for learning what float8 does to a
-            model where there is no hardware for it. Default False.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: An unknown recipe.
         TechniqueError: At INIT, without torchao, bf16 mixed precision or such a GPU, or without a Linear that fits;
             in the first batch, when the kernel cannot run (with ``"warn"``, the Linears are plain again from then on).
     """
 
     name = "float8_linear"
     stage = Stage.SURGERY
-    not_sharded = "its matmuls are tried on whole weights, which FSDP gathers block by block only"
-    clashes: ClassVar[dict[str, str]] = {
-        "kahan_optimizer": "kahan_optimizer trains without autocast, whose dtype float8_linear takes",
-    }
+    exactness = "lower_precision"
+    conflicts = (
+        Conflict(FSDP, "its matmuls are tried on whole weights, which FSDP gathers block by block only"),
+        Conflict("kahan_optimizer", "kahan_optimizer trains without autocast, whose dtype float8_linear takes"),
+    )
+    gain = 0.85
+    trials = (Variant({"recipe": "tensorwise"}), Variant({"recipe": "rowwise"}))
 
-    def __init__(
-        self,
-        recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise",
-        min_features: int = 0,
-        emulate: bool = False,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if recipe not in CAPABILITY:
-            raise ValueError(f"recipe must be one of {', '.join(CAPABILITY)}, not {recipe!r}")
-        self.recipe: Recipe = recipe
-        self.min_features, self.emulate = min_features, emulate
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field("tensorwise")
+    """One scale a tensor, one a row, or one a row with the weight's gradient in the autocast dtype."""
+    min_features: int = Field(0)
+    """Leave out Linears with fewer inputs or outputs."""
+    emulate: bool = Field(False)
+    """Round to float8 and multiply in float32, on any device: slower, for learning what float8 does to a model where
+    there is no hardware for it."""
+
+    def reset(self) -> None:
+        super().reset()
         self._recorder: OperatorRecorder | None = None
         self._operators: dict[str, int] = {}
         self._seen_in = ""
@@ -107,23 +97,24 @@ class Float8Linear(Technique):
             )
         return {"modules": modules, "recipe": self.recipe, "emulated": self.emulate}
 
-    def observe(self, event: Event, state: State) -> None:
+    def watch(self, state: State) -> None:
         """See the float8 matmuls of the first forward pass; of compiled code, those of a probe of one module.
 
         The probe comes first in any case: it tells a kernel that cannot run here from any other failure.
         """
-        if event == Event.BEFORE_FORWARD:
-            if not self._operators:
-                try:
-                    self._note(self._probe(state), "probe")
-                except CannotRunError as error:
-                    self.unavailable(error)
-                    self.evidence["linears_turned_back"] = _undo(state.model)
-                    return
-            if self._recorder is None and not is_compiled(state.model):
-                self._recorder = float8_modules().Float8Recorder()
-                self._recorder.__enter__()
-        elif self._recorder is not None:
+        if not self._operators:
+            try:
+                self._note(self._probe(state), "probe")
+            except CannotRunError as error:
+                self.unavailable(error)
+                self.evidence["linears_turned_back"] = _undo(state.model)
+                return
+        if self._recorder is None and not is_compiled(state.model):
+            self._recorder = float8_modules().Float8Recorder()
+            self._recorder.__enter__()
+
+    def stop_watching(self, state: State) -> None:
+        if self._recorder is not None:
             recorder = self._recorder
             self.close()
             self._note(recorder, "forward pass")

@@ -10,13 +10,11 @@ __all__ = ["ForEachOptimizer"]
 class ForEachOptimizer(OptimizerFlagTechnique):
     """The run's torch optimizer steps with horizontally batched kernels.
 
-    Args:
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, when the optimizer has no foreach implementation.
     """
 
     name = "foreach_optimizer"
+    gain = 1.04
     implementation = "foreach"
     operator = "_foreach_"

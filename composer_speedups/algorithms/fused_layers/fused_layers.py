@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 import torch
-from composer.core import Event, Precision, State
-from composer.loggers import Logger
+from composer.core import Precision, State
+from pydantic import Field
 
 from composer_speedups.algorithms.fused_layers.functional import fuse, unfuse, unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
-from composer_speedups.core.compared_technique import Check, ComparedTechnique
+from composer_speedups.core.compared_technique import ComparedTechnique
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage
+from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of
 
 __all__ = ["FusedLayers"]
@@ -26,14 +26,7 @@ _OWN = "fused_layers computes the whole layer itself"
 class FusedLayers(ComparedTechnique):
     """Each encoder layer as one function: one QKV product, and fused kernels for all that is no matrix product.
 
-    Args:
-        last_layer: ``"needed"`` (default) computes in the last layer only what a classification head reads, each
-            row's first token; ``"all"`` computes it like the others.
-        check: See :class:`ComparedTechnique`.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another ``last_layer``.
         TechniqueError: At INIT, without ``unpadding``, for a model none of whose layers the kernels can take, and on a
             GPU in fp32 or without Triton; in the first batch, for a model of one's own that then computes something
             else.
@@ -41,25 +34,28 @@ class FusedLayers(ComparedTechnique):
 
     name = "fused_layers"
     stage = Stage.KERNELS
-    clashes: ClassVar[dict[str, str]] = {
-        "fast_layernorm": f"{_OWN}, LayerNorms included",
-        "float8_linear": f"{_OWN}, matrix products included",
-        "lora": f"{_OWN}, and would leave the adapters out",
-        "sparse_upcycling": f"{_OWN}, and would leave the experts out",
-        "torch_compile": f"{_OWN}, with kernels that are compiled already",
-    }
+    exactness = "lower_precision"
+    conflicts = (
+        Conflict("fast_layernorm", f"{_OWN}, LayerNorms included"),
+        Conflict("float8_linear", f"{_OWN}, matrix products included"),
+        Conflict("lora", f"{_OWN}, and would leave the adapters out"),
+        Conflict("sparse_upcycling", f"{_OWN}, and would leave the experts out"),
+        Conflict("torch_compile", f"{_OWN}, with kernels that are compiled already"),
+    )
+    gain = 1.8
+    trials = (Variant(beside={"unpadding": {}}),)
 
-    def __init__(
-        self,
-        last_layer: Literal["needed", "all"] = "needed",
-        check: Check = "auto",
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(check=check, on_unavailable=on_unavailable)
-        if last_layer not in ("needed", "all"):
-            raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
-        self.last_layer = last_layer
+    last_layer: Literal["needed", "all"] = Field("needed")
+    """Compute in the last layer only what a classification head reads, each row's first token; or all, as in the
+    others."""
+
+    @classmethod
+    def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
+        """Its kernels on a GPU take 16 bits only; on a CPU it computes in the precision of the run."""
+        return "rounding" if device == "cpu" else cls.exactness
+
+    def reset(self) -> None:
+        super().reset()
         self._layers: list[FusedLayer] = []
         self._embeddings: list[FusedEmbeddings] = []
         self._compiling: Any = None  # a Compiling, whose module imports Triton
@@ -98,18 +94,16 @@ class FusedLayers(ComparedTechnique):
     def withdraw(self, state: State) -> None:
         unfuse(state.model, self.owner)
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (event == Event.FIT_START and self._compiling is not None)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.FIT_START and getattr(state.train_dataloader, "num_workers", None):
+    def fit_start(self, state: State) -> None:
+        if self._compiling is not None and getattr(state.train_dataloader, "num_workers", None):
             self._compiling.close()  # workers are forked next, with whatever lock a thread holds
-        super().apply(event, state, logger)
 
-    def observe(self, event: Event, state: State) -> None:
-        if self._compiling is not None and event == Event.BEFORE_FORWARD:
+    def watch(self, state: State) -> None:
+        if self._compiling is not None:
             self._compiling.wait()
-        elif self._compiling is not None:
+
+    def stop_watching(self, state: State) -> None:
+        if self._compiling is not None:
             self._compiling.close()  # nothing may be launched beside a capture of CUDA graphs, which may come next
 
     def close(self) -> None:

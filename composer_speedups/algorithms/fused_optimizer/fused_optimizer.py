@@ -10,13 +10,11 @@ __all__ = ["FusedOptimizer"]
 class FusedOptimizer(OptimizerFlagTechnique):
     """The run's torch optimizer steps with torch's fused kernel.
 
-    Args:
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, when the optimizer has no fused implementation.
     """
 
     name = "fused_optimizer"
+    gain = 1.2
     implementation = "fused"
     operator = "_fused_"

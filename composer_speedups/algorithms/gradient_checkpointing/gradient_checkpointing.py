@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
-from composer.core import Event, State
+from composer.core import State
+from pydantic import Field
 
 from composer_speedups.algorithms.gradient_checkpointing.functional import apply_gradient_checkpointing
 from composer_speedups.algorithms.gradient_checkpointing.recompute import is_checkpointed, recomputations
 from composer_speedups.algorithms.gradient_checkpointing.watch import GraphWatch
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import is_compiled, model_of
 
 __all__ = ["GradientCheckpointing"]
@@ -19,27 +20,27 @@ __all__ = ["GradientCheckpointing"]
 class GradientCheckpointing(Technique):
     """Activations recomputed block by block in the backward pass: less memory, one more forward pass.
 
-    Args:
-        every: Every how many blocks one is recomputed. Default 1, all of them.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: ``every`` below 1.
         TechniqueError: At INIT, without a repeated block or with transformers' own checkpointing on.
     """
 
     name = "gradient_checkpointing"
     stage = Stage.SURGERY
-    clashes: ClassVar[dict[str, str]] = {
-        "cuda_graphs": "dropout's state is read from the generator before each block, which a capture forbids"
-    }
+    exactness = "exact"
+    conflicts = (
+        Conflict(
+            "cuda_graphs", "dropout's state is read from the generator before each block, which a capture forbids"
+        ),
+    )
+    trials = ()
+    never_tried = "it trades time for memory, and this search is for time"
     _seen_in_this_process = False  # a second run may reuse what the first compiled
 
-    def __init__(self, every: int = 1, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
-        self.every = every
+    every: int = Field(1, ge=1)
+    """Every how many blocks one is recomputed; 1 is all of them."""
+
+    def reset(self) -> None:
+        super().reset()
         self._watch = GraphWatch()
         self._evidence: dict[str, Any] = {}
 
@@ -50,11 +51,12 @@ class GradientCheckpointing(Technique):
             raise TechniqueError(self.name, str(error), "take it out for this model") from error
         return {"blocks": sum(is_checkpointed(module) for module in model_of(state).modules())}
 
-    def observe(self, event: Event, state: State) -> None:
-        if event == Event.BEFORE_FORWARD and is_compiled(state.model):
+    def watch(self, state: State) -> None:
+        if is_compiled(state.model):
             self._watch.start()
-        elif event == Event.AFTER_FORWARD:
-            self._watch.stop()
+
+    def stop_watching(self, state: State) -> None:
+        self._watch.stop()
 
     def close(self) -> None:
         self._watch.stop()  # also after a forward pass that raised

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 from composer.core import State
 from torch.optim import Optimizer
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from composer_speedups.algorithms.kahan_optimizer.functional import apply_kahan_optimizer
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.technique import Conflict
 
 __all__ = ["KahanOptimizer"]
 _ROUNDS_AWAY = 2**-9  # a bfloat16 number times (1 - less than this) rounds back to itself
@@ -19,20 +20,21 @@ _ROUNDS_AWAY = 2**-9  # a bfloat16 number times (1 - less than this) rounds back
 class KahanOptimizer(OptimizerSwapTechnique):
     """Training in pure bfloat16: weights, gradients and AdamW's state, with Kahan-compensated updates.
 
-    Args:
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, without torch-optimi, on a GPU without bfloat16, under autocast, with an optimizer
             other than AdamW, and under FSDP.
     """
 
     name = "kahan_optimizer"
+    exactness = "recipe"  # the weights themselves become bfloat16
     must_move = False  # updates smaller than a bfloat16 step wait in the compensation
-    clashes: ClassVar[dict[str, str]] = {
-        "mixed_precision": "kahan_optimizer makes the weights bfloat16, and autocast has nothing left to lower",
-        "tf32_matmul": "kahan_optimizer makes the weights bfloat16, and no float32 matmul is left",
-    }
+    conflicts = (
+        *OptimizerSwapTechnique.conflicts,
+        Conflict(
+            "mixed_precision", "kahan_optimizer makes the weights bfloat16, and autocast has nothing left to lower"
+        ),
+        Conflict("tf32_matmul", "kahan_optimizer makes the weights bfloat16, and no float32 matmul is left"),
+    )
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_package("optimi", "composer_speedups[optimi]")

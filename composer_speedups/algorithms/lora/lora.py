@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
-from composer.core import Event, State
+from composer.core import State
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -18,10 +19,10 @@ from composer_speedups.algorithms.lora.adapters import (
     trained_copies,
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
-from composer_speedups.algorithms.lora.functional import apply_lora, check_settings
+from composer_speedups.algorithms.lora.functional import MOST_RANKS, apply_lora
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_package
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import model_of
 
 __all__ = ["LoRA"]
@@ -30,43 +31,32 @@ __all__ = ["LoRA"]
 class LoRA(Technique):
     """Frozen base model, low-rank adapters (PEFT) and a classifier trained whole.
 
-    Args:
-        rank: Rank of the adapters. Default 8.
-        alpha: The adapters' output is scaled by alpha / rank. Default 16.
-        targets: Ends of the names of the Linear modules to adapt, or ``"all-linear"``; None (default) is query
-            and value.
-        dropout: On the adapters' input. Default 0.
-        modules_to_save: Modules trained whole; None (default) is the classification head.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: A rank below 1, an alpha of 0 or below, a dropout outside 0 to 1.
         TechniqueError: At INIT, without PEFT, or when a target matches nothing.
     """
 
     name = "lora"
     stage = Stage.ADAPTERS
     changes_structure = True
-    clashes: ClassVar[dict[str, str]] = {
-        "sparse_upcycling": "LoRA freezes the experts and the router, which would stay the copies they are"
-    }
+    exactness = "recipe"
+    conflicts = (
+        Conflict("sparse_upcycling", "LoRA freezes the experts and the router, which would stay the copies they are"),
+    )
+    gain = 1.15
 
-    def __init__(
-        self,
-        rank: int = 8,
-        alpha: float = 16.0,
-        targets: Literal["all-linear"] | list[str] | None = None,
-        dropout: float = 0.0,
-        modules_to_save: list[str] | None = None,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        check_settings(rank, alpha, dropout)
-        if isinstance(targets, str) and targets != "all-linear":
-            raise ValueError(f"targets must be 'all-linear' or a list of names, not {targets!r}")
-        self.rank, self.alpha, self.dropout = rank, alpha, dropout
-        self.targets, self.modules_to_save = targets, modules_to_save
+    rank: int = Field(8, ge=1, le=MOST_RANKS)
+    """Rank of the adapters."""
+    alpha: float = Field(16.0, gt=0)
+    """The adapters' output is scaled by alpha / rank."""
+    targets: Literal["all-linear"] | list[str] | None = Field(None)
+    """Ends of the names of the Linear modules to adapt; null is query and value."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """On the adapters' input."""
+    modules_to_save: list[str] | None = Field(None)
+    """Modules trained whole; null is the classification head."""
+
+    def reset(self) -> None:
+        super().reset()
         self._before: dict[str, Tensor] = {}
         self._rate = 0.0
 
@@ -88,9 +78,9 @@ class LoRA(Technique):
             "total_parameters": sum(p.numel() for p in (*trained.values(), *frozen.values())),
         }
 
-    def observe(self, event: Event, state: State) -> None:
+    def watch(self, state: State) -> None:
         """Note the weights' sums and the learning rate before the first step."""
-        if event == Event.BEFORE_FORWARD and not self._before:
+        if not self._before:
             trained, frozen = _split(host(model_of(state)))
             self._before = _sums({**trained, **frozen})
             self._rate = max(float(group["lr"]) for o in state.optimizers for group in o.param_groups)

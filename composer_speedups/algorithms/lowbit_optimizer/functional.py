@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.lowbit_optimizer.torchao_adamw import lowbit_adamw
-from composer_speedups.core.optimizer_state import embedding_weights
+from composer_speedups.core.optimizer_evidence import embedding_weights
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
 
 __all__ = ["apply_lowbit_optimizer"]

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from composer.core import State
+from pydantic import Field
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer, check_settings
-from composer_speedups.algorithms.lowbit_optimizer.torchao_adamw import Bits
-from composer_speedups.core.optimizer_state import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer
+from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, why_not_quantised
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
-from composer_speedups.core.technique import OnUnavailable
+from composer_speedups.core.technique import Variant
 
 __all__ = ["LowBitOptimizer"]
 
@@ -25,34 +25,24 @@ _STATE_BITS = {8: 8, 4: 4, "fp8": 8}
 class LowBitOptimizer(OptimizerSwapTechnique):
     """torchao's AdamW with 8-bit, 4-bit or fp8 state; embeddings keep float32 state.
 
-    Args:
-        bits: 8 (default), 4, or ``"fp8"``.
-        embeddings_32bit: Keep float32 state for embeddings (default).
-        min_size: Least number of values of a parameter with low-bit state, 4096 by default.
-        compiled: Compile the optimizer's step; None (default) does on a GPU only.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another number of bits.
         TechniqueError: At INIT, without torchao, or with an optimizer that is not torch's AdamW.
         NotEngagedError: After the first batch, when no parameter has low-bit state, or embeddings do.
     """
 
     name = "lowbit_optimizer"
+    exactness = "recipe"
+    gain = 0.5
+    trials = (Variant({"bits": 8}),)
 
-    def __init__(
-        self,
-        bits: Literal[8, 4, "fp8"] = 8,
-        embeddings_32bit: bool = True,
-        min_size: int = 4096,
-        compiled: bool | None = None,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        check_settings(bits, min_size)
-        self.bits: Bits = bits
-        self.embeddings_32bit, self.min_size, self.compiled = embeddings_32bit, min_size, compiled
+    bits: Literal[8, 4, "fp8"] = Field(8)
+    """Bits a value of either moment; fp8 is e4m3."""
+    embeddings_32bit: bool = Field(True)
+    """Keep float32 state for embeddings."""
+    min_size: int = Field(4096, ge=0)
+    """Least number of values of a parameter with low-bit state."""
+    compiled: bool | None = Field(None)
+    """Compile the optimizer's step; null does on a GPU only."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_package("torchao", "composer_speedups[torchao]")

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from composer.core import Event, Precision, State
+from composer.core import Precision, State
+from pydantic import Field
 from torch import nn
 
 from composer_speedups.algorithms.mixed_precision.functional import DTYPES, apply_mixed_precision
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
 
 __all__ = ["MixedPrecision"]
@@ -23,32 +24,28 @@ class MixedPrecision(Technique):
     On a GPU it sets Composer's precision. On the CPU, where Composer itself knows only fp32, ``allow_cpu`` puts
     bf16 autocast around the model's ``forward``.
 
-    Args:
-        dtype: ``"bf16"`` (default) or ``"fp16"``.
-        allow_cpu: Engage bf16 on the CPU too, where it is slower on most chips. Default False refuses it there.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another dtype.
         TechniqueError: At INIT, on a GPU below compute capability 8.0 for bf16, and on the CPU but for
             bf16 with ``allow_cpu``.
     """
 
     name = "mixed_precision"
     stage = Stage.FLAGS
+    exactness = "lower_precision"
+    gain = 3.8
+    trials = (
+        Variant({"dtype": "bf16"}, device="cuda"),
+        Variant({"dtype": "fp16"}, device="cuda", fallback=True),
+        Variant({"dtype": "bf16", "allow_cpu": True}, device="cpu", gain=1.0),
+    )
 
-    def __init__(
-        self,
-        dtype: Literal["bf16", "fp16"] = "bf16",
-        allow_cpu: bool = False,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype must be 'bf16' or 'fp16', not {dtype!r}")
-        self.dtype: Literal["bf16", "fp16"] = dtype
-        self.allow_cpu = allow_cpu
+    dtype: Literal["bf16", "fp16"] = Field("bf16")
+    """What matmuls compute in; fp16 needs a GPU and scales the loss."""
+    allow_cpu: bool = Field(False)
+    """Engage bf16 on the CPU too, where it is slower on most chips; otherwise it is refused there."""
+
+    def reset(self) -> None:
+        super().reset()
         self._seen: set[str] = set()
         self._hook: Any = None
 
@@ -66,15 +63,15 @@ class MixedPrecision(Technique):
             apply_mixed_precision(state.model, self.dtype)
         return {"dtype": self.dtype, "precision_before": before}
 
-    def observe(self, event: Event, state: State) -> None:
+    def watch(self, state: State) -> None:
         """Collect the dtypes of the model's outputs, and in eager mode those of its first Linear."""
-        if event == Event.BEFORE_FORWARD:
-            linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
-            if self._hook is None and linear is not None and not is_compiled(state.model):  # or it stays in its graph
-                self._hook = linear.register_forward_hook(lambda _m, _i, out: self._note(out))
-        else:
-            self._note(state.outputs)
-            self.close()
+        linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
+        if self._hook is None and linear is not None and not is_compiled(state.model):  # or it stays in its graph
+            self._hook = linear.register_forward_hook(lambda _m, _i, out: self._note(out))
+
+    def stop_watching(self, state: State) -> None:
+        self._note(state.outputs)
+        self.close()
 
     def close(self) -> None:
         if self._hook is not None:  # also after a forward pass that raised

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from composer.core import State
+from pydantic import Field
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.offloaded_optimizer.functional import apply_offloaded_optimizer
@@ -13,7 +14,6 @@ from composer_speedups.algorithms.offloaded_optimizer.host_adamw import HostAdam
 from composer_speedups.core.optimizer_evidence import state_tensors
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable
 
 __all__ = ["OffloadedOptimizer"]
 
@@ -21,21 +21,19 @@ __all__ = ["OffloadedOptimizer"]
 class OffloadedOptimizer(OptimizerSwapTechnique):
     """AdamW's state leaves the GPU, 8 bytes a parameter, and the CPU does its step.
 
-    Args:
-        allow_cpu: Engage in a run on the CPU too, where it saves nothing. Default False refuses it there.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
         TechniqueError: At INIT, without a GPU (but for ``allow_cpu``), with an optimizer other than AdamW, and
             under FSDP, which offloads in its own way.
     """
 
     name = "offloaded_optimizer"
+    exactness = "rounding"
     computes_on_host = True
+    trials = ()
+    never_tried = "it trades time for memory, and this search is for time"
 
-    def __init__(self, allow_cpu: bool = False, *, on_unavailable: OnUnavailable = "stop") -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        self.allow_cpu = allow_cpu
+    allow_cpu: bool = Field(False)
+    """Engage in a run on the CPU too, where it saves nothing; otherwise it is refused there."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if not self.allow_cpu:

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import torch
-from composer.core import Event, State, get_precision_context
+from composer.core import State, get_precision_context
+from pydantic import Field
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.algorithms.sdpa_attention.functional import BACKENDS, apply_sdpa_attention, registered_name
-from composer_speedups.core.compared_technique import Check, ComparedTechnique
+from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention, registered_name
+from composer_speedups.core.compared_technique import ComparedTechnique
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder, cannot_run
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage
+from composer_speedups.core.technique import Stage
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.family import config_value
 from composer_speedups.families.stock import outermost_models
@@ -24,19 +25,12 @@ from composer_speedups.families.stock import outermost_models
 __all__ = ["SDPAAttention"]
 
 _CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: whose technique changed it, and what it had before
-Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
 
 
 class SDPAAttention(ComparedTechnique):
     """scaled_dot_product_attention in place of eager attention, by default with the kernel torch chooses.
 
-    Args:
-        backend: ``"auto"`` (default), or one kernel: ``"flash"``, ``"efficient"``, ``"cudnn"``, ``"math"``.
-        check: See :class:`ComparedTechnique`.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: An unknown backend.
         TechniqueError: At INIT, when no Hugging Face model is found, when one does not support SDPA, or when the
             backend needs a GPU; in the first batch, when the kernel cannot run on its shapes and mask (with
             ``"warn"``, the model goes on with the attention that it had).
@@ -44,18 +38,14 @@ class SDPAAttention(ComparedTechnique):
 
     name = "sdpa_attention"
     stage = Stage.SURGERY
+    exactness = "rounding"
+    gain = 1.5
 
-    def __init__(
-        self,
-        backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = "auto",
-        check: Check = "auto",
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(check=check, on_unavailable=on_unavailable)
-        if backend not in ("auto", *BACKENDS):
-            raise ValueError(f"backend must be one of auto, {', '.join(BACKENDS)}, not {backend!r}")
-        self.backend: Backend = backend
+    backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = Field("auto")
+    """The one kernel allowed; auto lets torch choose."""
+
+    def reset(self) -> None:
+        super().reset()
         self._kernel: str | None = None
         self._seen_in = "probe"
         self._recorder: OperatorRecorder | None = None
@@ -96,24 +86,27 @@ class SDPAAttention(ComparedTechnique):
     def compares_in_the_runs_precision(self) -> bool:
         return self.backend != "auto"  # some kernels take 16 bits alone
 
-    def observe(self, event: Event, state: State) -> None:
+    def watch(self, state: State) -> None:
         """See which kernel the first forward pass runs.
 
         A probe of the attention function on this batch's shapes and mask comes first: it tells a kernel that
         cannot run here from any other failure. Compiled code cannot be recorded, and there the probe decides.
         """
-        if event == Event.BEFORE_FORWARD and self._kernel is None:
-            reason = f"the {self.backend} kernel cannot run on the first batch"
-            try:
-                with cannot_run(self.name, reason, "use backend: auto"):
-                    self._kernel = self._kernel_for(state)
-            except CannotRunError as error:
-                self._go_back(error)
-                return
-            if not is_compiled(state.model):
-                self._recorder = OperatorRecorder()
-                self._recorder.__enter__()
-        elif event == Event.AFTER_FORWARD and self._recorder is not None:
+        if self._kernel is not None:
+            return
+        reason = f"the {self.backend} kernel cannot run on the first batch"
+        try:
+            with cannot_run(self.name, reason, "use backend: auto"):
+                self._kernel = self._kernel_for(state)
+        except CannotRunError as error:
+            self._go_back(error)
+            return
+        if not is_compiled(state.model):
+            self._recorder = OperatorRecorder()
+            self._recorder.__enter__()
+
+    def stop_watching(self, state: State) -> None:
+        if self._recorder is not None:
             self._kernel, self._seen_in = _kernel_among(self._recorder), "forward pass"
             self._stop_recording()
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from composer.core import Event, State
-from composer.loggers import Logger
+from composer.core import State
+from pydantic import Field
 from torch import Tensor, nn
 
-from composer_speedups.algorithms.sparse_upcycling.functional import apply_sparse_upcycling, check_settings
+from composer_speedups.algorithms.sparse_upcycling.functional import (
+    MOST_EXPERTS,
+    apply_sparse_upcycling,
+    check_settings,
+)
 from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, load_balancing_loss, sparse_layers
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Conflict, Stage, Technique
 
 __all__ = ["SparseUpcycling"]
 
@@ -21,39 +25,36 @@ __all__ = ["SparseUpcycling"]
 class SparseUpcycling(Technique):
     """Every n-th feed-forward layer becomes experts behind a router: more parameters, not more speed.
 
-    Args:
-        experts: Experts a layer. Default 4.
-        every: Every how many layers. Default 2.
-        top_k: Experts a token goes to, 2 (default) to ``experts``.
-        load_balancing: Coefficient of the load-balancing loss, summed over layers. Default 0.01; 0 leaves it out.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: A setting out of range.
         TechniqueError: At INIT, when the model has no feed-forward layers that experts are known for.
     """
 
     name = "sparse_upcycling"
     stage = Stage.SURGERY
     changes_structure = True
-    clashes: ClassVar[dict[str, str]] = {
-        "cuda_graphs": "each layer of experts reads on the host how many tokens go where, which a capture forbids"
-    }
+    exactness = "recipe"
+    conflicts = (
+        Conflict(
+            "cuda_graphs", "each layer of experts reads on the host how many tokens go where, which a capture forbids"
+        ),
+    )
+    trials = ()
+    never_tried = "it adds parameters, and makes no step faster"
 
-    def __init__(
-        self,
-        experts: int = 4,
-        every: int = 2,
-        top_k: int = 2,
-        load_balancing: float = 0.01,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        check_settings(experts, every, top_k)
-        if load_balancing < 0:
-            raise ValueError(f"load_balancing must not be negative, not {load_balancing}")
-        self.experts, self.every, self.top_k, self.load_balancing = experts, every, top_k, load_balancing
+    experts: int = Field(4, ge=2, le=MOST_EXPERTS)
+    """Experts a layer."""
+    every: int = Field(2, ge=1)
+    """Every how many layers."""
+    top_k: int = Field(2, ge=2)
+    """Experts a token goes to, at most all of them."""
+    load_balancing: float = Field(0.01, ge=0)
+    """Coefficient of the load-balancing loss, summed over layers; 0 leaves it out."""
+
+    def check_settings(self) -> None:
+        check_settings(self.experts, self.every, self.top_k)
+
+    def reset(self) -> None:
+        super().reset()
         self._rows: dict[str, list[int]] = {}  # by layer: rows that came out of each expert in the first batch
         self._hooks: list[Any] = []
         self._reached = False  # whether the backward pass came to the load-balancing loss
@@ -75,20 +76,13 @@ class SparseUpcycling(Technique):
             "checkpoint": "its own; an exported model loads with load_sparse_upcycling",
         }
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (bool(self.engaged) and event in (Event.AFTER_LOSS, Event.BATCH_END))
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.AFTER_LOSS:
-            self._add_to_loss(state)
-        elif event == Event.BATCH_END and self._losses:
+    def batch_end(self, state: State) -> None:
+        if self._losses:
             self._balance = float(torch.stack(self._losses).mean())
             self._losses = []
-            logger.log_metrics({f"{self.name}/load_balancing_loss": self._balance / len(sparse_layers(state.model))})
-        if super().match(event, state):
-            super().apply(event, state, logger)
+            self.log_metrics({"load_balancing_loss": self._balance / len(sparse_layers(state.model))})
 
-    def _add_to_loss(self, state: State) -> None:
+    def after_loss(self, state: State) -> None:
         try:
             balance = load_balancing_loss(state.model)
         except ValueError as error:
@@ -105,15 +99,15 @@ class SparseUpcycling(Technique):
     def _note_gradient(self, gradient: Tensor) -> None:
         self._reached = True
 
-    def observe(self, event: Event, state: State) -> None:
+    def watch(self, state: State) -> None:
         """Count the rows that come out of each expert, microbatch by microbatch."""
-        if event == Event.AFTER_FORWARD:
-            self.close()
-            return
         for layer in sparse_layers(state.model):
             counts = self._rows.setdefault(layer.name, [0] * len(layer.experts))
             for index, expert in enumerate(layer.experts):
                 self._hooks.append(expert.register_forward_hook(_count_into(counts, index)))
+
+    def stop_watching(self, state: State) -> None:
+        self.close()
 
     def verify(self, state: State) -> dict[str, Any]:
         layers = sparse_layers(state.model)

@@ -6,11 +6,12 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from composer.core import State
+from pydantic import Field
 
 from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique
 from composer_speedups.core.operator_recorder import matmul_error
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
-from composer_speedups.core.technique import OnUnavailable, Stage
+from composer_speedups.core.technique import Stage, Variant
 from composer_speedups.core.trainer_state import device_of
 
 __all__ = ["TF32Matmul"]
@@ -19,26 +20,19 @@ __all__ = ["TF32Matmul"]
 class TF32Matmul(FlagTechnique):
     """Float32 matmuls at TF32 ("high"), or at bf16 where torch has it ("medium").
 
-    Args:
-        precision: ``"high"`` (default) or ``"medium"``.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: Another precision.
         TechniqueError: At INIT, without a GPU of compute capability 8.0 (Ampere) or newer.
     """
 
     name = "tf32_matmul"
     stage = Stage.FLAGS
+    exactness = "lower_precision"
     flag = MATMUL_PRECISION
+    gain = 2.9
+    trials = (Variant({"precision": "high"}),)
 
-    def __init__(
-        self, precision: Literal["high", "medium"] = "high", *, on_unavailable: OnUnavailable = "stop"
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if precision not in ("high", "medium"):
-            raise ValueError(f"precision must be 'high' or 'medium', not {precision!r}")
-        self.precision: Literal["high", "medium"] = precision
+    precision: Literal["high", "medium"] = Field("high")
+    """TF32, or bf16 where torch has it."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "TF32", (8, 0))

@@ -11,9 +11,9 @@ from typing import Any, Literal
 import torch
 import torch._inductor
 import torch._inductor.config
-from composer.core import Event, State
-from composer.loggers import Logger
+from composer.core import State
 from composer.utils import dist
+from pydantic import Field
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
@@ -23,11 +23,11 @@ from composer_speedups.algorithms.torch_compile.cache import (
     check_default_folder,
     folder_fault,
 )
-from composer_speedups.algorithms.torch_compile.functional import Scope, apply_torch_compile, switched_off
+from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile, switched_off
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import CompileCounts, compile_counts
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
-from composer_speedups.core.technique import OnUnavailable, Stage, Technique
+from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
 __all__ = ["TorchCompile"]
@@ -37,45 +37,40 @@ _PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # b
 class TorchCompile(Technique):
     """torch.compile over the whole model, or one block compiled once and reused by the others.
 
-    Args:
-        scope: ``"model"`` (default) or ``"blocks"``: starts faster and runs a little slower.
-        backend: ``"inductor"`` (default) or another torch._dynamo backend.
-        mode: inductor's mode; None (default) is its own default.
-        dynamic: Dynamic shapes: True, False, or None (default) to decide after a first recompile.
-        cache: Folder that keeps what inductor compiled for the next run, see :class:`.CompileCache`; None (default)
-            leaves inductor's own cache where it is. Others must not be able to write to either, for the run executes
-            what it finds there. Where the folder is has no part in resuming.
-        on_unavailable: See :class:`Technique`.
-
     Raises:
-        ValueError: An unknown scope.
+        ValueError: A mode or a cache, which are inductor's, with another backend.
         TechniqueError: At INIT, for an unknown backend, with TORCHDYNAMO_DISABLE or its like set, inductor without
             Triton (GPU) or a C++ compiler, or a cache that others can write to.
     """
 
     name = "torch_compile"
     stage = Stage.COMPILE
+    exactness = "rounding"
+    gain = 1.2
+    trials = (Variant({"scope": "blocks"}), Variant({"scope": "model"}))
+    not_recorded = (*Technique.not_recorded, "cache")  # a resumed run may have the folder elsewhere
 
-    def __init__(
-        self,
-        scope: Literal["model", "blocks"] = "model",
-        backend: str = "inductor",
-        mode: str | None = None,
-        dynamic: bool | None = None,
-        cache: str | None = None,
-        *,
-        on_unavailable: OnUnavailable = "stop",
-    ) -> None:
-        super().__init__(on_unavailable=on_unavailable)
-        if scope not in ("model", "blocks"):
-            raise ValueError(f"scope must be 'model' or 'blocks', not {scope!r}")
-        if mode is not None and backend != "inductor":
-            raise ValueError(f"mode={mode!r} is inductor's, and the backend is {backend!r}; leave one out")
-        if cache is not None and (backend != "inductor" or not cache):
-            raise ValueError(f"cache={cache!r} must be the folder of inductor's cache, and the backend is {backend!r}")
-        self.scope: Scope = scope
-        self.backend, self.mode, self.dynamic, self.cache = backend, mode, dynamic, cache
-        self.fixed_shapes = self.makes_graphs
+    scope: Literal["model", "blocks"] = Field("model")
+    """The whole model, or its repeated block: starts faster and runs a little slower."""
+    backend: str = Field("inductor")
+    """One of torch._dynamo's backends."""
+    mode: str | None = Field(None)
+    """inductor's mode; null is its own default."""
+    dynamic: bool | None = Field(None)
+    """Dynamic shapes; null decides after a first recompile."""
+    cache: str | None = Field(None)
+    """Folder that keeps what inductor compiled for the next run; null leaves inductor's own cache where it is. Others
+    must not be able to write to either, for the run executes what it finds there."""
+
+    def check_settings(self) -> None:
+        other = f"and the backend is {self.backend!r}"
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"mode={self.mode!r} is inductor's, {other}; leave one out")
+        if self.cache is not None and (self.backend != "inductor" or not self.cache):
+            raise ValueError(f"cache={self.cache!r} must be the folder of inductor's cache, {other}")
+
+    def reset(self) -> None:
+        super().reset()
         self._before: CompileCounts | None = None
         self._cache: CompileCache | None = None
 
@@ -117,6 +112,10 @@ class TorchCompile(Technique):
         """Whether the compiled code replays CUDA graphs of its own."""
         return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
+    @property
+    def fixed_shapes(self) -> bool:
+        return self.makes_graphs
+
     def engage(self, state: State) -> dict[str, Any]:
         self._before = compile_counts()
         try:
@@ -152,14 +151,12 @@ class TorchCompile(Technique):
             **(self._cache.counts() if self._cache is not None else {}),
         }
 
-    def match(self, event: Event, state: State) -> bool:
-        return super().match(event, state) or (self._cache is not None and event == Event.FIT_START)
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if self._cache is not None and event == Event.FIT_START:
+    def fit_start(self, state: State) -> None:
+        if self._cache is not None:
             self._cache.open()
-        super().apply(event, state, logger)
-        if self._cache is not None and event == Event.FIT_END:
+
+    def fit_end(self, state: State) -> None:
+        if self._cache is not None:
             if dist.get_global_rank() == 0:
                 self._cache.save()
             self.evidence.update(self._cache.counts())
@@ -168,11 +165,6 @@ class TorchCompile(Technique):
     def close(self) -> None:
         if self._cache is not None:
             self._cache.close()
-
-    def __repr__(self) -> str:
-        """Without the folder, which a resumed run may have elsewhere."""
-        names = ("scope", "backend", "mode", "dynamic")
-        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 def _has_compiled_code(module: nn.Module) -> bool:

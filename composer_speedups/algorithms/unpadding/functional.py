@@ -14,6 +14,7 @@ from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import changes_to
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
+LARGEST_MULTIPLE = 65536
 
 
 def apply_unpadding(
@@ -95,5 +96,5 @@ def undo_unpadding(model: nn.Module) -> list[str]:
 
 
 def check_settings(pad_to_multiple_of: int) -> None:
-    if not 1 <= pad_to_multiple_of <= 65_536:
-        raise ValueError(f"pad_to_multiple_of must be 1 to 65536, not {pad_to_multiple_of}")
+    if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
+        raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")

@@ -34,9 +34,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.ordering import resume_error, techniques_of
 from composer_speedups.core.replaced import replaced
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, resume_error, techniques_of
 from composer_speedups.train.checkpoints.saver import FILE_NAME
 from composer_speedups.train.checkpoints.structure import MalformedError, conforming, like
 from composer_speedups.train.checkpoints.unpickling import Words, reason_of, restricted_unpickling
