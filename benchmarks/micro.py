@@ -14,18 +14,21 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.rows import RESULTS, Row, call_time, keep_rows
+from benchmarks.rows import Row, append_row, call_time
+from benchmarks.tables import table
+from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.train.environment import environment
 
-__all__ = ["Case", "Settings", "lengths", "main", "markdown", "read_arguments"]
+__all__ = ["Case", "Settings", "gemm_floor", "lengths", "linear_shapes", "main", "markdown", "read_arguments"]
 
 # Of 8,000 reviews in tokens of bert-base-uncased's vocabulary, at every 32nd part from the shortest to the longest.
 _QUANTILES = (
@@ -64,6 +67,55 @@ def lengths(rows: int, longest: int) -> list[int]:
     at = (np.arange(rows) + 0.5) / rows
     spread = np.interp(at, np.linspace(0, 1, len(_QUANTILES)), _QUANTILES)
     return [min(int(length), longest) for length in spread]
+
+
+def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
+    """(inputs, outputs) of every Linear in the model's repeated blocks, in order."""
+    blocks = repeated_blocks(model).values()
+    return [(m.in_features, m.out_features) for b in blocks for m in b.modules() if isinstance(m, nn.Linear)]
+
+
+def gemm_floor(
+    shapes: list[tuple[int, int]], tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 10
+) -> float:
+    """Seconds of one step's products: forward, input gradient and weight gradient of each Linear.
+
+    Every layer has weights of its own, as in a step; the best of three passes of ``repeats`` steps counts.
+
+    Args:
+        shapes: Of the Linears, see :func:`linear_shapes`.
+        tokens: Rows of each product.
+        device: Where to multiply.
+        dtype: What to multiply in.
+        repeats: Steps a pass.
+    """
+    widths = {width for shape in shapes for width in shape}
+    rows = {width: torch.randn(tokens, width, device=device, dtype=dtype) for width in widths}
+    weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for inputs, outputs in shapes]
+
+    def step() -> None:
+        for weight in weights:
+            rows[weight.shape[1]] @ weight.T
+        for weight in reversed(weights):
+            gradient = rows[weight.shape[0]]
+            gradient @ weight
+            gradient.T @ rows[weight.shape[1]]
+
+    def timed() -> float:
+        _wait(device)
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        _wait(device)
+        return (time.perf_counter() - start) / repeats
+
+    step()
+    return min(timed() for _ in range(3))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[str, list[int]]]]:
@@ -175,7 +227,7 @@ def _tries(
         yield case, {}, microseconds(case.ours)
     for kernel, options in tried.items():
         name, module, attribute = _PLACES[kernel]
-        place = getattr(importlib.import_module(f"composer_speedups.algorithms.fused_layers.{module}"), attribute)
+        place = getattr(importlib.import_module(f"composer_speedups.kernels.{module}"), attribute)
         case, before = next(case for case in found if case.name == name), dict(place)
         for numbers in itertools.product(*options.values()):
             chosen = dict(zip(options, numbers, strict=True))
@@ -214,21 +266,19 @@ def main(arguments: Sequence[str]) -> None:
         "kernels": kernels,
         "environment": environment(),
     }
-    keep_rows([row], "micro", RESULTS)
+    append_row(row, "micro")
     print("\n".join(markdown(row)))
 
 
-def markdown(row: Row) -> Iterator[str]:
+def markdown(row: Row) -> list[str]:
     """A row as a table."""
-    yield "| kernel | options | µs | PyTorch's, µs | one copy, µs | TFLOP/s |"
-    yield "|---|---|---|---|---|---|"
+    lines = []
     for kernel in row["kernels"]:
         options = " ".join(f"{name}={number}" for name, number in kernel["options"].items())
+        times = [f"{kernel[name]:.0f}" for name in ("us", "torch_us", "copy_us")]
         rate = "–" if kernel["tflops"] is None else f"{kernel['tflops']:.0f}"
-        yield (
-            f"| {kernel['name']} | {options} | {kernel['us']:.0f} | {kernel['torch_us']:.0f} "
-            f"| {kernel['copy_us']:.0f} | {rate} |"
-        )
+        lines.append([kernel["name"], options, *times, rate])
+    return table(["kernel", "options", "µs", "PyTorch's, µs", "one copy, µs", "TFLOP/s"], lines)
 
 
 if __name__ == "__main__":

@@ -25,24 +25,22 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.figures import accuracy, effect, ladder, summary
-from benchmarks.order_table import clashes_of, order_table, ranks_table
-from benchmarks.peer_figures import jobs, kernels, starts, steps
-from benchmarks.printed import last_calls
-from benchmarks.profile_figures import kinds
-
-if TYPE_CHECKING:
-    from benchmarks.charts import Chart
+from benchmarks import tables
+from benchmarks.charts import Chart
 
 __all__ = ["charts_of", "documents", "render"]
 
 ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
+_KINDS = "order ranks clashes ladder summary effect steps jobs starts kernels kinds accuracy".split()
+_FIGURES: dict[str, Callable[..., list[str]]] = {
+    **{kind: getattr(tables, kind) for kind in _KINDS},
+    "call": tables.last_calls,
+}
 
 
 def documents() -> list[Path]:
@@ -61,62 +59,32 @@ def render(text: str) -> str:
 
 def charts_of(text: str) -> list[Chart]:
     """The charts that a document asks for, in this repository."""
-    from benchmarks.charts import Chart  # Matplotlib, which figures do without
-
     charts = [Chart.of(request.split()) for request in _CHART.findall(text)]
     return [chart._replace(path=ROOT / chart.path) for chart in charts]
 
 
 def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
-    if kind == "order":
-        return "\n".join(order_table())
-    if kind == "ranks":
-        return "\n".join(ranks_table())
-    if kind == "clashes":
-        return "\n".join(clashes_of(rest))
-    if kind == "ladder":
-        return "\n".join(ladder())
-    if kind == "kinds":
-        return "\n".join(kinds(rest))
-    table, _, names = rest.partition(" ")
-    arms = [part.strip() for part in names.split("|")] if names else []
-    if kind == "accuracy":
-        return "\n".join(accuracy(table, arms))
-    if kind == "summary":
-        return "\n".join(summary(table))
-    if kind == "steps":
-        return "\n".join(steps(table))
-    if kind == "call":
-        return "\n".join(last_calls(table, int(names or 1)))
-    if kind == "jobs":
-        return "\n".join(jobs(table))
-    if kind == "starts":
-        return "\n".join(starts(table))
-    if kind == "kernels":
-        return "\n".join(kernels(table))
-    if kind == "effect":
-        return "\n".join(effect(table, *arms))
-    raise ValueError(f"no figure of kind {kind!r}")
+    if kind not in _FIGURES:
+        raise ValueError(f"no figure of kind {kind!r}")
+    name, _, more = rest.partition(" ")
+    arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
+    return "\n".join(_FIGURES[kind](*arguments))
 
 
 def main(arguments: Sequence[str]) -> None:
-    stale = []
+    check, stale = "--check" in arguments, []
     for path in documents():
         text = path.read_text()
-        for chart in charts_of(text):
-            if chart.is_stale():
-                stale.append(str(chart.path.relative_to(ROOT)))
-                if "--check" not in arguments:
-                    chart.draw()
-        rendered = render(text)
-        if rendered != text:
-            stale.append(str(path.relative_to(ROOT)))
-            if "--check" not in arguments:
-                path.write_text(rendered)
+        rendered, charts = render(text), [chart for chart in charts_of(text) if chart.is_stale()]
+        stale += [*(chart.path for chart in charts), *([path] if rendered != text else [])]
+        if not check:
+            for chart in charts:
+                chart.draw()
+            path.write_text(rendered)
     if stale:
-        print("stale:" if "--check" in arguments else "written:", *stale)
-    raise SystemExit(1 if stale and "--check" in arguments else 0)
+        print("stale:" if check else "written:", *(path.relative_to(ROOT) for path in stale))
+    raise SystemExit(1 if stale and check else 0)
 
 
 if __name__ == "__main__":
