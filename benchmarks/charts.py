@@ -32,8 +32,6 @@ from benchmarks.rows import Row, describe_errors, point_of, read_rows
 from benchmarks.tables import COMMITTED
 from composer_speedups.core.files import write_atomically
 
-__all__ = ["Chart", "draw_table", "kind_of", "last_call", "loss_curves", "main", "smooth", "waterfall"]
-
 _WIDTH = 8.0  # inches, at 150 dots an inch; README shows it at some 800 pixels
 _BLUE, _RED, _GREY = "#2b7bba", "#c44e52", "#555555"
 _COLOURS = (_RED, _BLUE, "#3a923a", "#8c564b")
@@ -41,12 +39,7 @@ _DIGEST = "Rows"  # the text of a PNG that tells which rows it shows
 
 
 def waterfall(rows: Sequence[Row], path: Path) -> None:
-    """Draw samples/s from the first row to the last, each bar from the value before it to its own.
-
-    Args:
-        rows: The arms of a cumulative table in their order, of one call and point.
-        path: PNG to write.
-    """
+    """Draw samples/s of a cumulative table's arms at one point, each bar from the value before it to its own."""
     rates = [row["samples_per_sec"]["median"] for row in rows]
     figure = _figure(1.3 + 0.42 * len(rows))
     axes = figure.add_subplot()
@@ -78,15 +71,10 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 
 
 def loss_curves(rows: Sequence[Row], path: Path, window: int = 20) -> None:
-    """Draw the training loss of each row: every batch faintly, and the mean of the last ``window`` over it.
-
-    Args:
-        rows: With ``losses``, four at most; their arms name the curves.
-        path: PNG to write.
-        window: Batches of the mean.
+    """Draw the ``losses`` of each row: every batch faintly, and the mean of the last ``window`` batches over it.
 
     Raises:
-        ValueError: More rows than can be told apart.
+        ValueError: More than four rows, which could not be told apart.
     """
     if len(rows) > len(_COLOURS):
         raise ValueError(f"{len(rows)} curves in one chart; name {len(_COLOURS)} arms at most")
@@ -107,14 +95,10 @@ def loss_curves(rows: Sequence[Row], path: Path, window: int = 20) -> None:
 
 
 def arm_bars(rows: Sequence[Row], path: Path, measure: str = "samples_per_sec") -> None:
-    """Draw each arm's median as a bar with its least and greatest run, a panel for each point of the matrix.
+    """Draw each arm's median of a call as a bar with its least and greatest run, a panel for each point of the matrix.
 
-    An arm without a value has the reason in its bar's place. The first arm is grey; the others say their ratio to it.
-
-    Args:
-        rows: Of one call, in the order of the table.
-        path: PNG to write.
-        measure: ``samples_per_sec``, or ``process_seconds``, where the ratio is the first arm's over the arm's.
+    An arm without a value has the reason in its bar's place. The first arm is grey; the others say their ratio to it,
+    or where ``measure`` is ``process_seconds`` the first arm's over theirs.
     """
     panels: dict[str, list[Row]] = {}
     for row in rows:
@@ -160,12 +144,7 @@ def _panel(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
 
 
 def seed_dots(rows: Sequence[Row], path: Path) -> None:
-    """Draw the accuracy of each arm and seed as a dot, and each arm's mean as a line across them.
-
-    Args:
-        rows: With ``seed`` and ``accuracy``, of one call, in the order of the table.
-        path: PNG to write.
-    """
+    """Draw the accuracy of each arm and seed of a call as a dot, and each arm's mean as a line across them."""
     arms = list(dict.fromkeys(row["arm"] for row in rows))
     seeds = sorted({row["seed"] for row in rows})
     figure = _figure(1.5 + 0.34 * len(arms))
@@ -253,12 +232,7 @@ _KINDS = {
 
 
 def last_call(rows: Sequence[Row], needs: str, arms: Sequence[str] = ()) -> list[Row]:
-    """The rows of the last call that has the arms, at its first point of the matrix, in the order of the arms.
-
-    Args:
-        rows: Of one table, as committed.
-        needs: What a row must hold: ``samples_per_sec``, ``losses``.
-        arms: Their names; none takes every arm.
+    """The rows of the last call whose arms (none: any) all have what is needed, at its first point of the matrix.
 
     Raises:
         SystemExit: No call has them.
@@ -272,27 +246,26 @@ def last_call(rows: Sequence[Row], needs: str, arms: Sequence[str] = ()) -> list
     raise SystemExit(f"no call has rows of {', '.join(arms) or 'any arm'} with {needs}")
 
 
-def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
-    """Draw a call's rows in the kind that suits the table; False where they have nothing to draw.
+def _pick(kind: str, rows: Sequence[Row], arms: Sequence[str] = ()) -> list[Row]:
+    """What a chart shows of a table's rows."""
+    picked = last_call(rows, _KINDS[kind].needs, arms)
+    if _KINDS[kind].whole_call:  # failed arms too, in the order of the table
+        call = picked[0]["call"]
+        picked = [row for row in rows if row["call"] == call and (not arms or row["arm"] in arms)]
+    return [row for row in picked if row.get("accuracy")] if kind == "seeds" else picked
 
-    Args:
-        table: As read: ``losses``, ``cumulative``, ``fresh`` and the matrix decide.
-        rows: Of one call.
-        path: PNG to write.
-    """
-    name = kind_of(table, rows)
-    kind = _KINDS[name]
-    usable = [row for row in rows if row.get(kind.needs)]
-    if not usable:
+
+def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
+    """Draw a call's rows in the kind that suits the table; False where they have nothing to draw."""
+    kind = kind_of(table, rows)
+    if not any(row.get(_KINDS[kind].needs) for row in rows):
         return False
-    if not kind.whole_call:
-        usable = [row for row in usable if point_of(row) == point_of(usable[0])]
-    kind.draw(rows if name in ("bars", "seconds") else usable, path)
+    _KINDS[kind].draw(_pick(kind, rows), path)
     return True
 
 
 def kind_of(table: Row, rows: Sequence[Row]) -> str:
-    """The kind of chart for a table: see the top of this file."""
+    """The kind of chart that suits a table's keys: see the top of this file."""
     if table.get("losses") and len({row["arm"] for row in rows}) <= len(_COLOURS):  # more cannot be told apart
         return "losses"
     if "seed" in table.get("matrix", {}):
@@ -322,18 +295,12 @@ class Chart(NamedTuple):
         Raises:
             SystemExit: There are no such rows.
         """
-        path, kind = results / f"{self.table}.jsonl", _KINDS[self.kind]
+        path = results / f"{self.table}.jsonl"
         if not path.is_file():
             raise SystemExit(f"{path}: no such rows; measure them with python -m benchmarks.run {self.table}")
-        rows = read_rows(path)
-        picked = last_call(rows, kind.needs, self.arms)
-        if kind.whole_call:  # failed arms too, in the order of the table
-            call = picked[0]["call"]
-            picked = [row for row in rows if row["call"] == call and (not self.arms or row["arm"] in self.arms)]
-        if self.kind == "seeds":
-            picked = [row for row in picked if row.get("accuracy")]
-            if any("seed" not in row for row in picked):
-                raise SystemExit(f"{path}: its rows are of one seed; draw bars")
+        picked = _pick(self.kind, read_rows(path), self.arms)
+        if self.kind == "seeds" and any("seed" not in row for row in picked):
+            raise SystemExit(f"{path}: its rows are of one seed; draw bars")
         return picked
 
     def is_stale(self) -> bool:

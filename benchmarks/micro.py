@@ -28,14 +28,12 @@ from benchmarks.tables import table
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.train.environment import environment
 
-__all__ = ["Case", "Settings", "gemm_floor", "lengths", "linear_shapes", "main", "markdown", "read_arguments"]
-
 # Of 8,000 reviews in tokens of bert-base-uncased's vocabulary, at every 32nd part from the shortest to the longest.
 _QUANTILES = (
     13, 74, 96, 120, 140, 150, 156, 161, 168, 175, 182, 189, 197, 206, 215, 225, 236,
     247, 261, 276, 294, 313, 333, 356, 385, 417, 452, 496, 555, 636, 761, 943, 2467,
 )  # fmt: skip
-_PLACES = {  # kernel → the case that shows it, its module in fused_layers, and what holds its options there
+_PLACES = {  # kernel → the case that shows it, its module of composer_speedups.kernels, its options there
     "attention": ("attention", "attention", "_FORWARD"),
     "queries": ("attention_backward", "attention", "_QUERIES"),
     "keys": ("attention_backward", "attention", "_KEYS"),
@@ -80,14 +78,8 @@ def gemm_floor(
 ) -> float:
     """Seconds of one step's products: forward, input gradient and weight gradient of each Linear.
 
-    Every layer has weights of its own, as in a step; the best of three passes of ``repeats`` steps counts.
-
-    Args:
-        shapes: Of the Linears, see :func:`linear_shapes`.
-        tokens: Rows of each product.
-        device: Where to multiply.
-        dtype: What to multiply in.
-        repeats: Steps a pass.
+    Every layer has weights of its own, as in a step, and ``tokens`` rows; the best of three passes of ``repeats`` steps
+    counts.
     """
     widths = {width for shape in shapes for width in shape}
     rows = {width: torch.randn(tokens, width, device=device, dtype=dtype) for width in widths}
@@ -102,20 +94,19 @@ def gemm_floor(
             gradient.T @ rows[weight.shape[1]]
 
     def timed() -> float:
-        _wait(device)
+        wait()
         start = time.perf_counter()
         for _ in range(repeats):
             step()
-        _wait(device)
+        wait()
         return (time.perf_counter() - start) / repeats
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
 
     step()
     return min(timed() for _ in range(3))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[str, list[int]]]]:
@@ -177,13 +168,8 @@ def cases(settings: Settings) -> list[Case]:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    x, residual, grad, qkv = (
-        random(tokens, hidden),
-        random(tokens, hidden),
-        random(tokens, hidden),
-        random(tokens, 3 * hidden),
-    )
-    up, d_up = random(tokens, 4 * hidden), random(tokens, 4 * hidden)
+    x, residual, grad = (random(tokens, hidden) for _ in range(3))
+    qkv, up, d_up = (random(tokens, width * hidden) for width in (3, 4, 4))
     weight, bias = torch.ones(hidden, device="cuda"), torch.zeros(hidden, device="cuda")
     out, logs = attention_forward(qkv, cu, longest, heads, dropout, seed)
     _, summed, statistics = add_norm_forward(x.clone(), residual, weight, bias, 1e-12, dropout, seed)
@@ -250,12 +236,12 @@ def main(arguments: Sequence[str]) -> None:
         {
             "name": case.name,
             "options": options,
-            "us": time,
+            "us": us,
             "torch_us": theirs[case.name],
             "copy_us": case.moved / speed,
-            "tflops": case.flops / time / 1e6 or None,
+            "tflops": case.flops / us / 1e6 or None,
         }
-        for case, options, time in _tries(found, tried)
+        for case, options, us in _tries(found, tried)
     ]
     row = {
         "table": "micro",

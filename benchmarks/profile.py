@@ -50,21 +50,6 @@ from composer_speedups.train.environment import environment
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
-__all__ = [
-    "KINDS",
-    "Counts",
-    "Kernel",
-    "StepProfiler",
-    "busy",
-    "by_kind",
-    "by_name",
-    "exposed",
-    "kernels_of_trace",
-    "kind_of",
-    "main",
-    "markdown",
-]
-
 _PREFIX = "profile."
 _MULTIPLE = 64  # of the token count in the floor, as unpadding rounds it
 _KEPT = 40  # kernels of a row
@@ -106,11 +91,7 @@ def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
 
 
 def busy(kernels: Sequence[Kernel]) -> tuple[float, float]:
-    """Seconds in which at least one kernel ran, and those between the first and the last in which none did.
-
-    Args:
-        kernels: In order of their start.
-    """
+    """Seconds in which at least one kernel ran, and in which none did; ``kernels`` in order of their start."""
     covered, end = 0.0, kernels[0].start
     for kernel in kernels:
         stop = kernel.start + kernel.seconds
@@ -169,7 +150,7 @@ class StepProfiler(Callback):
         self.step_seconds = 0.0
         self.tokens: list[int] = []
         self.found: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
-        self.busy: tuple[float, float] | None = None
+        self.busy: tuple[float | None, float | None] = (None, None)  # seconds with and without a kernel, of a GPU
         self.exposed: float | None = None
         self._started = 0.0
         self._profile: profile | None = None
@@ -179,10 +160,7 @@ class StepProfiler(Callback):
             self.tokens.append(int(lengths.sum()))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._after(state.timestamp.batch.value, device_of(state))
-
-    def _after(self, trained: int, device: torch.device) -> None:
-        counts = self.counts
+        counts, trained, device = self.counts, state.timestamp.batch.value, device_of(state)
         on_gpu = device.type == "cuda"
         if trained in (counts.warmup, counts.warmup + counts.timed):
             if on_gpu:
@@ -269,7 +247,7 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
     floor = gemm_floor(shapes, -(-tokens // _MULTIPLE) * _MULTIPLE, device, dtype)
     steps = profiler.counts.active
     step_ms, floor_ms = 1e3 * profiler.step_seconds, 1e3 * floor
-    covered, idle = profiler.busy if profiler.busy is not None else (None, None)
+    busy_ms, idle_ms, exposed_ms = (None if s is None else 1e3 * s / steps for s in (*profiler.busy, profiler.exposed))
     kernels = [
         {"name": name, "kind": kind_of(name), "ms": 1e3 * seconds / steps, "launches": launches / steps}
         for name, seconds, launches in profiler.found[:_KEPT]
@@ -279,9 +257,9 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
         "call": call_time(),
         "arguments": arguments,
         "step_ms": step_ms,
-        "busy_ms": None if covered is None else 1e3 * covered / steps,
-        "idle_ms": None if idle is None else 1e3 * idle / steps,
-        "exposed_ms": None if profiler.exposed is None else 1e3 * profiler.exposed / steps,
+        "busy_ms": busy_ms,
+        "idle_ms": idle_ms,
+        "exposed_ms": exposed_ms,
         "ranks": dist.get_world_size(),
         "kinds": by_kind(profiler.found, steps),
         "kernels": kernels,
@@ -300,16 +278,14 @@ def markdown(row: Row) -> list[str]:
         [kind, f"{entry['ms']:.2f}", f"{entry['ms'] / total:.0%}", f"{entry['launches']:,.0f}"]
         for kind, entry in row["kinds"].items()
     ]
-    if row["idle_ms"] is not None:
-        kinds.append(["no kernel", f"{row['idle_ms']:.2f}", "", ""])
-    if row["ranks"] > 1 and row["exposed_ms"] is not None:
-        kinds.append(["communication alone", f"{row['exposed_ms']:.2f}", "", ""])
+    waits = {"no kernel": row["idle_ms"], "communication alone": row["exposed_ms"] if row["ranks"] > 1 else None}
     kernels = [
         [kernel["name"][:90].replace("|", "/"), kernel["kind"], f"{kernel['ms']:.3f}", f"{kernel['launches']:,.0f}"]
         for kernel in row["kernels"][:20]
     ]
     return [
         *table(["kind", "ms a step", "share", "launches"], kinds),
+        *(f"| {name} | {ms:.2f} | | |" for name, ms in waits.items() if ms is not None),
         "",
         f"Step {row['step_ms']:.2f} ms, {row['step_over_floor']:.2f} times the {row['gemm_floor_ms']:.2f} ms of its "
         f"matrix products alone ({row['gemm_floor_dtype']}, {row['tokens']:,} real tokens).",

@@ -1,21 +1,11 @@
 """python -m benchmarks.render [--check]: write the figures of README.md, docs and the cards from the committed rows.
 
-A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``:
+A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
+:mod:`benchmarks.tables`, and its arguments are that one's:
 
-- ``order``: the order of techniques and their clashes, from the code;
-- ``ranks``: which techniques go with DDP and FSDP, from the code;
-- ``clashes NAME``: what one technique cannot go with, from the code;
-- ``ladder``: the whole first table;
-- ``summary TABLE``: every arm of a table beside its first one;
-- ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
-- ``steps TABLE``: steady steps of every arm beside the first one's;
-- ``call TABLE [N]``: every arm of the last call, or of the last N, as the runner prints it, failed ones and published
-  figures too;
-- ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
-- ``starts TABLE``: from process start to the first trained step;
-- ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
-- ``kinds OVERRIDE``: the profiles of the command lines that hold an override, by kind of kernel;
-- ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
+- from the code: ``order``, ``ranks``, ``clashes NAME``;
+- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
+  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``.
 
 ``<!-- chart: KIND TABLE FILE.png [ARM | ARM …] -->`` stands before an image, which :mod:`benchmarks.charts` draws anew
 when its rows are others than it shows.
@@ -25,22 +15,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.charts import Chart
 
-__all__ = ["charts_of", "documents", "render"]
-
 ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_KINDS = "order ranks clashes ladder summary effect steps jobs starts kernels kinds accuracy".split()
-_FIGURES: dict[str, Callable[..., list[str]]] = {
-    **{kind: getattr(tables, kind) for kind in _KINDS},
-    "call": tables.last_calls,
-}
+_KINDS = "order ranks clashes ladder summary effect steps call jobs starts kernels kinds accuracy".split()
 
 
 def documents() -> list[Path]:
@@ -65,11 +49,11 @@ def charts_of(text: str) -> list[Chart]:
 
 def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
-    if kind not in _FIGURES:
+    if kind not in _KINDS:
         raise ValueError(f"no figure of kind {kind!r}")
     name, _, more = rest.partition(" ")
     arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
-    return "\n".join(_FIGURES[kind](*arguments))
+    return "\n".join(getattr(tables, kind)(*arguments))
 
 
 def main(arguments: Sequence[str]) -> None:

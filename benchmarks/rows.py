@@ -24,24 +24,6 @@ from composer_speedups.train.failed_process import own_line, ran_out_of_memory
 if TYPE_CHECKING:
     from benchmarks.run import Arm
 
-__all__ = [
-    "RESULTS",
-    "Call",
-    "Row",
-    "add_run",
-    "append_row",
-    "call_time",
-    "describe_error",
-    "describe_errors",
-    "empty_row",
-    "error_report",
-    "folder_of",
-    "median_step",
-    "point_of",
-    "read_rows",
-    "spell",
-]
-
 RESULTS = Path(__file__).parent / "results"
 Row = dict[str, Any]
 _MEASURED = {  # name in a row → where the report has it
@@ -62,13 +44,6 @@ _MEASURED = {  # name in a row → where the report has it
 _TIMES = [n for n, path in _MEASURED.items() if path[0] == "throughput" or n in ("run_seconds", "process_seconds")]
 _OUTPUT_KEPT = 2000  # characters of a failed run's output
 _CELL = 118  # characters of an error in a table's cell
-_IDENTITY = {  # of a call → in words
-    "base": "base",
-    "jobs": "jobs",
-    "fresh": "fresh",
-    "code": "commit (or uncommitted changes)",
-    "arms": "arms",
-}
 
 
 def call_time() -> str:
@@ -167,7 +142,7 @@ class Call:
     Args:
         path: The file; its folder is there.
         rows: Of all arms at all points, empty, in the order of the table.
-        identity: What the call is of: base, jobs, fresh, code and arms.
+        identity: What only a call of the same can go on with, by name.
         resume: Go on with the file's last call where that is unfinished.
 
     Attributes:
@@ -198,7 +173,7 @@ class Call:
     def _resume(self, begun: Row) -> None:
         """Take the file's last call for this one."""
         call = self._earlier[-1]["call"]
-        different = [name for key, name in _IDENTITY.items() if begun[key] != self._identity[key]]
+        different = [name for name, value in self._identity.items() if begun.get(name) != value]
         if different:
             raise SystemExit(
                 f"{self._path}: the call of {call} had other {', '.join(different)}; "

@@ -59,11 +59,9 @@ from tqdm import tqdm
 
 from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
 from benchmarks.tables import markdown, page
-from benchmarks.worker import Workers
+from benchmarks.worker import TRAIN, Workers
 from composer_speedups.core.files import write_atomically
 from composer_speedups.train.commands import output_of
-
-__all__ = ["Arm", "arms_of", "code_version", "leave_page", "read_table", "rows_file", "run_once", "run_table"]
 
 ROOT = Path(__file__).parent.parent
 _TABLES, _PEERS = ROOT / "benchmarks" / "tables", ROOT / "benchmarks" / "peers"
@@ -245,9 +243,13 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
 
 def _identity(table: Row, arms: Sequence[Arm]) -> Row:
     """What a call is of; only a call of the same can go on with its runs."""
-    digest = hashlib.sha256(json.dumps(arms).encode()).hexdigest()[:12]
-    of_table = {"base": table["base"], "jobs": table.get("jobs", 1), "fresh": table.get("fresh", False)}
-    return {**of_table, "code": code_version(ROOT), "arms": digest}
+    return {
+        "base": table["base"],
+        "jobs": table.get("jobs", 1),
+        "fresh": table.get("fresh", False),
+        "commit (or uncommitted changes)": code_version(ROOT),
+        "arms": hashlib.sha256(json.dumps(arms).encode()).hexdigest()[:12],
+    }
 
 
 def code_version(root: Path) -> str | None:
@@ -270,17 +272,10 @@ def _said(report: Row) -> str:
 
 
 def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -> Row:
-    """One training process; its report, or ``{"error": …}``.
-
-    Args:
-        base: Config, from the repository's root.
-        arm: Its overrides, and the peer in train.py's place.
-        workers: What starts it.
-        cache: Folder of the compile cache; None for an empty one.
-    """
+    """One training process; its report, or ``{"error": …}``. Without a ``cache`` it compiles everything anew."""
     with tempfile.TemporaryDirectory() as runs:
         arguments = ["-f", str(ROOT / base), *arm.overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
-        program = f"benchmarks.peers.{arm.peer}" if arm.peer else "train"
+        program = f"benchmarks.peers.{arm.peer}" if arm.peer else TRAIN
         compiled = cache or Path(runs)  # inductor's, and what the kernels of fused_layers become
         environment = {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TRITON_CACHE_DIR": f"{compiled}/triton"}
         status, output, seconds = workers.run(program, arguments, environment, arm.ranks)
@@ -295,13 +290,7 @@ def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -
 
 
 def leave_page(table: Row, rows: Sequence[Row], path: Path) -> list[Path]:
-    """Write ``.md`` and, where there is something to draw, ``.png`` beside the file of the rows; returns them.
-
-    Args:
-        table: As read.
-        rows: Of one finished call.
-        path: Of the rows.
-    """
+    """Write a finished call's page and, where there is something to draw, its chart beside the file of the rows."""
     from benchmarks.charts import draw_table  # Matplotlib, which the runs do not wait for
 
     text, chart = path.with_suffix(".md"), path.with_suffix(".png")

@@ -17,29 +17,6 @@ from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of
 if TYPE_CHECKING:
     from composer_speedups.core.technique import Technique
 
-__all__ = [
-    "COMMITTED",
-    "accuracy",
-    "clashes",
-    "committed",
-    "effect",
-    "jobs",
-    "kernels",
-    "kinds",
-    "ladder",
-    "last_calls",
-    "markdown",
-    "order",
-    "page",
-    "ranks",
-    "rows_of",
-    "starts",
-    "steps",
-    "summary",
-    "table",
-    "where_of",
-]
-
 COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
 _COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
@@ -388,12 +365,12 @@ def _reason(one: type[Technique], other: type[Technique]) -> str | None:
 # A call, whole
 
 
-def last_calls(name: str, count: int | str = 1) -> list[str]:
+def call(name: str, count: int | str = 1) -> list[str]:
     """The rows of a table's last committed calls, one table each: failed ones too, without what random weights say."""
     rows = committed(name)
     lines: list[str] = []
-    for call in sorted({row["call"] for row in rows})[-int(count) :]:
-        one = [row for row in rows if row["call"] == call]
+    for when in sorted({row["call"] for row in rows})[-int(count) :]:
+        one = [row for row in rows if row["call"] == when]
         lines += [*markdown(one, without=("tokens/s", "MFU", "accuracy")), ""]
         lines += [where_of([row for row in one if row["environment"]]), ""]
     return lines[:-1]
@@ -469,14 +446,9 @@ def _number(value: dict[str, Any] | str | None, form: str) -> str:
 
 
 def page(rows: Sequence[Row], name: str, given: Sequence[str], published: str = "", chart: str = "") -> str:
-    """A Markdown page of a call: the table, where it ran, and its chart.
+    """A Markdown page of a call, with the command line that ran it: the table, where it ran, and its chart.
 
-    Args:
-        rows: All of one call.
-        name: The table's.
-        given: What the command line changed in it.
-        published: Where the published figures are from.
-        chart: File name of the chart; empty for none.
+    ``published`` says where the published figures are from, and ``chart`` names a file beside the page.
     """
     command = shlex.join(["python", "-m", "benchmarks.run", name, *given])
     known = [row for row in rows if row["environment"]]

@@ -132,7 +132,7 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
     lines += [kept("4 GPUs, a", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
     (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(tables, "COMMITTED", tmp_path)
-    assert tables.last_calls("scaling")[:-1] == [
+    assert tables.call("scaling")[:-1] == [
         "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | median step, ms | efficiency |",
         "|---|---|---|---|---|---|---|",
         "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 | 20.0 |  |",
@@ -143,5 +143,5 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
         "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |  |",
         "",
     ]
-    assert tables.last_calls("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]
-    assert tables.last_calls("scaling", 2)[6:] == tables.last_calls("scaling")
+    assert tables.call("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]
+    assert tables.call("scaling", 2)[6:] == tables.call("scaling")
