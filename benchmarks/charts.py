@@ -13,98 +13,53 @@ the kind that suits it.
 
 from __future__ import annotations
 
+import hashlib
+import io
+import json
+import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image
 
-from benchmarks.bars import arm_bars, seed_dots
-from benchmarks.canvas import (
-    BLUE,
-    COLOURS,
-    GREY,
-    RED,
-    WIDTH,
-    digest_in,
-    digest_of,
-    plain,
-    source,
-    spell_point,
-    write_png,
-)
-from benchmarks.figures import RESULTS, committed
-from benchmarks.rows import Row, point_of
+from benchmarks.rows import Row, describe_errors, point_of, read_rows
+from benchmarks.tables import COMMITTED
+from composer_speedups.core.files import write_atomically
 
-__all__ = ["Chart", "draw_table", "last_call", "loss_curves", "main", "smooth", "waterfall"]
-
-_NEEDS = {
-    "waterfall": "samples_per_sec",
-    "losses": "losses",
-    "bars": "samples_per_sec",
-    "seconds": "process_seconds",
-    "seeds": "accuracy",
-}  # what a row must hold
-
-
-def last_call(rows: Sequence[Row], needs: str, arms: Sequence[str] = ()) -> list[Row]:
-    """The rows of the last call that has the arms, at its first point of the matrix, in the order of the arms.
-
-    Args:
-        rows: Of one table, as committed.
-        needs: What a row must hold: ``samples_per_sec``, ``losses``.
-        arms: Their names; none takes every arm.
-
-    Raises:
-        SystemExit: No call has them.
-    """
-    usable = [row for row in rows if row.get(needs) and (not arms or row["arm"] in arms)]
-    for call in sorted({row["call"] for row in usable}, reverse=True):
-        found: dict[str, Row] = {}
-        for row in usable:
-            if row["call"] == call and point_of(row) == point_of(next(r for r in usable if r["call"] == call)):
-                found[row["arm"]] = row
-        if set(arms) <= set(found):
-            return [found[arm] for arm in arms or found]
-    raise SystemExit(f"no call has rows of {', '.join(arms) or 'any arm'} with {needs}")
+_WIDTH = 8.0  # inches, at 150 dots an inch; README shows it at some 800 pixels
+_BLUE, _RED, _GREY = "#2b7bba", "#c44e52", "#555555"
+_COLOURS = (_RED, _BLUE, "#3a923a", "#8c564b")
+_DIGEST = "Rows"  # the text of a PNG that tells which rows it shows
 
 
 def waterfall(rows: Sequence[Row], path: Path) -> None:
-    """Draw samples/s from the first row to the last, each bar from the value before it to its own.
-
-    Args:
-        rows: The arms of a cumulative table in their order, of one call and point.
-        path: PNG to write.
-    """
+    """Draw samples/s of a cumulative table's arms at one point, each bar from the value before it to its own."""
     rates = [row["samples_per_sec"]["median"] for row in rows]
-    figure = Figure(figsize=(WIDTH, 1.3 + 0.42 * len(rows)), dpi=150, layout="constrained")
+    figure = _figure(1.3 + 0.42 * len(rows))
     axes = figure.add_subplot()
     for place, rate in enumerate(rates):
         before = rates[place - 1] if place else 0.0
-        colour = GREY if place == 0 else BLUE if rate >= before else RED
+        colour = _GREY if place == 0 else _BLUE if rate >= before else _RED
         axes.barh(place, rate - before, left=before, color=colour, height=0.62)
         if place:  # from the bar above
             axes.plot([before, before], [place - 0.69, place + 0.31], color="#999999", linewidth=0.8)
         change = "" if place == 0 else f"  ×{rate / before:.2f}"
-        axes.annotate(
-            f"{rate:,.0f}{change}",
-            (max(rate, before), place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=11,
-        )
+        _label(axes, f"{rate:,.0f}{change}", max(rate, before), place, fontsize=11)
     axes.set_yticks(range(len(rows)), [row["arm"] for row in rows], fontsize=11)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.25 * max(rates))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel(f"samples/s, steady state\n{source(rows[0], spell_point(rows[0]))}", fontsize=10)
+    axes.set_xlabel(f"samples/s, steady state\n{_source(rows[0], _spell_point(rows[0]))}", fontsize=10)
     axes.set_title(f"{rates[-1] / rates[0]:.1f} times {rows[0]['arm']}, one technique at a time", fontsize=12)
-    plain(axes)
+    _plain(axes)
     axes.grid(visible=False, axis="y")
-    write_png(figure, path, digest_of(rows, "samples_per_sec"))
+    _write(figure, path, _digest_of(rows, "samples_per_sec"))
 
 
 def smooth(losses: Sequence[float], window: int) -> np.ndarray:
@@ -116,78 +71,208 @@ def smooth(losses: Sequence[float], window: int) -> np.ndarray:
 
 
 def loss_curves(rows: Sequence[Row], path: Path, window: int = 20) -> None:
-    """Draw the training loss of each row: every batch faintly, and the mean of the last ``window`` over it.
-
-    Args:
-        rows: With ``losses``, four at most; their arms name the curves.
-        path: PNG to write.
-        window: Batches of the mean.
+    """Draw the ``losses`` of each row: every batch faintly, and the mean of the last ``window`` batches over it.
 
     Raises:
-        ValueError: More rows than can be told apart.
+        ValueError: More than four rows, which could not be told apart.
     """
-    if len(rows) > len(COLOURS):
-        raise ValueError(f"{len(rows)} curves in one chart; name {len(COLOURS)} arms at most")
-    figure = Figure(figsize=(WIDTH, 4.2), dpi=150, layout="constrained")
+    if len(rows) > len(_COLOURS):
+        raise ValueError(f"{len(rows)} curves in one chart; name {len(_COLOURS)} arms at most")
+    figure = _figure(4.2)
     axes = figure.add_subplot()
-    for row, colour, style in zip(rows, COLOURS, ("-", "--", ":", "-."), strict=False):
+    for row, colour, style in zip(rows, _COLOURS, ("-", "--", ":", "-."), strict=False):
         batches = np.arange(1, len(row["losses"]) + 1)
         axes.plot(batches, row["losses"], color=colour, alpha=0.18, linewidth=0.8)
         axes.plot(batches, smooth(row["losses"], window), style, color=colour, linewidth=2.0, label=row["arm"])
-    axes.set_xlabel(f"batch\n{source(rows[0], spell_point(rows[0]))}", fontsize=10)
+    axes.set_xlabel(f"batch\n{_source(rows[0], _spell_point(rows[0]))}", fontsize=10)
     axes.set_ylabel("training loss", fontsize=11)
     axes.set_title(f"each batch (faint) and the mean of the last {window}", fontsize=12)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
     axes.legend(fontsize=11, frameon=False)
-    plain(axes)
-    write_png(figure, path, digest_of(rows, "losses"))
+    _plain(axes)
+    _write(figure, path, _digest_of(rows, "losses"))
+
+
+def arm_bars(rows: Sequence[Row], path: Path, measure: str = "samples_per_sec") -> None:
+    """Draw each arm's median of a call as a bar with its least and greatest run, a panel for each point of the matrix.
+
+    An arm without a value has the reason in its bar's place. The first arm is grey; the others say their ratio to it,
+    or where ``measure`` is ``process_seconds`` the first arm's over theirs.
+    """
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        panels.setdefault(_spell_point(row), []).append(row)
+    heights = [0.5 + 0.36 * len(panel) for panel in panels.values()]
+    figure = _figure(0.7 + sum(heights))
+    drawn = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    known = [row for row in rows if row[measure]]
+    for axes, (point, panel) in zip(drawn, panels.items(), strict=True):
+        _panel(axes, panel, measure, rows[0]["arm"])
+        axes.set_xlim(0, 1.28 * max(row[measure]["max"] for row in known))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.set_title(point, fontsize=11, loc="left")
+    unit = (
+        "samples/s, steady state"
+        if measure == "samples_per_sec"
+        else "seconds from the start of the process to its end"
+    )
+    drawn[-1].set_xlabel(f"{unit}\n{_source(known[0])}", fontsize=10)
+    _write(figure, path, _digest_of(rows, measure))
+
+
+def _panel(axes: Axes, rows: Sequence[Row], measure: str, first: str) -> None:
+    base = next((row[measure]["median"] for row in rows if row["arm"] == first and row[measure]), None)
+    for place, row in enumerate(rows):
+        value = row[measure]
+        if value is None:
+            reason = describe_errors(row).partition(":")[0] or "not measured"
+            _label(axes, reason, 0, place, fontsize=10, color=_RED)
+            continue
+        median = value["median"]
+        axes.barh(place, median, color=_GREY if row["arm"] == first else _BLUE, height=0.62)
+        if value["min"] < value["max"]:
+            spread = [[median - value["min"]], [value["max"] - median]]
+            axes.errorbar(median, place, xerr=spread, color="black", capsize=3, linewidth=1.0)
+        text = f"{median:,.0f}" if measure == "samples_per_sec" else f"{median:.1f}"
+        if base is not None and row["arm"] != first:
+            text += f"  ×{median / base if measure == 'samples_per_sec' else base / median:.2f}"
+        _label(axes, text, value["max"], place, fontsize=10)
+    _name_arms(axes, [row["arm"] for row in rows])
+    _plain(axes)
+    axes.grid(visible=False, axis="y")
+
+
+def seed_dots(rows: Sequence[Row], path: Path) -> None:
+    """Draw the accuracy of each arm and seed of a call as a dot, and each arm's mean as a line across them."""
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    seeds = sorted({row["seed"] for row in rows})
+    figure = _figure(1.5 + 0.34 * len(arms))
+    axes = figure.add_subplot()
+    labelled: set[int] = set()
+    for place, arm in enumerate(arms):
+        known = [row for row in rows if row["arm"] == arm and row["accuracy"]]
+        if not known:
+            continue
+        mean = statistics.fmean(row["accuracy"]["median"] for row in known)
+        axes.plot([mean, mean], [place - 0.32, place + 0.32], color="black", linewidth=1.6, zorder=2)
+        for row in known:
+            number, values = seeds.index(row["seed"]), row["accuracy"]["runs"]
+            label = f"seed {row['seed']}" if row["seed"] not in labelled else None
+            labelled.add(row["seed"])
+            colour, marker = _COLOURS[number % len(_COLOURS)], "osD^v"[number % 5]
+            places = [place] * len(values)
+            axes.scatter(values, places, s=34, color=colour, marker=marker, alpha=0.9, label=label, zorder=3)
+    _name_arms(axes, arms)
+    axes.set_xlabel(f"accuracy of the last evaluation; a line is the arm's mean\n{_source(rows[0])}", fontsize=10)
+    axes.legend(fontsize=10, frameon=False, ncols=len(seeds), loc="lower right", bbox_to_anchor=(1.0, 1.0))
+    _plain(axes)
+    _write(figure, path, _digest_of(rows, "accuracy"))
+
+
+def _figure(height: float) -> Figure:
+    return Figure(figsize=(_WIDTH, height), dpi=150, layout="constrained")
+
+
+def _label(axes: Axes, text: str, x: float, y: float, **style: Any) -> None:
+    """Write just right of a point."""
+    axes.annotate(text, (x, y), xytext=(5, 0), textcoords="offset points", va="center", **style)
+
+
+def _name_arms(axes: Axes, arms: Sequence[str]) -> None:
+    """The names of the arms from the top down."""
+    axes.set_yticks(range(len(arms)), arms, fontsize=10)
+    axes.set_ylim(len(arms) - 0.4, -0.6)
+
+
+def _plain(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _spell_point(row: Row) -> str:
+    """A row's place in the matrix, for people: ``batch size 128, seed 1``."""
+    point = point_of(row).items()
+    return ", ".join(f"{key.rpartition('.')[2].replace('_', ' ')} {value}" for key, value in point)
+
+
+def _source(row: Row, point: str = "") -> str:
+    """What was measured and where, for the line under a chart."""
+    environment = row["environment"]
+    return ", ".join(filter(None, [point, environment["gpu"] or "CPU", f"torch {environment['torch']}"]))
+
+
+def _write(figure: Figure, path: Path, digest: str) -> None:
+    """The figure as a PNG that holds :func:`_digest_of` what it shows."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png", metadata={_DIGEST: digest})
+    write_atomically(path, image.getvalue())
+
+
+def _digest_of(rows: Sequence[Row], shown: str) -> str:
+    """Tells charts of other arms, points or values of ``shown``, a measurement's name, apart."""
+    values = [[row["arm"], point_of(row), row.get(shown), row.get("error_kinds")] for row in rows]
+    return hashlib.sha256(json.dumps([shown, values], sort_keys=True).encode()).hexdigest()
+
+
+class _Kind(NamedTuple):
+    draw: Callable[[Sequence[Row], Path], None]
+    needs: str  # what a row must hold
+    whole_call: bool = True  # all points of the matrix, not the first one only
+
+
+_KINDS = {
+    "waterfall": _Kind(waterfall, "samples_per_sec", whole_call=False),
+    "losses": _Kind(loss_curves, "losses", whole_call=False),
+    "bars": _Kind(arm_bars, "samples_per_sec"),
+    "seconds": _Kind(partial(arm_bars, measure="process_seconds"), "process_seconds"),
+    "seeds": _Kind(seed_dots, "accuracy"),
+}
+
+
+def last_call(rows: Sequence[Row], needs: str, arms: Sequence[str] = ()) -> list[Row]:
+    """The rows of the last call whose arms (none: any) all have what is needed, at its first point of the matrix.
+
+    Raises:
+        SystemExit: No call has them.
+    """
+    usable = [row for row in rows if row.get(needs) and (not arms or row["arm"] in arms)]
+    for call in sorted({row["call"] for row in usable}, reverse=True):
+        of_call = [row for row in usable if row["call"] == call]
+        found = {row["arm"]: row for row in of_call if point_of(row) == point_of(of_call[0])}
+        if set(arms) <= set(found):
+            return [found[arm] for arm in arms or found]
+    raise SystemExit(f"no call has rows of {', '.join(arms) or 'any arm'} with {needs}")
+
+
+def _pick(kind: str, rows: Sequence[Row], arms: Sequence[str] = ()) -> list[Row]:
+    """What a chart shows of a table's rows."""
+    picked = last_call(rows, _KINDS[kind].needs, arms)
+    if _KINDS[kind].whole_call:  # failed arms too, in the order of the table
+        call = picked[0]["call"]
+        picked = [row for row in rows if row["call"] == call and (not arms or row["arm"] in arms)]
+    return [row for row in picked if row.get("accuracy")] if kind == "seeds" else picked
 
 
 def draw_table(table: Row, rows: Sequence[Row], path: Path) -> bool:
-    """Draw a call's rows in the kind that suits the table; False where they have nothing to draw.
-
-    Args:
-        table: As read: ``losses``, ``cumulative``, ``fresh`` and the matrix decide.
-        rows: Of one call.
-        path: PNG to write.
-    """
+    """Draw a call's rows in the kind that suits the table; False where they have nothing to draw."""
     kind = kind_of(table, rows)
-    usable = [row for row in rows if row.get(_NEEDS[kind])]
-    if not usable:
+    if not any(row.get(_KINDS[kind].needs) for row in rows):
         return False
-    if kind in ("waterfall", "losses"):
-        usable = [row for row in usable if point_of(row) == point_of(usable[0])]
-    _draw(kind, rows if kind in ("bars", "seconds") else usable, path)
+    _KINDS[kind].draw(_pick(kind, rows), path)
     return True
 
 
 def kind_of(table: Row, rows: Sequence[Row]) -> str:
-    """The kind of chart for a table: see the top of this file."""
-    if table.get("losses") and len({row["arm"] for row in rows}) <= len(COLOURS):  # more cannot be told apart
+    """The kind of chart that suits a table's keys: see the top of this file."""
+    if table.get("losses") and len({row["arm"] for row in rows}) <= len(_COLOURS):  # more cannot be told apart
         return "losses"
     if "seed" in table.get("matrix", {}):
         return "seeds"
     if table.get("cumulative"):
         return "waterfall"
     return "seconds" if table.get("fresh") else "bars"
-
-
-def _draw(kind: str, rows: Sequence[Row], path: Path) -> None:
-    if kind == "waterfall":
-        waterfall(rows, path)
-    elif kind == "losses":
-        loss_curves(rows, path)
-    elif kind == "seeds":
-        seed_dots(rows, path)
-    else:
-        arm_bars(rows, path, _NEEDS[kind])
-
-
-def _whole_call(rows: Sequence[Row], needs: str, arms: Sequence[str]) -> list[Row]:
-    """All rows of the last call that has the arms, failed ones too, at every point, in the order of the table."""
-    call = last_call(rows, needs, arms)[0]["call"]
-    return [row for row in rows if row["call"] == call and (not arms or row["arm"] in arms)]
 
 
 class Chart(NamedTuple):
@@ -204,42 +289,41 @@ class Chart(NamedTuple):
         kind, table, path, *names = words
         return cls(kind, table, Path(path), [name.strip() for name in " ".join(names).split("|") if name.strip()])
 
-    def rows(self, results: Path = RESULTS) -> list[Row]:
+    def rows(self, results: Path = COMMITTED) -> list[Row]:
         """What it shows.
 
         Raises:
             SystemExit: There are no such rows.
         """
-        source_file = results / f"{self.table}.jsonl"
-        if not source_file.is_file():
-            raise SystemExit(f"{source_file}: no such rows; measure them with python -m benchmarks.run {self.table}")
-        rows = committed(self.table, results)
-        pick = _whole_call if self.kind in ("bars", "seconds", "seeds") else last_call
-        picked = pick(rows, _NEEDS[self.kind], self.arms)
-        if self.kind == "seeds":
-            picked = [row for row in picked if row.get("accuracy")]
-            if any("seed" not in row for row in picked):
-                raise SystemExit(f"{source_file}: its rows are of one seed; draw bars")
+        path = results / f"{self.table}.jsonl"
+        if not path.is_file():
+            raise SystemExit(f"{path}: no such rows; measure them with python -m benchmarks.run {self.table}")
+        picked = _pick(self.kind, read_rows(path), self.arms)
+        if self.kind == "seeds" and any("seed" not in row for row in picked):
+            raise SystemExit(f"{path}: its rows are of one seed; draw bars")
         return picked
 
     def is_stale(self) -> bool:
         """Whether the committed rows are others than the file shows."""
-        return digest_in(self.path) != digest_of(self.rows(), _NEEDS[self.kind])
+        if not self.path.is_file():
+            return True
+        with Image.open(self.path) as image:
+            return image.info.get(_DIGEST) != _digest_of(self.rows(), _KINDS[self.kind].needs)
 
-    def draw(self, results: Path = RESULTS) -> None:
+    def draw(self, results: Path = COMMITTED) -> None:
         """Write the file.
 
         Raises:
             SystemExit: There are no such rows, or too many for one chart.
         """
         try:
-            _draw(self.kind, self.rows(results), self.path)
+            _KINDS[self.kind].draw(self.rows(results), self.path)
         except ValueError as error:
             raise SystemExit(str(error)) from error
 
 
-def main(arguments: Sequence[str], results: Path = RESULTS) -> None:
-    if len(arguments) < 3 or arguments[0] not in _NEEDS:
+def main(arguments: Sequence[str], results: Path = COMMITTED) -> None:
+    if len(arguments) < 3 or arguments[0] not in _KINDS:
         print(__doc__)
         raise SystemExit(2)
     Chart.of(arguments).draw(results)

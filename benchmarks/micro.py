@@ -14,25 +14,26 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.rows import RESULTS, Row, call_time, keep_rows
+from benchmarks.rows import Row, append_row, call_time
+from benchmarks.tables import table
+from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.train.environment import environment
-
-__all__ = ["Case", "Settings", "lengths", "main", "markdown", "read_arguments"]
 
 # Of 8,000 reviews in tokens of bert-base-uncased's vocabulary, at every 32nd part from the shortest to the longest.
 _QUANTILES = (
     13, 74, 96, 120, 140, 150, 156, 161, 168, 175, 182, 189, 197, 206, 215, 225, 236,
     247, 261, 276, 294, 313, 333, 356, 385, 417, 452, 496, 555, 636, 761, 943, 2467,
 )  # fmt: skip
-_PLACES = {  # kernel → the case that shows it, its module in fused_layers, and what holds its options there
+_PLACES = {  # kernel → the case that shows it, its module of composer_speedups.kernels, its options there
     "attention": ("attention", "attention", "_FORWARD"),
     "queries": ("attention_backward", "attention", "_QUERIES"),
     "keys": ("attention_backward", "attention", "_KEYS"),
@@ -64,6 +65,48 @@ def lengths(rows: int, longest: int) -> list[int]:
     at = (np.arange(rows) + 0.5) / rows
     spread = np.interp(at, np.linspace(0, 1, len(_QUANTILES)), _QUANTILES)
     return [min(int(length), longest) for length in spread]
+
+
+def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
+    """(inputs, outputs) of every Linear in the model's repeated blocks, in order."""
+    blocks = repeated_blocks(model).values()
+    return [(m.in_features, m.out_features) for b in blocks for m in b.modules() if isinstance(m, nn.Linear)]
+
+
+def gemm_floor(
+    shapes: list[tuple[int, int]], tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 10
+) -> float:
+    """Seconds of one step's products: forward, input gradient and weight gradient of each Linear.
+
+    Every layer has weights of its own, as in a step, and ``tokens`` rows; the best of three passes of ``repeats`` steps
+    counts.
+    """
+    widths = {width for shape in shapes for width in shape}
+    rows = {width: torch.randn(tokens, width, device=device, dtype=dtype) for width in widths}
+    weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for inputs, outputs in shapes]
+
+    def step() -> None:
+        for weight in weights:
+            rows[weight.shape[1]] @ weight.T
+        for weight in reversed(weights):
+            gradient = rows[weight.shape[0]]
+            gradient @ weight
+            gradient.T @ rows[weight.shape[1]]
+
+    def timed() -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            step()
+        wait()
+        return (time.perf_counter() - start) / repeats
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    step()
+    return min(timed() for _ in range(3))
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[str, list[int]]]]:
@@ -125,13 +168,8 @@ def cases(settings: Settings) -> list[Case]:
     def random(*shape: int) -> Tensor:
         return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
-    x, residual, grad, qkv = (
-        random(tokens, hidden),
-        random(tokens, hidden),
-        random(tokens, hidden),
-        random(tokens, 3 * hidden),
-    )
-    up, d_up = random(tokens, 4 * hidden), random(tokens, 4 * hidden)
+    x, residual, grad = (random(tokens, hidden) for _ in range(3))
+    qkv, up, d_up = (random(tokens, width * hidden) for width in (3, 4, 4))
     weight, bias = torch.ones(hidden, device="cuda"), torch.zeros(hidden, device="cuda")
     out, logs = attention_forward(qkv, cu, longest, heads, dropout, seed)
     _, summed, statistics = add_norm_forward(x.clone(), residual, weight, bias, 1e-12, dropout, seed)
@@ -175,7 +213,7 @@ def _tries(
         yield case, {}, microseconds(case.ours)
     for kernel, options in tried.items():
         name, module, attribute = _PLACES[kernel]
-        place = getattr(importlib.import_module(f"composer_speedups.algorithms.fused_layers.{module}"), attribute)
+        place = getattr(importlib.import_module(f"composer_speedups.kernels.{module}"), attribute)
         case, before = next(case for case in found if case.name == name), dict(place)
         for numbers in itertools.product(*options.values()):
             chosen = dict(zip(options, numbers, strict=True))
@@ -198,12 +236,12 @@ def main(arguments: Sequence[str]) -> None:
         {
             "name": case.name,
             "options": options,
-            "us": time,
+            "us": us,
             "torch_us": theirs[case.name],
             "copy_us": case.moved / speed,
-            "tflops": case.flops / time / 1e6 or None,
+            "tflops": case.flops / us / 1e6 or None,
         }
-        for case, options, time in _tries(found, tried)
+        for case, options, us in _tries(found, tried)
     ]
     row = {
         "table": "micro",
@@ -214,21 +252,19 @@ def main(arguments: Sequence[str]) -> None:
         "kernels": kernels,
         "environment": environment(),
     }
-    keep_rows([row], "micro", RESULTS)
+    append_row(row, "micro")
     print("\n".join(markdown(row)))
 
 
-def markdown(row: Row) -> Iterator[str]:
+def markdown(row: Row) -> list[str]:
     """A row as a table."""
-    yield "| kernel | options | µs | PyTorch's, µs | one copy, µs | TFLOP/s |"
-    yield "|---|---|---|---|---|---|"
+    lines = []
     for kernel in row["kernels"]:
         options = " ".join(f"{name}={number}" for name, number in kernel["options"].items())
+        times = [f"{kernel[name]:.0f}" for name in ("us", "torch_us", "copy_us")]
         rate = "–" if kernel["tflops"] is None else f"{kernel['tflops']:.0f}"
-        yield (
-            f"| {kernel['name']} | {options} | {kernel['us']:.0f} | {kernel['torch_us']:.0f} "
-            f"| {kernel['copy_us']:.0f} | {rate} |"
-        )
+        lines.append([kernel["name"], options, *times, rate])
+    return table(["kernel", "options", "µs", "PyTorch's, µs", "one copy, µs", "TFLOP/s"], lines)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from composer.core import Callback, State
@@ -32,9 +34,9 @@ from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.gemm_floor import gemm_floor, linear_shapes
-from benchmarks.kernels import busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
-from benchmarks.rows import RESULTS, Row, call_time, keep_rows
+from benchmarks.micro import gemm_floor, linear_shapes
+from benchmarks.rows import RESULTS, Row, append_row, call_time
+from benchmarks.tables import table
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.registry import build_techniques
@@ -48,11 +50,80 @@ from composer_speedups.train.environment import environment
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
-__all__ = ["Counts", "StepProfiler", "main", "markdown"]
-
 _PREFIX = "profile."
 _MULTIPLE = 64  # of the token count in the floor, as unpadding rounds it
 _KEPT = 40  # kernels of a row
+# The first pattern that a name holds decides. Inductor's names list what was fused, so several may fit.
+_PATTERNS = {
+    "communication": r"nccl|gloo|c10d::",
+    "attention": r"flash|fmha|attention|sdpa|^(?!.*log_?softmax).*softmax",
+    "optimizer": r"adam|multi_tensor_apply|optimizer",
+    "scaling to float8": r"triton.*_scaled_mm",  # what inductor fuses before a float8 product, with what stood there
+    "GEMM": r"gemm|nvjet|xmma|cublas|splitk|cutlass|::(addmm|mm|bmm|baddbmm|linear|matmul)$|mkldnn_linear|_scaled_mm",
+    "activation": r"gelu|erf|tanh|relu",
+    "LayerNorm, dropout, residual": r"layer_?norm|dropout|GammaBeta|masked_scale|bernoulli|seed|LayerNorm",
+    "embeddings": r"embedding",
+    "reductions": r"column_sums|reduce|_red_|::sum$|::mean$|_per_fused_sum|foreach_norm|LpNorm",
+    "copies and casts": r"memcpy|memset|copy|catarray|::cat$|::to$|fill|zero_|contiguous",
+}
+KINDS = (*_PATTERNS, "other")
+_COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Chrome trace
+
+
+class Kernel(NamedTuple):
+    """One run of a kernel, times in seconds."""
+
+    name: str
+    start: float
+    seconds: float
+
+
+def kind_of(name: str) -> str:
+    """One of :data:`KINDS` for the name of a CUDA kernel or, in a profile of the CPU, of an aten operator."""
+    return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), "other")
+
+
+def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
+    """The GPU's kernels, copies and fills in a Chrome trace of torch.profiler, in order of time."""
+    found = [e for e in trace["traceEvents"] if e.get("cat") in _ON_GPU]
+    return sorted((Kernel(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in found), key=lambda kernel: kernel.start)
+
+
+def busy(kernels: Sequence[Kernel]) -> tuple[float, float]:
+    """Seconds in which at least one kernel ran, and in which none did; ``kernels`` in order of their start."""
+    covered, end = 0.0, kernels[0].start
+    for kernel in kernels:
+        stop = kernel.start + kernel.seconds
+        covered += max(0.0, stop - max(end, kernel.start))
+        end = max(end, stop)
+    return covered, end - kernels[0].start - covered
+
+
+def exposed(kernels: Sequence[Kernel]) -> float:
+    """Seconds in which communication ran and nothing else did; ``kernels`` in order of their start."""
+    others = [kernel for kernel in kernels if kind_of(kernel.name) != "communication"]
+    return busy(kernels)[0] - busy(others)[0]
+
+
+def by_kind(kernels: Iterable[tuple[str, float, int]], steps: int) -> dict[str, dict[str, float]]:
+    """Kind → milliseconds and launches a step, from (name, seconds, launches); the slowest kind first."""
+    sums: dict[str, list[float]] = {}
+    for name, seconds, launches in kernels:
+        entry = sums.setdefault(kind_of(name), [0.0, 0.0])
+        entry[0] += 1e3 * seconds / steps
+        entry[1] += launches / steps
+    ordered = sorted(sums.items(), key=lambda item: -item[1][0])
+    return {kind: {"ms": ms, "launches": launches} for kind, (ms, launches) in ordered}
+
+
+def by_name(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
+    """(name, seconds, launches) of each kernel, the slowest first."""
+    sums: dict[str, tuple[float, int]] = {}
+    for kernel in kernels:
+        seconds, launches = sums.get(kernel.name, (0.0, 0))
+        sums[kernel.name] = (seconds + kernel.seconds, launches + 1)
+    return sorted(((name, *entry) for name, entry in sums.items()), key=lambda entry: -entry[1])
 
 
 @dataclasses.dataclass
@@ -79,7 +150,7 @@ class StepProfiler(Callback):
         self.step_seconds = 0.0
         self.tokens: list[int] = []
         self.found: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
-        self.busy: tuple[float, float] | None = None
+        self.busy: tuple[float | None, float | None] = (None, None)  # seconds with and without a kernel, of a GPU
         self.exposed: float | None = None
         self._started = 0.0
         self._profile: profile | None = None
@@ -89,10 +160,7 @@ class StepProfiler(Callback):
             self.tokens.append(int(lengths.sum()))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        self._after(state.timestamp.batch.value, device_of(state))
-
-    def _after(self, trained: int, device: torch.device) -> None:
-        counts = self.counts
+        counts, trained, device = self.counts, state.timestamp.batch.value, device_of(state)
         on_gpu = device.type == "cuda"
         if trained in (counts.warmup, counts.warmup + counts.timed):
             if on_gpu:
@@ -168,7 +236,7 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
         row["algorithms"] = EngagementReport.summary(trainer.state)
         trainer.close()
     if dist.get_global_rank() == 0:
-        keep_rows([row], "profile", results)
+        append_row(row, "profile", results)
         print("\n".join(markdown(row)))
     return row
 
@@ -179,7 +247,7 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
     floor = gemm_floor(shapes, -(-tokens // _MULTIPLE) * _MULTIPLE, device, dtype)
     steps = profiler.counts.active
     step_ms, floor_ms = 1e3 * profiler.step_seconds, 1e3 * floor
-    covered, idle = profiler.busy if profiler.busy is not None else (None, None)
+    busy_ms, idle_ms, exposed_ms = (None if s is None else 1e3 * s / steps for s in (*profiler.busy, profiler.exposed))
     kernels = [
         {"name": name, "kind": kind_of(name), "ms": 1e3 * seconds / steps, "launches": launches / steps}
         for name, seconds, launches in profiler.found[:_KEPT]
@@ -189,9 +257,9 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
         "call": call_time(),
         "arguments": arguments,
         "step_ms": step_ms,
-        "busy_ms": None if covered is None else 1e3 * covered / steps,
-        "idle_ms": None if idle is None else 1e3 * idle / steps,
-        "exposed_ms": None if profiler.exposed is None else 1e3 * profiler.exposed / steps,
+        "busy_ms": busy_ms,
+        "idle_ms": idle_ms,
+        "exposed_ms": exposed_ms,
         "ranks": dist.get_world_size(),
         "kinds": by_kind(profiler.found, steps),
         "kernels": kernels,
@@ -203,28 +271,27 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
     }
 
 
-def markdown(row: Row) -> Iterator[str]:
+def markdown(row: Row) -> list[str]:
     """A row as a table by kind, and one of its slowest kernels."""
     total = sum(kind["ms"] for kind in row["kinds"].values())
-    yield "| kind | ms a step | share | launches |"
-    yield "|---|---|---|---|"
-    for kind, entry in row["kinds"].items():
-        yield f"| {kind} | {entry['ms']:.2f} | {entry['ms'] / total:.0%} | {entry['launches']:,.0f} |"
-    if row["idle_ms"] is not None:
-        yield f"| no kernel | {row['idle_ms']:.2f} | | |"
-    if row["ranks"] > 1 and row["exposed_ms"] is not None:
-        yield f"| communication alone | {row['exposed_ms']:.2f} | | |"
-    yield ""
-    yield (
+    kinds = [
+        [kind, f"{entry['ms']:.2f}", f"{entry['ms'] / total:.0%}", f"{entry['launches']:,.0f}"]
+        for kind, entry in row["kinds"].items()
+    ]
+    waits = {"no kernel": row["idle_ms"], "communication alone": row["exposed_ms"] if row["ranks"] > 1 else None}
+    kernels = [
+        [kernel["name"][:90].replace("|", "/"), kernel["kind"], f"{kernel['ms']:.3f}", f"{kernel['launches']:,.0f}"]
+        for kernel in row["kernels"][:20]
+    ]
+    return [
+        *table(["kind", "ms a step", "share", "launches"], kinds),
+        *(f"| {name} | {ms:.2f} | | |" for name, ms in waits.items() if ms is not None),
+        "",
         f"Step {row['step_ms']:.2f} ms, {row['step_over_floor']:.2f} times the {row['gemm_floor_ms']:.2f} ms of its "
-        f"matrix products alone ({row['gemm_floor_dtype']}, {row['tokens']:,} real tokens)."
-    )
-    yield ""
-    yield "| kernel | kind | ms a step | launches |"
-    yield "|---|---|---|---|"
-    for kernel in row["kernels"][:20]:
-        name = kernel["name"][:90].replace("|", "/")
-        yield f"| {name} | {kernel['kind']} | {kernel['ms']:.3f} | {kernel['launches']:,.0f} |"
+        f"matrix products alone ({row['gemm_floor_dtype']}, {row['tokens']:,} real tokens).",
+        "",
+        *table(["kernel", "kind", "ms a step", "launches"], kernels),
+    ]
 
 
 if __name__ == "__main__":

@@ -1,21 +1,11 @@
 """python -m benchmarks.render [--check]: write the figures of README.md, docs and the cards from the committed rows.
 
-A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``:
+A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
+:mod:`benchmarks.tables`, and its arguments are that one's:
 
-- ``order``: the order of techniques and their clashes, from the code;
-- ``ranks``: which techniques go with DDP and FSDP, from the code;
-- ``clashes NAME``: what one technique cannot go with, from the code;
-- ``ladder``: the whole first table;
-- ``summary TABLE``: every arm of a table beside its first one;
-- ``effect TABLE ARM | BEFORE``: one arm of a table beside another;
-- ``steps TABLE``: steady steps of every arm beside the first one's;
-- ``call TABLE [N]``: every arm of the last call, or of the last N, as the runner prints it, failed ones and published
-  figures too;
-- ``jobs TABLE``: whole jobs, from process start to end, beside the first arm's;
-- ``starts TABLE``: from process start to the first trained step;
-- ``kernels TABLE``: fused_layers' kernels one by one beside PyTorch's;
-- ``kinds OVERRIDE``: the profiles of the command lines that hold an override, by kind of kernel;
-- ``accuracy TABLE [ARM | ARM …]``: MiniLM's accuracy by arm and seed.
+- from the code: ``order``, ``ranks``, ``clashes NAME``;
+- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
+  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``.
 
 ``<!-- chart: KIND TABLE FILE.png [ARM | ARM …] -->`` stands before an image, which :mod:`benchmarks.charts` draws anew
 when its rows are others than it shows.
@@ -27,22 +17,14 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from benchmarks.figures import accuracy, effect, ladder, summary
-from benchmarks.order_table import clashes_of, order_table, ranks_table
-from benchmarks.peer_figures import jobs, kernels, starts, steps
-from benchmarks.printed import last_calls
-from benchmarks.profile_figures import kinds
-
-if TYPE_CHECKING:
-    from benchmarks.charts import Chart
-
-__all__ = ["charts_of", "documents", "render"]
+from benchmarks import tables
+from benchmarks.charts import Chart
 
 ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
+_KINDS = "order ranks clashes ladder summary effect steps call jobs starts kernels kinds accuracy".split()
 
 
 def documents() -> list[Path]:
@@ -61,62 +43,32 @@ def render(text: str) -> str:
 
 def charts_of(text: str) -> list[Chart]:
     """The charts that a document asks for, in this repository."""
-    from benchmarks.charts import Chart  # Matplotlib, which figures do without
-
     charts = [Chart.of(request.split()) for request in _CHART.findall(text)]
     return [chart._replace(path=ROOT / chart.path) for chart in charts]
 
 
 def _figure(request: str) -> str:
     kind, _, rest = request.partition(" ")
-    if kind == "order":
-        return "\n".join(order_table())
-    if kind == "ranks":
-        return "\n".join(ranks_table())
-    if kind == "clashes":
-        return "\n".join(clashes_of(rest))
-    if kind == "ladder":
-        return "\n".join(ladder())
-    if kind == "kinds":
-        return "\n".join(kinds(rest))
-    table, _, names = rest.partition(" ")
-    arms = [part.strip() for part in names.split("|")] if names else []
-    if kind == "accuracy":
-        return "\n".join(accuracy(table, arms))
-    if kind == "summary":
-        return "\n".join(summary(table))
-    if kind == "steps":
-        return "\n".join(steps(table))
-    if kind == "call":
-        return "\n".join(last_calls(table, int(names or 1)))
-    if kind == "jobs":
-        return "\n".join(jobs(table))
-    if kind == "starts":
-        return "\n".join(starts(table))
-    if kind == "kernels":
-        return "\n".join(kernels(table))
-    if kind == "effect":
-        return "\n".join(effect(table, *arms))
-    raise ValueError(f"no figure of kind {kind!r}")
+    if kind not in _KINDS:
+        raise ValueError(f"no figure of kind {kind!r}")
+    name, _, more = rest.partition(" ")
+    arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
+    return "\n".join(getattr(tables, kind)(*arguments))
 
 
 def main(arguments: Sequence[str]) -> None:
-    stale = []
+    check, stale = "--check" in arguments, []
     for path in documents():
         text = path.read_text()
-        for chart in charts_of(text):
-            if chart.is_stale():
-                stale.append(str(chart.path.relative_to(ROOT)))
-                if "--check" not in arguments:
-                    chart.draw()
-        rendered = render(text)
-        if rendered != text:
-            stale.append(str(path.relative_to(ROOT)))
-            if "--check" not in arguments:
-                path.write_text(rendered)
+        rendered, charts = render(text), [chart for chart in charts_of(text) if chart.is_stale()]
+        stale += [*(chart.path for chart in charts), *([path] if rendered != text else [])]
+        if not check:
+            for chart in charts:
+                chart.draw()
+            path.write_text(rendered)
     if stale:
-        print("stale:" if "--check" in arguments else "written:", *stale)
-    raise SystemExit(1 if stale and "--check" in arguments else 0)
+        print("stale:" if check else "written:", *(path.relative_to(ROOT) for path in stale))
+    raise SystemExit(1 if stale and check else 0)
 
 
 if __name__ == "__main__":

@@ -31,21 +31,14 @@ from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.startup import StartupClock, without_gc
 
-__all__ = ["Reading", "Watch", "grown", "rate_ratio", "soak"]
-
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
 _READINGS = 100
 # Bytes that a steady run may seem to grow by: pages the allocators touch late, records of batches (some 0.5 KB each).
 _SLACK = {"host_bytes": 32 * MIB, "gpu_bytes": 1 * MIB}
-_SETTINGS = [
-    "run_name=soak",
-    "data.workers=2",
-    "trainer.progress_bar=false",
-    "plot=false",
-    "bytecode=false",
-    "checkpoint.keep=2",
-]
+_SETTINGS = (
+    "run_name=soak data.workers=2 trainer.progress_bar=false plot=false bytecode=false checkpoint.keep=2".split()
+)
 
 
 class Reading(NamedTuple):

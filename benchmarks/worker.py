@@ -22,26 +22,41 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Worker", "Workers"]
-
 ROOT = Path(__file__).parent.parent
+TRAIN = "composer_speedups.train"  # what trains unless a peer does
 _READY = "ready\n"
 _SETPRIV = shutil.which("setpriv")
 _WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []  # a killed runner leaves no run behind
 
 
-class Worker:
+class _Process:
+    """A Python process, ended with this one where ``setpriv`` is there; ``environment`` adds to this process's own."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
+        self._process = subprocess.Popen(
+            [*_WITH_RUNNER, sys.executable, *arguments],
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+            start_new_session=True,  # so that its DataLoader workers can be ended with it
+            **streams,
+        )
+
+    def close(self) -> None:
+        """End it and whatever it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in filter(None, (self._process.stdin, self._process.stdout)):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+class Worker(_Process):
     """One process for one run of ``train.py`` or a peer."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [*_WITH_RUNNER, sys.executable, "-m", "benchmarks.worker"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-            start_new_session=True,  # so that its DataLoader workers can be ended with it
-        )
+        super().__init__(["-m", "benchmarks.worker"], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def wait_until_ready(self) -> None:
         """Return when it has imported everything.
@@ -57,24 +72,15 @@ class Worker:
         """Exit status and output of a module's ``main`` with these arguments; the process ends with it."""
         assert self._process.stdin is not None
         with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
-            request = {
-                "program": program,
-                "arguments": list(arguments),
-                "environment": dict(environment),
-                "log": log.name,
-            }
+            request = [program, list(arguments), dict(environment), log.name]
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.close()
             return self._process.wait(), log.read()
 
-    def close(self) -> None:
-        """End it and whatever it started."""
-        _end(self._process)
 
-
-class ColdRun:
-    """One process that starts now and imports everything itself; ``environment`` adds to this process's own.
+class ColdRun(_Process):
+    """One process that starts now and imports everything itself.
 
     With more ``ranks`` than one it is Composer's launcher, ``composer -n RANKS``, which starts a process each.
     """
@@ -83,15 +89,8 @@ class ColdRun:
         launcher = ["-m", "composer.cli.launcher", "-n", str(ranks)] if ranks > 1 else []
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the run
         self._started = time.perf_counter()
-        self._process = subprocess.Popen(
-            [*_WITH_RUNNER, sys.executable, *launcher, "-m", program, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
+        streams = {"stdin": subprocess.DEVNULL, "stdout": self._log, "stderr": subprocess.STDOUT}
+        super().__init__([*launcher, "-m", program, *arguments], environment, **streams)
 
     def wait(self) -> tuple[int, str, float]:
         """Exit status, output, and seconds from its start to its end."""
@@ -101,19 +100,8 @@ class ColdRun:
         return status, self._log.read(), seconds
 
     def close(self) -> None:
-        """End it and whatever it started."""
-        _end(self._process)
+        super().close()
         self._log.close()
-
-
-def _end(process: subprocess.Popen[Any]) -> None:
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    for stream in (process.stdin, process.stdout):
-        if stream is not None:
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
 
 
 class Workers:
@@ -172,7 +160,7 @@ class Workers:
 
     def _import(self, program: str, environment: Mapping[str, str]) -> None:
         for module in {__name__, program} - self._imported:
-            code = f"import {module} as module; getattr(module, '_import_all', int)()"
+            code = f"import {module} as module; getattr(module, 'import_all', int)()"
             subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, check=True)
         self._imported |= {__name__, program}
 
@@ -182,7 +170,7 @@ class Workers:
             worker.close()
 
 
-def _import_all() -> None:
+def import_all() -> None:
     import composer_speedups.data
     import composer_speedups.tasks.export
     import composer_speedups.tasks.models
@@ -192,20 +180,20 @@ def _import_all() -> None:
 
 
 def _main() -> None:
-    _import_all()
+    import_all()
     from composer_speedups.train.cli import exit_codes
 
     print(_READY, end="", flush=True)
     line = sys.stdin.readline()
     if not line:  # it was not needed
         return
-    request = json.loads(line)
-    log = os.open(request["log"], os.O_WRONLY)
+    program, arguments, environment, log_name = json.loads(line)
+    log = os.open(log_name, os.O_WRONLY)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(request["environment"])
+    os.environ.update(environment)
     with exit_codes():
-        importlib.import_module(request["program"]).main(request["arguments"])
+        importlib.import_module(f"{TRAIN}.application" if program == TRAIN else program).main(arguments)
 
 
 if __name__ == "__main__":

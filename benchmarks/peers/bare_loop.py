@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import composer_speedups
-from benchmarks.peers.job import Plan, build_job, plan_of, read_arguments
+from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments
 from benchmarks.peers.meter import Meter
 from composer_speedups import plan_unpadding
 from composer_speedups.core.errors import ConfigError
@@ -33,8 +33,6 @@ from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import context_of, open_device
 
-__all__ = ["apply_all", "main"]
-
 _LEFT_OUT = {"on_unavailable", "allow_cpu"}  # a class's own, which its function does not need
 
 _COMPOSERS = {"early_loss"}  # about Composer's loop, which this one is not
@@ -48,19 +46,16 @@ def main(arguments: list[str]) -> None:
     techniques = techniques_of(build_techniques(config.algorithms, config.on_unavailable))
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))
-    where = torch_device(device)
     with RunFolder(config) as folder:
-        job = build_job(config, on_gpu=where.type == "cuda")
+        job = build_job(config, on_gpu=torch_device(device).type == "cuda")
         plan = plan_of(config, len(job.train))
-        model = job.model.to(where)
+        model = job.model.to(torch_device(device))
         before = compile_counts()
         optimizer, scaler = apply_all(techniques, config, model, build_optimizer(model, config.optimizer))
         meter = Meter(config, model, device, _precision(config))
-        loop = _Loop(config, model, optimizer, scaler, where, meter)
-        loop.fit(job.train, job.eval, plan)
+        _Loop(config, job, optimizer, scaler, meter).fit(plan)
         evidence = {
             "techniques": [repr(technique) for technique in techniques if technique.name not in _COMPOSERS],
-            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "graphs": compile_counts().since(before).graphs,
         }
         meter.write(folder, "bare_loop", evidence)
@@ -108,20 +103,16 @@ def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, 
 
 class _Loop:
     def __init__(
-        self,
-        config: Config,
-        model: FinetuneModel,
-        optimizer: Optimizer,
-        scaler: torch.amp.GradScaler,
-        device: torch.device,
-        meter: Meter,
+        self, config: Config, job: Job, optimizer: Optimizer, scaler: torch.amp.GradScaler, meter: Meter
     ) -> None:
-        self.config, self.model, self.optimizer, self.scaler = config, model, optimizer, scaler
-        self.device, self.meter = device, meter
-        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self.job, self.model, self.optimizer, self.scaler, self.meter = job, job.model, optimizer, scaler, meter
+        self.device = next(job.model.parameters()).device
+        self._max_grad_norm = config.optimizer.max_grad_norm
+        self._trained = [p for p in job.model.parameters() if p.requires_grad]
         self._unpadded = "unpadding" in config.algorithms
 
-    def fit(self, train: DataLoader[Any], evaluation: DataLoader[Any] | None, plan: Plan) -> None:
+    def fit(self, plan: Plan) -> None:
+        train, evaluation = self.job.train, self.job.eval
         scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, plan.rate)
         done = 0
         self.meter.begin(self.optimizer, plan.batches)
@@ -144,6 +135,7 @@ class _Loop:
         self.meter.end()
 
     def _forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+        """What the model gives, and the labels on its device."""
         if self._unpadded:
             plan_unpadding(self.model, batch["attention_mask"])
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
@@ -152,9 +144,9 @@ class _Loop:
     def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
         outputs, _ = self._forward(batch)
         self.scaler.scale(outputs["loss"]).backward()
-        if self.config.optimizer.max_grad_norm is not None:
+        if self._max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self._trained, self.config.optimizer.max_grad_norm)
+            nn.utils.clip_grad_norm_(self._trained, self._max_grad_norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

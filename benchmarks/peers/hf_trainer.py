@@ -18,6 +18,7 @@ DataLoader settings are the ``data`` section's, for both. Writes report.json as 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections import deque
@@ -30,21 +31,22 @@ from composer.devices import DeviceCPU, DeviceGPU
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.peers.hf_flags import OWN_FLAGS, training_arguments
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["main"]
+_BEST = {"optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
+_BEST_ON_GPU = {"bf16": True, "tf32": True, "torch_compile": True, "accelerator_config": {"non_blocking": True}}
+_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa", "regional_compile": False, "grad_norm": True}
 
 
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments)
-    own = {name: flags.pop(name, default) for name, default in OWN_FLAGS.items()}
+    own = {name: flags.pop(name, default) for name, default in _OWN_FLAGS.items()}
     config.algorithms, config.trainer.precision = {}, "fp32"  # the suite's; the report shows what was in force
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if config.trainer.device == "gpu" and not on_gpu:
@@ -54,7 +56,7 @@ def main(arguments: list[str]) -> None:
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         plan = plan_of(config, len(job.train))
-        args = training_arguments(config, plan, own["preset"], flags, on_gpu, str(folder.path))
+        args = _training_arguments(config, plan, own["preset"], flags, on_gpu, str(folder.path))
         device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
         meter = Meter(config, job.model, device, _precision(args))
         set_attention(job.model, own["attention"])
@@ -64,6 +66,53 @@ def main(arguments: list[str]) -> None:
         meter.end()
         evidence = {**own, **_evidence(trainer, args), "graphs": compile_counts().since(before).graphs}
         meter.write(folder, "hf_trainer", evidence)
+
+
+def _training_arguments(
+    config: Config, plan: Plan, preset: str, flags: dict[str, Any], on_gpu: bool, folder: str
+) -> TrainingArguments:
+    """The job's settings, the preset's flags over them, and the user's over those.
+
+    Raises:
+        ConfigError: A name that TrainingArguments do not have, or a value that they refuse.
+    """
+    if preset not in ("best", "plain"):
+        raise ConfigError(f"peer.preset: must be best or plain, not {preset!r}")
+    known = [field.name for field in dataclasses.fields(TrainingArguments) if field.init]
+    unknown = next((name for name in flags if name not in known), None)
+    if unknown is not None:
+        raise ConfigError(f"unknown key 'peer.{unknown}'{did_you_mean(unknown, [*known, *_OWN_FLAGS])}")
+    optimizer, data = config.optimizer, config.data
+    job = {
+        "output_dir": folder,
+        "per_device_train_batch_size": data.batch_size,
+        "per_device_eval_batch_size": data.eval_batch_size or data.batch_size,
+        "max_steps": plan.batches,
+        "learning_rate": optimizer.lr,
+        "weight_decay": optimizer.weight_decay,
+        "adam_beta1": optimizer.beta1,
+        "adam_beta2": optimizer.beta2,
+        "adam_epsilon": optimizer.eps,
+        "max_grad_norm": optimizer.max_grad_norm or 0.0,  # 0: no clipping
+        "seed": config.seed,
+        "dataloader_drop_last": data.drop_last,
+        "dataloader_pin_memory": data.pin_memory and on_gpu,
+        "use_cpu": not on_gpu,
+        "eval_strategy": "no",  # the plan says when
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
+    best = {**_BEST, **(_BEST_ON_GPU if on_gpu else {})} if preset == "best" else {}
+    try:
+        arguments = TrainingArguments(**{**job, **best, **flags})
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"peer: TrainingArguments refused its flags ({first_line(error)})") from error
+    if arguments.n_gpu > 1:
+        raise ConfigError(f"peer: HF Trainer would spread over {arguments.n_gpu} GPUs; set CUDA_VISIBLE_DEVICES=0")
+    return arguments
 
 
 def _precision(args: TrainingArguments) -> str:
@@ -97,10 +146,6 @@ class _Peer(Trainer):
         return prepared
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        return self._prepared_evaluation
-
-    @property
-    def _prepared_evaluation(self) -> DataLoader:
         if not hasattr(self, "_evaluation"):  # once, so that its workers can stay
             self._evaluation = self.accelerator.prepare(self._job.eval)
         return self._evaluation
@@ -187,10 +232,8 @@ def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
 
 def _evidence(trainer: _Peer, args: TrainingArguments) -> dict[str, Any]:
     """What the run ran with, read from the objects where they tell."""
-    optimizer = trainer._meter.state.optimizers[0]
     return {
-        "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
-        "fused": bool(optimizer.param_groups[0].get("fused")),
+        "fused": bool(trainer._meter.state.optimizers[0].param_groups[0].get("fused")),
         "attention": trainer._job.model.model.config._attn_implementation,
         "bf16": args.bf16,
         "tf32": args.tf32,

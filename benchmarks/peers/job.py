@@ -20,8 +20,6 @@ from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_scheduler
 
-__all__ = ["Job", "Plan", "build_job", "plan_of", "read_arguments", "set_attention"]
-
 _PREFIX = "peer."
 
 

@@ -26,20 +26,13 @@ from composer_speedups.train.config.schema import Config, MemoryConfig, Throughp
 from composer_speedups.train.report import build_report, summary_table
 from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["Meter", "numerics_of", "write_peer_report"]
-
 
 class Meter:
     """Tells :class:`ThroughputMonitor` and :class:`MemoryAnatomy` what they would hear from Composer.
 
     The same code measures the peer and the suite. A loop calls :meth:`begin` once everything is built; then, for
-    each batch, :meth:`waiting`, :meth:`loaded` and, after the optimizer's step, :meth:`end_batch`.
-
-    Args:
-        config: Of the job.
-        model: Counts FLOPs on real tokens; its parameters are those that train.
-        device: Where they are.
-        precision: Composer's name for what matmuls compute in: ``fp32``, ``amp_bf16``, ``amp_fp16``.
+    each batch, :meth:`waiting`, :meth:`loaded` and, after the optimizer's step, :meth:`end_batch`. ``precision`` is
+    Composer's name for what matmuls compute in: ``fp32``, ``amp_bf16``, ``amp_fp16``.
     """
 
     def __init__(self, config: Config, model: FinetuneModel, device: Device, precision: str = "fp32") -> None:
@@ -108,39 +101,36 @@ class Meter:
         if self._last is not None:
             self.metrics["train_loss"] = float(self._last)
 
-    def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> dict[str, Any]:
-        """Write report.json and print the summary; returns the report."""
-        wall_seconds = time.time() - psutil.Process().create_time()
-        report = build_report(self.state, self.config, wall_seconds)
-        report["metrics"] = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
-        report["numerics"] = numerics_of(self.state)
-        return write_peer_report(report, folder, peer, evidence, self.losses)
+    def write(self, folder: RunFolder, peer: str, evidence: Mapping[str, Any]) -> None:
+        """Write report.json and print the summary."""
+        metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
+        write_report(self.state, self.config, folder, peer, evidence, self.losses, {"metrics": metrics})
 
 
-def numerics_of(state: State) -> dict[str, str]:
-    """What EngagementReport says of a run of the suite."""
-    return {
+def write_report(
+    state: State,
+    config: Config,
+    folder: RunFolder,
+    peer: str,
+    evidence: Mapping[str, Any],
+    losses: Sequence[torch.Tensor] | None,
+    more: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a peer's report.json and print the summary.
+
+    ``algorithms`` holds the peer's name and evidence of what it ran with, ``losses`` the loss of every batch where they
+    were kept; ``more`` has sections in place of the report's own.
+    """
+    report = build_report(state, config, time.time() - psutil.Process().create_time()) | dict(more or {})
+    report["numerics"] = {  # as EngagementReport tells them of a run of the suite
         "precision": state.precision.value,
         "matmul": precision_in_force(state),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
     }
-
-
-def write_peer_report(
-    report: dict[str, Any],
-    folder: RunFolder,
-    peer: str,
-    evidence: Mapping[str, Any],
-    losses: Sequence[torch.Tensor] | None = None,
-) -> dict[str, Any]:
-    """Write a peer's report.json and print the summary; returns the report.
-
-    ``algorithms`` holds the peer's name and evidence of what it ran with; ``losses``, with ``loggers.file``, is the
-    loss of every batch.
-    """
-    report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": dict(evidence)}}
+    optimizer = type(state.optimizers[0])
+    evidence = {**evidence, "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}"}
+    report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": evidence}}
     if losses is not None:
         report["losses"] = [float(loss) for loss in losses]
     write_atomically(folder / "report.json", json.dumps(report, indent=2) + "\n")
     print(summary_table(report, str(folder.path)), flush=True)
-    return report

@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from typing import Any
 
-import psutil
 import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping
@@ -25,7 +23,7 @@ from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 
 from benchmarks.peers.job import build_job, read_arguments, set_attention
-from benchmarks.peers.meter import numerics_of, write_peer_report
+from benchmarks.peers.meter import write_report
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.errors import ConfigError, did_you_mean
@@ -34,10 +32,7 @@ from composer_speedups.data.loader import real_tokens
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import MemoryConfig, ThroughputConfig
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
-from composer_speedups.train.report import build_report
 from composer_speedups.train.run_folder import RunFolder
-
-__all__ = ["main"]
 
 _PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
 
@@ -95,16 +90,13 @@ def main(arguments: list[str]) -> None:
             seed=config.seed,
         )
         trainer.fit()
-        wall_seconds = time.time() - psutil.Process().create_time()
-        report = build_report(trainer.state, config, wall_seconds)
         evidence = {
             **own,
-            "optimizer": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
             "foreach": bool(optimizer.param_groups[0]["foreach"]),
             "graphs": compile_counts().since(before).graphs,
         }
-        report["numerics"] = numerics_of(trainer.state)
-        write_peer_report(report, folder, "stock_composer", evidence, losses.losses if config.loggers.file else None)
+        kept = losses.losses if config.loggers.file else None
+        write_report(trainer.state, config, folder, "stock_composer", evidence, kept)
         trainer.close()
 
 

@@ -50,7 +50,7 @@ def test_options_are_tried_one_after_another_and_given_back(monkeypatch: pytest.
 
 def test_a_row_is_a_table() -> None:
     kernel = {"name": "keys", "options": {"keys.ROWS": 4}, "us": 10.4, "torch_us": 20.6, "copy_us": 5.0, "tflops": None}
-    assert list(micro.markdown({"kernels": [kernel]}))[2] == "| keys | keys.ROWS=4 | 10 | 21 | 5 | – |"
+    assert micro.markdown({"kernels": [kernel]})[2] == "| keys | keys.ROWS=4 | 10 | 21 | 5 | – |"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -62,7 +62,7 @@ def test_without_a_gpu_it_says_so() -> None:
 @pytest.mark.gpu
 def test_every_kernel_is_timed_beside_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[micro.Row] = []
-    monkeypatch.setattr(micro, "keep_rows", lambda found, *_: rows.extend(found))
+    monkeypatch.setattr(micro, "append_row", lambda row, *_: rows.append(row))
     micro.main(["rows=4", "attention.num_stages=1,2"])
     assert [kernel["name"] for kernel in rows[0]["kernels"]] == [
         "attention",

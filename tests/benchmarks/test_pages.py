@@ -9,11 +9,9 @@ import pytest
 from matplotlib.axes import Axes
 
 from benchmarks import charts
-from benchmarks.call import leave_page
-from benchmarks.failures import failure, reason, spelled
-from benchmarks.printed import markdown, page
-from benchmarks.rows import row_of
-from benchmarks.table import Arm
+from benchmarks.rows import add_run, describe_error, describe_errors, empty_row, error_report
+from benchmarks.run import Arm, leave_page
+from benchmarks.tables import markdown, page
 from composer_speedups.train import environment as environments
 from tests.benchmarks.test_charts import size_of
 
@@ -37,31 +35,35 @@ def report(rate: float, accuracy: float | None = None, **more: Any) -> dict[str,
 
 
 def row(arm: str, *reports: dict[str, Any], published: str | None = None, **point: Any) -> dict[str, Any]:
-    return row_of("t", "2026-01-02T03:04:05.678Z", Arm(arm, point, []), reports, published=published)
+    found = empty_row("t", "2026-01-02T03:04:05.678Z", Arm(arm, point, []), published=published)
+    for each in reports:
+        add_run(found, each)
+    return found
 
 
-OOM = failure(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + "x" * 5000)
-REFUSED = failure(2, "warning\ntrain.py: apex_optimizer: NVIDIA Apex is not installed; build it | or not\n")
+OOM = error_report(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB\n" + "x" * 5000)
+REFUSED = error_report(2, "warning\ntrain.py: apex_optimizer: NVIDIA Apex is not installed; build it | or not\n")
 
 
 def test_failures_are_told_apart_by_status_and_output() -> None:
-    assert [f["error_kind"] for f in (OOM, REFUSED, failure(1, "ZeroDivisionError"))] == [
+    assert [f["error_kind"] for f in (OOM, REFUSED, error_report(1, "ZeroDivisionError"))] == [
         "out of memory",
         "refused",
         "failed",
     ]
-    assert failure(1, "RuntimeError: CUDA error: out of memory")["error_kind"] == "out of memory"
-    assert failure(-9, "")["error_kind"] == "out of memory", "the kernel killed it"
+    assert error_report(1, "RuntimeError: CUDA error: out of memory")["error_kind"] == "out of memory"
+    assert error_report(-9, "")["error_kind"] == "out of memory", "the kernel killed it"
     assert len(OOM["error"]) < 2100
-    assert reason(REFUSED["error"]).startswith("apex_optimizer: NVIDIA Apex is not installed")
-    assert reason("one\ntwo\n") == "two"
-    assert spelled(row("x", OOM, OOM)) == "out of memory"
-    assert spelled(row("x", report(1), OOM)) == "1 of 2 runs out of memory"
-    assert spelled(row("x", REFUSED)).startswith("refused: apex_optimizer: NVIDIA Apex is not installed; build it / or")
-    assert len(spelled(row("x", failure(1, "word " * 90)))) < 130
-    assert spelled(row("x", report(1))) == ""
+    assert describe_error(**REFUSED).startswith("refused: apex_optimizer: NVIDIA Apex is not installed")
+    assert describe_error("one\ntwo\n", "failed") == "failed: two"
+    assert describe_errors(row("x", OOM, OOM)) == "out of memory"
+    assert describe_errors(row("x", report(1), OOM)) == "1 of 2 runs out of memory"
+    refused = describe_errors(row("x", REFUSED))
+    assert refused.startswith("refused: apex_optimizer: NVIDIA Apex is not installed; build it / or")
+    assert len(describe_errors(row("x", error_report(1, "word " * 90)))) < 130
+    assert describe_errors(row("x", report(1))) == ""
     before_kinds = {k: v for k, v in row("x", OOM).items() if k != "error_kinds"}
-    assert spelled(before_kinds).startswith("failed: ")
+    assert describe_errors(before_kinds).startswith("failed: ")
 
 
 def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_failed() -> None:
@@ -71,7 +73,7 @@ def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_faile
         row("fp32", OOM, **{"data.batch_size": 16}),
         row("x", report(300), **{"data.batch_size": 16}),
     ]
-    lines = list(markdown(rows))
+    lines = markdown(rows)
     assert lines[0].endswith("| peak GiB | warm-up s | accuracy | published |")
     assert lines[2:] == [
         "| fp32 | data.batch_size=8 | 105 (100–110) | 1.00 | 21,000 | 10.5% | 3.0 | 2.0 |  | 9 samples/s |",
@@ -79,7 +81,7 @@ def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_faile
         "| fp32 | data.batch_size=16 | out of memory |  |  |  |  |  |  |  |",
         "| x | data.batch_size=16 | 300 | – | 60,000 | 30.0% | 3.0 | 2.0 |  |  |",
     ]
-    assert "process s" in next(markdown([row("x", report(1, process_seconds=9.0))]))
+    assert "process s" in markdown([row("x", report(1, process_seconds=9.0))])[0]
 
 
 def test_a_page_says_where_it_ran() -> None:
@@ -107,12 +109,10 @@ def test_each_table_gets_the_chart_that_suits_it() -> None:
         ({"losses": True}, [row(str(n), report(1, losses=[1.0])) for n in range(5)], "bars"),
     ):
         assert charts.kind_of(table, rows) == kind
-        assert leave_page(table, rows, kind, charts.draw_table, Path("results")) == [
-            Path(f"results/nvidia-h200/{kind}.{suffix}") for suffix in ("md", "png")
-        ]
-        assert size_of(Path(f"results/nvidia-h200/{kind}.png"))[0] == 1200
-    left = leave_page({}, [row("x", OOM)], "none", charts.draw_table, Path("results"))
-    assert left == [Path("results/cpu/none.md")]
+        assert leave_page(table, rows, Path(f"{kind}.jsonl")) == [Path(f"{kind}.md"), Path(f"{kind}.png")]
+        assert size_of(Path(f"{kind}.png"))[0] == 1200
+    left = leave_page({}, [row("x", OOM)], Path("none.jsonl"))
+    assert left == [Path("none.md")]
     assert "![" not in left[0].read_text()
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks import profile
-from benchmarks.gemm_floor import gemm_floor, linear_shapes
-from benchmarks.kernels import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
+from benchmarks.micro import gemm_floor, linear_shapes
+from benchmarks.profile import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
 from composer_speedups.core.errors import ConfigError
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert

@@ -1,68 +1,147 @@
-"""What a table's file and the command line make of its arms."""
+"""Figures from rows: what is set beside what, and that nothing is where no call ran both."""
 
 from __future__ import annotations
 
-import re
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
-import yaml
 
-from benchmarks import run as runner
-from tests.benchmarks.test_benchmarks import table
+from benchmarks import tables
 
-
-def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
-    read = runner.read_table(table(), ["repeats=5", "data.batch_size=64", "trainer.max_duration=3ba"])
-    arms = runner.arms_of(read)
-    assert read["repeats"] == 5
-    assert {a.point["data.batch_size"] for a in arms} == {64}
-    assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in arms)
+ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers"), "x") | {"commit": "0123456789"}
 
 
-def test_arms_can_be_picked_and_keep_what_those_above_them_add() -> None:
-    arms = runner.arms_of(runner.read_table(table(matrix={}), ["arms=[plain, + y]"]))
-    assert [(a.name, a.overrides) for a in arms] == [("plain", ["a=1"]), ("+ y", ["a=1", "x=1", "y=1"])]
-    with pytest.raises(SystemExit, match=re.escape("must be a list of plain, + x, + y")):
-        runner.read_table(table(), ["arms=[+ z]"])
+def row(arm: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
+    runs = {"samples_per_sec": rate, "peak_memory_gib": 2.0, "warmup_seconds": 3.0, **more.pop("runs", {})}
+    spread = {name: {"median": value, "runs": [value]} for name, value in runs.items()}
+    return {"arm": arm, "call": call, "data.batch_size": 8, "environment": ENVIRONMENT, **spread, **more}
 
 
-def test_a_table_may_be_like_another() -> None:
-    other = table(set=["a=1"], published={"where": "there", "arms": {"plain": "1"}})
-    like = other.with_name("like.yaml")
-    like.write_text(yaml.safe_dump({"like": other.stem, "set": ["a=2"], "repeats": 7, "matrix": {}}))
-    read = runner.read_table(like)
-    assert (read["repeats"], "published" in read) == (7, False)
-    assert [a.overrides for a in runner.arms_of(read)] == [
-        ["a=1", "a=2"],
-        ["a=1", "a=2", "x=1"],
-        ["a=1", "a=2", "x=1", "y=1"],
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    monkeypatch.setattr(tables, "rows_of", lambda name: found)
+    return found
+
+
+def test_ratios_are_within_a_call_and_a_dash_where_none_ran_both(rows: list[dict[str, Any]]) -> None:
+    rows += [row("fp32", "2026-01-01", 10), row("+ a", "2026-01-01", 30)]
+    rows += [row("fp32", "2026-01-02", 20), row("+ b", "2026-01-03", 40)]
+    lines = tables.summary("any")
+    assert lines[2:5] == [
+        "| fp32 | 15 | 1.00 | 2.0 | 3 |",
+        "| + a | 30 | 3.00 | 2.0 | 3 |",
+        "| + b | 40 | – | 2.0 | 3 |",
     ]
-    like.write_text(yaml.safe_dump({"like": "nothing"}))
-    with pytest.raises(SystemExit, match=r"nothing\.yaml: no such table, which another is to be like"):
-        runner.read_table(like)
+    assert [line.split(" | ")[3] for line in tables.ladder()[2:5]] == ["1.00", "3.00", "–"]
+    assert "+ b" not in "".join(tables.effect("any", "+ a", "fp32")[2:])
 
 
-def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
-    arms = {
-        "plain": [],
-        "+ x": ["x=1"],
-        "HF": {"peer": "hf_trainer", "set": ["peer.a=1"]},
-        "+ y": {"set": ["y=1"], "warm": True},
-    }
-    found = runner.arms_of(runner.read_table(table(matrix={}, arms=arms, losses=True)))
-    assert [(a.name, a.peer, a.warm, a.overrides[1:]) for a in found] == [
-        ("plain", None, False, ["loggers.file={}"]),
-        ("+ x", None, False, ["x=1", "loggers.file={}"]),
-        ("HF", "hf_trainer", False, ["peer.a=1", "loggers.file={}"]),
-        ("+ y", None, True, ["x=1", "y=1", "loggers.file={}"]),
+def test_steps_are_set_beside_the_first_arm_call_by_call(rows: list[dict[str, Any]]) -> None:
+    def timed(arm: str, call: str, step: float) -> dict[str, Any]:
+        rate = 100 if arm == "peer" else 150
+        return row(arm, call, rate, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
+
+    rows += [timed("peer", "2026-01-01", 0.02), timed("ours", "2026-01-01", 0.01)]
+    rows += [timed("peer", "2026-01-02", 0.09), timed("ours", "2026-01-02", 0.03)]
+    lines = tables.steps("any")
+    assert lines[2:4] == [
+        "| 8 | peer | 100 | 1.00 | 55.0 (1.00) | 2.0 | 3 |",
+        "| 8 | ours | 150 | 1.50 | 20.0 (2.50) | 2.0 | 3 |",
     ]
-    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, stock_composer"):
-        runner.read_table(table(arms={"HF": {"peer": "hf"}}))
-    with pytest.raises(SystemExit, match="arm 'HF' is a peer, which trains in one process; leave out ranks"):
-        runner.read_table(table(arms={"HF": {"peer": "hf_trainer", "ranks": 2}}))
-    with pytest.raises(SystemExit, match="arm 'x' has ranks 0; it must be a whole number of at least 1"):
-        runner.read_table(table(arms={"x": {"ranks": 0}}))
-    with pytest.raises(SystemExit, match="published must have where"):
-        runner.read_table(table(published={"where": "there", "arms": {"+ z": "1"}}))
-    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"):
-        runner.read_table(table(arms={"HF": {"pear": "hf"}}))
+    assert lines[-1].startswith("x, driver x, torch x")
+    assert lines[-1].endswith("2026-01-01, 2026-01-02; commit 0123456.")
+
+
+def test_whole_jobs_are_set_beside_the_first_arm(rows: list[dict[str, Any]]) -> None:
+    for arm, seconds in (("peer", 60.0), ("ours", 20.0)):
+        rows.append(row(arm, "2026-01-01", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
+    assert tables.jobs("any")[2:4] == [
+        "| 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
+        "| 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
+    ]
+
+
+def test_whole_jobs_of_different_calls_are_not_set_beside_each_other(rows: list[dict[str, Any]]) -> None:
+    for call, arm, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "peer", 90.0), ("3", "ours", 10.0)):
+        rows.append(row(arm, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
+    assert tables.jobs("any")[3] == "| 8 | ours | 15.0 | 3.00 | 3 | 4.0 |"
+
+
+def test_kernels_are_those_of_the_last_row_with_their_own_options(rows: list[dict[str, Any]]) -> None:
+    kernel = {"name": "norm_backward", "us": 50.0, "torch_us": 125.0, "copy_us": 40.0}
+    for call, factor in (("2026-01-01", 3), ("2026-01-02", 1)):
+        timed = [{**kernel, "us": factor * 50.0, "options": {}}, {**kernel, "options": {"norm_backward.ROWS": 4}}]
+        rows.append({"call": call, "environment": ENVIRONMENT, "kernels": timed})
+    assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
+
+
+def test_starts_leave_nothing_out(rows: list[dict[str, Any]]) -> None:
+    spent = {"interpreter": 0.5, "imports": 4.0, "data": 1.0, "model": 0.5, "trainer": 0.25, "first_step": 2.0}
+    startup = {f"{phase}_seconds": seconds for phase, seconds in spent.items()}
+    rows.append(row("ours", "2026-01-01", 1, startup={**startup, "to_first_step_seconds": sum(spent.values())}))
+    assert tables.starts("any")[2] == "| ours | 8.2 | 4.0 | 1.0 | 0.5 | 2.0 | 0.8 |"
+
+
+def test_an_arm_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
+    for arm, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
+        rows.append(row(arm, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
+    assert tables.accuracy("any")[2:4] == ["| a | 0.8000 | 0.9000 | 0.8500 |", "| b | – | 0.7000 | – |"]
+
+
+def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[str, Any]]) -> None:
+    def profiled(override: str, techniques: dict[str, Any], *kernels: tuple[str, float]) -> dict[str, Any]:
+        named = [{"name": name, "kind": "stale", "ms": ms, "launches": 1} for name, ms in kernels]
+        times = {"busy_ms": 10.0, "step_ms": 12.0, "gemm_floor_ms": 4.0}
+        more = {"call": "2026-01-01", "environment": ENVIRONMENT}
+        return {"arguments": [override], "algorithms": techniques, "kernels": named, **times, **more}
+
+    rows.append(profiled("size=large", {}, ("nvjet_a", 5.0), ("nvjet_b", 1.0), ("triton_poi_fused_gelu_1", 4.0)))
+    float8 = {"float8_linear": {"settings": "Float8Linear(recipe='rowwise')"}}
+    rows.append(profiled("size=large", float8, ("nvjet_q", 3.0), ("triton_poi_fused__scaled_mm_gelu_1", 5.0)))
+    rows.append(profiled("size=base", {}, ("nvjet_a", 9.0)))
+    lines = tables.kinds("size=large")
+    assert lines[0] == "| ms a step | compiled | compiled, float8 rowwise |"
+    assert lines[2:6] == [
+        "| GEMM | 6.0 | 3.0 |",
+        "| scaling to float8 | – | 5.0 |",
+        "| activation | 4.0 | – |",
+        "| less | – | 2.0 |",
+    ]
+    assert "| **step** | 12.0 | 12.0 |" in lines
+
+
+def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def kept(arm: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
+        found = row(arm, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None))
+        found["step_seconds_p10_p50_p90"] = [[0.0, 1 / rate, 9.0]] * 3 if rate else None
+        del found["data.batch_size"]
+        return json.dumps(found if rate else {**found, "samples_per_sec": None, "environment": {}})
+
+    lines = [
+        kept("1 GPU, a", "2026-01-01", 1.0, 1),
+        kept("1 GPU, a", "2026-01-02", 50, 1),
+        kept("1 GPU, b", "2026-01-02", 60, 1),
+    ]
+    lines += [kept("2 GPUs, a", "2026-01-02", 90, 2), kept("2 GPUs, b", "2026-01-02", 60, 2)]
+    lines += [kept("2 GPUs, alone", "2026-01-02", 60, 2)]
+    lines += [kept("4 GPUs, a", "2026-01-02", None, 4, "train.py: needs 4 | fewer")]
+    (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
+    monkeypatch.setattr(tables, "COMMITTED", tmp_path)
+    assert tables.call("scaling")[:-1] == [
+        "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | median step, ms | efficiency |",
+        "|---|---|---|---|---|---|---|",
+        "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 | 20.0 |  |",
+        "| 1 GPU, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
+        "| 2 GPUs, a | 90.0 | 1.80 | 2.0 | 3.0 | 11.1 | 90.0% |",
+        "| 2 GPUs, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 | 50.0% |",
+        "| 2 GPUs, alone | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",
+        "| 4 GPUs, a | failed: needs 4 / fewer |  |  |  |  |  |",
+        "",
+    ]
+    assert tables.call("scaling", 2)[2:4] == ["| 1 GPU, a | 1.0 | 1.00 | 2.0 | 3.0 |", ""]
+    assert tables.call("scaling", 2)[6:] == tables.call("scaling")

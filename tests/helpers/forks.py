@@ -153,13 +153,13 @@ def _run(function: Callable[[], Any], path: Path, environment: dict[str, str]) -
 if __name__ == "__main__":
     from composer.models import huggingface
 
-    from benchmarks.worker import _import_all
+    from benchmarks.worker import import_all
     from composer_speedups.train.startup import look_at_cpu
     from tests.helpers.common import tiny_bert
     from tests.helpers.forks import _serve as serve  # under its own name, as what comes in refers to it
     from tests.helpers.isa import take_the_processors_word
 
-    _import_all()
+    import_all()
     look_at_cpu().join()  # a process that each child would start
     take_the_processors_word()
     huggingface._is_registered_causal_lm(tiny_bert())  # imports all of them, as each child with such a model would

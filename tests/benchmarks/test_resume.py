@@ -14,19 +14,17 @@ from typing import Any
 
 import pytest
 
-from benchmarks import call as calls
 from benchmarks import run as runner
-from benchmarks.journal import Journal, code_version, read_unfinished
-from tests.benchmarks.test_benchmarks import REPORT, table
+from benchmarks.rows import Call, read_rows
+from tests.benchmarks.test_run import REPORT, table
 from tests.conftest import ROOT
 
-WORKING = Path("results/cpu/table.runs.jsonl")
 ROWS = Path("results/cpu/table.jsonl")
 
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "present_gpu", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
 
 
 def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate: float = 100.0) -> list[str]:
@@ -53,7 +51,7 @@ def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
     runs_of(monkeypatch, stop_after=4)
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert "resume=true goes on from results/cpu/table.runs.jsonl" in capsys.readouterr().err
+    assert "resume=true goes on from results/cpu/table.jsonl" in capsys.readouterr().err
     first = [json.loads(line) for line in ROWS.read_text().splitlines()]
     assert [(row["arm"], row["repeats"]) for row in first] == [("plain", 2), ("+ x", 1), ("+ y", 1)]
     seen = runs_of(monkeypatch, rate=200.0)
@@ -63,7 +61,7 @@ def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
     assert {row["call"] for row in rows} == {row["call"] for row in first}
     assert rows[0]["samples_per_sec"]["runs"] == [101.0, 104.0]
     assert rows[1]["samples_per_sec"]["runs"] == [102.0, 201.0]
-    assert not WORKING.exists()
+    assert not any("unfinished" in row for row in rows)
     assert "goes on with the call of" in capsys.readouterr().out
     seen = runs_of(monkeypatch)
     run("resume=true")  # nothing is unfinished: a new call
@@ -74,7 +72,6 @@ def test_a_call_that_was_left_becomes_rows_when_a_new_one_begins(monkeypatch: py
     runs_of(monkeypatch, stop_after=2)
     with pytest.raises(KeyboardInterrupt):
         run()
-    ROWS.unlink()  # as a kill would have left it
     runs_of(monkeypatch)
     rows = run()
     written = [json.loads(line) for line in ROWS.read_text().splitlines()]
@@ -98,12 +95,12 @@ def test_another_call_cannot_go_on(
     runs_of(monkeypatch, stop_after=1)
     with pytest.raises(KeyboardInterrupt):
         run()
-    before = WORKING.read_bytes()
+    before = ROWS.read_bytes()
     seen = runs_of(monkeypatch)
     with pytest.raises(SystemExit, match=rf"had other {differs}; .*leave out resume=true"):
         run("resume=true", *overrides, **changes)
     assert seen == []
-    assert WORKING.read_bytes() == before
+    assert ROWS.read_bytes() == before
 
 
 def test_other_code_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,41 +127,36 @@ def test_the_version_of_the_code_tells_uncommitted_changes_but_not_rows() -> Non
     git("commit", "-qm", "all")
     commit = git("rev-parse", "HEAD")
     Path("benchmarks/results/rows").write_text("2\n")
-    assert code_version(Path()) == commit
+    assert runner.code_version(Path()) == commit
     Path("code.py").write_text("2\n")
-    changed = code_version(Path())
+    changed = runner.code_version(Path())
     Path("code.py").write_text("3\n")
-    assert commit != changed != code_version(Path())
+    assert commit != changed != runner.code_version(Path())
     assert str(changed).startswith(f"{commit}+")
 
 
-def test_a_line_cut_short_is_left_out_and_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_line_is_refused_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed runner leaves none, since the file is written whole; a full disk or a merge might."""
     runs_of(monkeypatch, stop_after=2)
     with pytest.raises(KeyboardInterrupt):
         run()
-    WORKING.write_bytes(WORKING.read_bytes()[:-9])
-    left = read_unfinished(WORKING)
-    assert left is not None
-    assert list(left.runs) == [(0, 0)]
-    seen = runs_of(monkeypatch, stop_after=2)
-    with pytest.raises(KeyboardInterrupt):
+    lines = ROWS.read_text().splitlines()
+    ROWS.write_text("\n".join([lines[0], lines[1][:20]]) + "\n")
+    before = ROWS.read_bytes()
+    seen = runs_of(monkeypatch)
+    with pytest.raises(SystemExit, match=r"table\.jsonl: line 2 is damaged; move the file away"):
         run("resume=true")
-    assert seen == ["x=1", "y=1"]
-    again = read_unfinished(WORKING)
-    assert again is not None
-    assert list(again.runs) == [(0, 0), (1, 0), (2, 0)]
-    lines = WORKING.read_text().splitlines()
-    WORKING.write_text("\n".join([lines[0], lines[1][:20], lines[2]]) + "\n")
-    with pytest.raises(SystemExit, match=r"table\.runs\.jsonl: line 2 is damaged; move the file away"):
-        run("resume=true")
+    assert seen == []
+    assert ROWS.read_bytes() == before
 
 
 def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    running = Journal(WORKING)
+    ROWS.parent.mkdir(parents=True)
+    running = Call(ROWS, [], {})
     runs_of(monkeypatch)
     with pytest.raises(SystemExit, match="another process is running this table"):
         run()
-    running.close(finished=True)
+    running.end(finished=False)
     assert len(run()) == 3
 
 
@@ -190,7 +182,7 @@ def test_a_killed_runner_is_resumed() -> None:
         textwrap.dedent(f"""
         import sys, time
         from pathlib import Path
-        from benchmarks import call, run
+        from benchmarks import run
         sys.path.insert(0, {str(ROOT)!r})
         REPORT = {REPORT!r}
         def fake(base, arm, workers, cache):
@@ -200,11 +192,10 @@ def test_a_killed_runner_is_resumed() -> None:
                 time.sleep(600)
             return REPORT
         run.run_once = fake
-        call.present_gpu = lambda: None
         rows = run.run_table(run.read_table(Path("table.yaml"), sys.argv[1:]), "table", Path("results"))
         """)
     )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     killed = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.DEVNULL)
     ran = Path("ran")
     deadline = time.monotonic() + 60
@@ -214,7 +205,7 @@ def test_a_killed_runner_is_resumed() -> None:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert not ROWS.exists()
+    assert [(row["arm"], row["repeats"]) for row in read_rows(ROWS)] == [("plain", 1), ("+ x", 1)]
     ended = subprocess.run([sys.executable, str(script), "resume=true"], env=environment, check=True, text=True)
     assert ended.returncode == 0
     assert ran.read_text().splitlines() == ["plain", "+ x", "+ y", "+ y", "plain", "+ x", "+ y"]
@@ -223,7 +214,7 @@ def test_a_killed_runner_is_resumed() -> None:
         (a, 2, []) for a in ("plain", "+ x", "+ y")
     ]
     assert len({row["call"] for row in rows}) == 1
-    assert not WORKING.exists()
+    assert not any("unfinished" in row for row in rows)
 
 
 @pytest.mark.parametrize("override", ["repeats=0", "jobs=two", "resume=yes"])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
-from benchmarks.failures import failure
 from benchmarks.peers.job import read_arguments
+from benchmarks.rows import error_report
 from benchmarks.worker import Worker, Workers
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import refuse_clashes, techniques_of
@@ -28,6 +28,12 @@ REPORT: dict[str, Any] = {
     "algorithms": {"x": {"engaged": True}},
     "environment": {"gpu": None, "torch": "2"},
 }
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go to results/cpu, wherever the tests run."""
+    monkeypatch.setattr(runner, "output_of", lambda *command, **_: None if command[0] == "nvidia-smi" else "")
 
 
 def table(**changes: Any) -> Path:
@@ -57,6 +63,63 @@ def test_arms_add_up_over_the_matrix() -> None:
     assert apart[2].overrides == ["a=1", "data.batch_size=40", "y=1"]
 
 
+def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
+    read = runner.read_table(table(), ["repeats=5", "data.batch_size=64", "trainer.max_duration=3ba"])
+    arms = runner.arms_of(read)
+    assert read["repeats"] == 5
+    assert {a.point["data.batch_size"] for a in arms} == {64}
+    assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in arms)
+
+
+def test_arms_can_be_picked_and_keep_what_those_above_them_add() -> None:
+    arms = runner.arms_of(runner.read_table(table(matrix={}), ["arms=[plain, + y]"]))
+    assert [(a.name, a.overrides) for a in arms] == [("plain", ["a=1"]), ("+ y", ["a=1", "x=1", "y=1"])]
+    with pytest.raises(SystemExit, match=re.escape("must be a list of plain, + x, + y")):
+        runner.read_table(table(), ["arms=[+ z]"])
+
+
+def test_a_table_may_be_like_another() -> None:
+    other = table(set=["a=1"], published={"where": "there", "arms": {"plain": "1"}})
+    like = other.with_name("like.yaml")
+    like.write_text(yaml.safe_dump({"like": other.stem, "set": ["a=2"], "repeats": 7, "matrix": {}}))
+    read = runner.read_table(like)
+    assert (read["repeats"], "published" in read) == (7, False)
+    assert [a.overrides for a in runner.arms_of(read)] == [
+        ["a=1", "a=2"],
+        ["a=1", "a=2", "x=1"],
+        ["a=1", "a=2", "x=1", "y=1"],
+    ]
+    like.write_text(yaml.safe_dump({"like": "nothing"}))
+    with pytest.raises(SystemExit, match=r"nothing\.yaml: no such table, which another is to be like"):
+        runner.read_table(like)
+
+
+def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
+    arms = {
+        "plain": [],
+        "+ x": ["x=1"],
+        "HF": {"peer": "hf_trainer", "set": ["peer.a=1"]},
+        "+ y": {"set": ["y=1"], "warm": True},
+    }
+    found = runner.arms_of(runner.read_table(table(matrix={}, arms=arms, losses=True)))
+    assert [(a.name, a.peer, a.warm, a.overrides[1:]) for a in found] == [
+        ("plain", None, False, ["loggers.file={}"]),
+        ("+ x", None, False, ["x=1", "loggers.file={}"]),
+        ("HF", "hf_trainer", False, ["peer.a=1", "loggers.file={}"]),
+        ("+ y", None, True, ["x=1", "y=1", "loggers.file={}"]),
+    ]
+    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, stock_composer"):
+        runner.read_table(table(arms={"HF": {"peer": "hf"}}))
+    with pytest.raises(SystemExit, match="arm 'HF' is a peer, which trains in one process; leave out ranks"):
+        runner.read_table(table(arms={"HF": {"peer": "hf_trainer", "ranks": 2}}))
+    with pytest.raises(SystemExit, match="arm 'x' has ranks 0; it must be a whole number of at least 1"):
+        runner.read_table(table(arms={"x": {"ranks": 0}}))
+    with pytest.raises(SystemExit, match="published must have where"):
+        runner.read_table(table(published={"where": "there", "arms": {"+ z": "1"}}))
+    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"):
+        runner.read_table(table(arms={"HF": {"pear": "hf"}}))
+
+
 def test_a_warm_arm_fills_its_cache_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[Path | None] = []
 
@@ -81,7 +144,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
         order.append(arm.overrides[-1])
         if arm.overrides[-1] == "y=1":
-            return failure(1, "CUDA out of memory")
+            return error_report(1, "CUDA out of memory")
         rate = 100.0 + len(order)
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
 
@@ -126,16 +189,14 @@ def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, m
 def test_the_command_leaves_rows_a_page_and_a_chart(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_table, leave_page = runner.run_table, runner.leave_page
     monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
-    monkeypatch.setattr(runner, "run_table", partial(run_table, results=Path("results")))
-    monkeypatch.setattr(runner, "leave_page", partial(leave_page, results=Path("results")))
-    runner.main([str(table(matrix={})), "repeats=1"])
+    runner.main([str(table(matrix={})), "repeats=1"], Path("results"))
     said = capsys.readouterr()
     assert "| + x | 100 | 1.00 |" in said.out
     assert "written: results/cpu/table.md results/cpu/table.png" in said.out
     assert said.err == ""  # the bar is for terminals
-    assert {path.name for path in Path("results/cpu").iterdir()} == {"table.jsonl", "table.md", "table.png"}
+    left = {path.name for path in Path("results/cpu").iterdir()}
+    assert left == {"table.jsonl", "table.md", "table.png", ".table.lock"}
 
 
 def test_unknown_tables_and_keys_are_refused() -> None:

@@ -1,0 +1,465 @@
+"""Markdown tables: the figures of README.md, docs and the cards, and the rows of a call as the runner prints them.
+
+Figures are made of the committed rows, or of what the code declares of its techniques. Ratios hold within a call: rows
+of two calls are never set beside each other.
+"""
+
+from __future__ import annotations
+
+import shlex
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of, read_rows, spell
+
+if TYPE_CHECKING:
+    from composer_speedups.core.technique import Technique
+
+COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
+_COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
+_MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
+    "run s": ("run_seconds", ".1f"),
+    "process s": ("process_seconds", ".1f"),
+    "accuracy": ("accuracy", ".4f"),
+    "published": ("published", ""),
+}
+_FORMATS = {
+    "samples_per_sec": ",.0f",
+    "peak_memory_gib": ".1f",
+    "warmup_seconds": ".0f",
+    "process_seconds": ".1f",
+    "eval_seconds": ".1f",
+}
+_STAGES = {
+    "FLAGS": "process-wide flags and precision",
+    "SURGERY": "modules and weights changed",
+    "KERNELS": "layers computed by kernels that build on surgery",
+    "ADAPTERS": "parameters frozen or added",
+    "OPTIMIZER": "over the final parameters",
+    "COMPILE": "of the final modules",
+    "GRAPHS": "of the final step",
+}
+
+
+def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    head, *body = (f"| {' | '.join(cells)} |" for cells in (columns, *lines))
+    return [head, "|---" * len(columns) + "|", *body]
+
+
+# Rows
+
+
+def committed(name: str) -> list[Row]:
+    """All committed rows of a table."""
+    return read_rows(COMMITTED / f"{name}.jsonl")
+
+
+def rows_of(name: str) -> list[Row]:
+    """The committed rows of a table that have measurements."""
+    return [row for row in committed(name) if row["environment"]]  # a row of failed runs alone has none
+
+
+def where_of(rows: Sequence[Row]) -> str:
+    """Hardware, versions, days and commits of the rows; more than one where they differ, nothing where none knows."""
+
+    def each(name: str, form: str = "{}") -> str:
+        values = {row["environment"].get(name) for row in rows} - {None}
+        return form.format(", ".join(sorted(map(str, values)))) if values else ""
+
+    def span(name: str, form: str) -> str:
+        values = {round(row["environment"][name]) for row in rows if row["environment"].get(name) is not None}
+        return form.format("–".join(map(str, sorted({min(values), max(values)})))) if values else ""
+
+    on_gpu = any(row["environment"]["gpu"] for row in rows)
+    commits = ", ".join(sorted({(row["environment"].get("commit") or "unknown")[:7] for row in rows}))
+    parts = [
+        each("gpu") if on_gpu else each("cpu", "CPU {}"),
+        span("gpu_power_limit_watts", "limit {} W"),
+        span("gpu_sm_clock_mhz", "SM clock {} MHz"),
+        each("driver", "driver {}"),
+        each("torch", "torch {}"),
+        each("composer", "Composer {}"),
+        each("transformers", "transformers {}"),
+    ]
+    days = ", ".join(sorted({row["call"][:10] for row in rows}))
+    return f"{', '.join(filter(None, parts))}; {days}; commit {commits}."
+
+
+def _figure(columns: Sequence[str], lines: Iterable[Sequence[str]], rows: Sequence[Row]) -> list[str]:
+    return [*table(columns, lines), "", where_of(rows)]
+
+
+def _at(rows: Sequence[Row], arm: str, batch: int) -> list[Row]:
+    return [row for row in rows if row["arm"] == arm and row["data.batch_size"] == batch]
+
+
+def _arms(rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row], list[Row]]]:
+    """Batch size, arm, its rows there, and those of the first arm of all; arms in the order of the table."""
+    places = dict.fromkeys((row["data.batch_size"], row["arm"]) for row in rows)
+    for batch, arm in sorted(places, key=lambda place: place[0]):
+        yield batch, arm, _at(rows, arm, batch), _at(rows, rows[0]["arm"], batch)
+
+
+def _runs(rows: Sequence[Row], name: str) -> list[float]:
+    return [value for row in rows for value in row[name]["runs"]]
+
+
+def _median(rows: Sequence[Row], name: str) -> str:
+    return format(statistics.median(_runs(rows, name)), _FORMATS[name])
+
+
+def _rate(row: Row) -> float:
+    return float(row["samples_per_sec"]["median"])
+
+
+def _ratio(rows: Sequence[Row], others: Sequence[Row], measure: Callable[[Row], float] = _rate) -> str:
+    """The measure of the one over that of the other, in the calls that ran both; a dash where none did."""
+    theirs = {row["call"]: measure(row) for row in others}
+    ratios = [measure(row) / theirs[row["call"]] for row in rows if row["call"] in theirs]
+    return f"{statistics.median(ratios):.2f}" if ratios else "–"
+
+
+def _spread(rates: Sequence[float]) -> str:
+    if len(rates) == 1:
+        return f"{rates[0]:,.0f}, one run"
+    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
+
+
+# Figures of techniques
+
+
+def ladder() -> list[str]:
+    """The whole first table: an arm is compared with the first one, fp32."""
+    rows = rows_of("ladder")
+    columns = ["techniques", "batch", "samples/s (least–most)", "over fp32", "peak GiB", "warm-up s", "runs"]
+    lines = []
+    for batch, arm, found, base in _arms(rows):
+        rates = _runs(found, "samples_per_sec")
+        cells = [_median(found, "peak_memory_gib"), _median(found, "warmup_seconds"), str(len(rates))]
+        lines.append([arm, str(batch), _spread(rates), _ratio(found, base), *cells])
+    return _figure(columns, lines, rows)
+
+
+def summary(name: str) -> list[str]:
+    """Every arm of a table beside its first one: ratio of samples/s, peak memory and warm-up at each batch size."""
+    rows = rows_of(name)
+    batches = sorted({row["data.batch_size"] for row in rows})
+    arms = list(dict.fromkeys(row["arm"] for row in rows))
+    columns = [cell for batch in batches for cell in (f"{batch}: samples/s", "ratio", "peak GiB")]
+    lines = []
+    for arm in arms:
+        cells, warmups = [arm], [0.0]
+        for batch in batches:
+            found = [row for row in _at(rows, arm, batch) if row["samples_per_sec"]]
+            if not found:
+                cells += "–––"
+                continue
+            ratio = _ratio(found, _at(rows, arms[0], batch))
+            cells += [_median(found, "samples_per_sec"), ratio, _median(found, "peak_memory_gib")]
+            warmups.append(statistics.median(_runs(found, "warmup_seconds")))
+        lines.append([*cells, f"{max(warmups):.0f}"])
+    return _figure([f"{arms[0]}, or with", *columns, "warm-up s"], lines, rows)
+
+
+def effect(name: str, arm: str, before: str) -> list[str]:
+    """One arm of a table beside another, in the calls that ran both."""
+    rows = rows_of(name)
+    lines, compared = [], []
+    for batch in sorted({row["data.batch_size"] for row in rows}):
+        old, new = _at(rows, before, batch), _at(rows, arm, batch)
+        calls = {row["call"] for row in old} & {row["call"] for row in new}
+        if not calls:
+            continue
+        old, new = ([row for row in found if row["call"] in calls] for found in (old, new))
+        compared += old + new
+        rates = [_spread(_runs(found, "samples_per_sec")) for found in (old, new)]
+        changes = [f"{_median(old, name)} → {_median(new, name)}" for name in ("peak_memory_gib", "warmup_seconds")]
+        lines.append([str(batch), *rates, _ratio(new, old), *changes])
+    columns = ["batch", f"{before}, samples/s", arm, "ratio", "peak GiB", "warm-up s"]
+    return _figure(columns, lines, compared)
+
+
+def accuracy(name: str, *only: str) -> list[str]:
+    """Accuracy by arm and seed; samples/s where each run had the machine to itself."""
+    rows = [row for row in rows_of(name) if (not only or row["arm"] in only) and row["accuracy"]]
+    seeds = sorted({row["seed"] for row in rows})
+    timed = all(row["samples_per_sec"] for row in rows)
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in rows):
+        own = [row for row in rows if row["arm"] == arm]
+        runs = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
+        means = [statistics.fmean(values) if values else None for values in runs]
+        mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
+        rates = _runs(own, "samples_per_sec") if timed else []
+        speed = [f"{min(rates):,.0f}–{max(rates):,.0f}"] if timed else []
+        lines.append([arm, *("–" if m is None else f"{m:.4f}" for m in [*means, mean]), *speed])
+    columns = ["arm", *(f"seed {seed}" for seed in seeds), "mean", *(["samples/s"] if timed else [])]
+    return _figure(columns, lines, rows)
+
+
+# Figures that set the suite beside its peers
+
+
+def steps(name: str) -> list[str]:
+    """Every arm at each batch size: its rate and median step, and how they compare with the first arm's, call by call.
+
+    The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's.
+    """
+    rows = rows_of(name)
+    lines = []
+    for batch, arm, found, base in _arms(rows):
+        step = f"{1e3 * statistics.median(map(median_step, found)):.1f} ({_ratio(base, found, median_step)})"
+        rate, ratio, peak = _median(found, "samples_per_sec"), _ratio(found, base), _median(found, "peak_memory_gib")
+        lines.append([str(batch), arm, rate, ratio, step, peak, _median(found, "warmup_seconds")])
+    columns = ["batch", "arm", "samples/s", f"over {rows[0]['arm']}", "median step, ms", "peak GiB", "warm-up s"]
+    return _figure(columns, lines, rows)
+
+
+def jobs(name: str) -> list[str]:
+    """Seconds of each arm from the start of its process to its end, and those of the first arm over them."""
+    rows = rows_of(name)
+    lines = []
+    for batch, arm, found, base in _arms(rows):
+        whole = [_median(found, "process_seconds"), _ratio(base, found, lambda row: row["process_seconds"]["median"])]
+        lines.append([str(batch), arm, *whole, _median(found, "warmup_seconds"), _median(found, "eval_seconds")])
+    columns = ["batch", "arm", "process, s", f"{rows[0]['arm']}'s over it", "warm-up s", "both evaluations, s"]
+    return _figure(columns, lines, rows)
+
+
+def starts(name: str) -> list[str]:
+    """Where the time from the start of each arm's process to the end of its first step goes; of the last run."""
+    rows = rows_of(name)
+    phases = ("imports", "data", "model", "first_step")
+    lines = []
+    for row in rows:
+        spent = [row["startup"][f"{phase}_seconds"] for phase in phases]
+        total = row["startup"]["to_first_step_seconds"]
+        lines.append([row["arm"], *(f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))])
+    columns = ["arm", "to the first step, s", *(phase.replace("_", " ") for phase in phases), "the rest"]
+    return _figure(columns, lines, rows)
+
+
+def kernels(name: str) -> list[str]:
+    """The kernels of the last row with their own options, beside PyTorch's and the time of one copy."""
+    row = rows_of(name)[-1]
+    lines = []
+    for kernel in row["kernels"]:
+        if not kernel["options"]:
+            ours, theirs = kernel["us"], kernel["torch_us"]
+            times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
+            lines.append([kernel["name"].replace("_", " "), *times])
+    return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [row])
+
+
+def kinds(override: str) -> list[str]:
+    """The profiles whose command line holds an override, a column each: kinds of kernels, the slowest first.
+
+    Kinds are told from the names of the kernels that a row keeps, its slowest; ``less`` is what the others took.
+    """
+    rows = {_profiled(row): row for row in rows_of("profile") if override in row["arguments"]}  # the last of each name
+    columns = [_ms_by_kind(row) for row in rows.values()]
+    every = dict.fromkeys(kind for column in columns for kind in column)
+    order = sorted(every, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
+    lines = [[kind, *(f"{column[kind]:.1f}" if kind in column else "–" for column in columns)] for kind in order]
+    for label, key in (
+        ("a kernel runs", "busy_ms"),
+        ("step", "step_ms"),
+        ("its products alone, bf16", "gemm_floor_ms"),
+    ):
+        lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
+    return _figure(["ms a step", *rows], lines, list(rows.values()))
+
+
+def _profiled(row: Row) -> str:
+    """What sets a profiled run apart: the fast set, compiled, or compiled with float8."""
+    techniques = row["algorithms"]
+    if "fused_layers" in techniques:
+        return "fast set"
+    if "float8_linear" in techniques:
+        recipe = "rowwise" if "rowwise" in techniques["float8_linear"]["settings"] else "tensorwise"
+        return f"compiled, float8 {recipe}"
+    return "compiled"
+
+
+def _ms_by_kind(row: Row) -> dict[str, float]:
+    from benchmarks.profile import kind_of  # Composer, which the other figures of rows do without
+
+    found: dict[str, float] = {}
+    for kernel in row["kernels"]:
+        kind = kind_of(kernel["name"])
+        found[kind] = found.get(kind, 0.0) + kernel["ms"]
+    rest = row["busy_ms"] - sum(found.values())
+    return {**found, "less": rest} if rest > 0.05 else found
+
+
+# What the techniques declare; classes are looked up in the functions, since figures of rows need no Composer
+
+
+def order() -> list[str]:
+    """Two tables: the stages in the order of techniques, and the clashes with their reasons."""
+    from composer_speedups.core.technique import Stage
+
+    techniques = _techniques()
+    lines = ["| | stage | techniques, in the order they engage |", "|---|---|---|"]
+    for stage in Stage:
+        names = [f"`{t.name}`" for t in techniques if t.stage == stage]
+        lines.append(f"| {stage + 1} | {stage.name.lower()}: {_STAGES[stage.name]} | {', '.join(names)} |")
+    clashing = []
+    for slot in sorted({t.slot for t in techniques if t.slot}):
+        names = [f"`{t.name}`" for t in techniques if t.slot == slot]
+        if len(names) > 1:
+            clashing.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
+    for one, other in combinations(techniques, 2):
+        if reason := _reason(one, other):
+            clashing.append([f"`{one.name}`, `{other.name}`", reason])
+    return [*lines, "", *table(["cannot go together", "because"], clashing)]
+
+
+def ranks() -> list[str]:
+    """Which techniques go with DDP and with FSDP, and why the others do not."""
+    return table(
+        ["technique", "DDP", "FSDP"],
+        [[f"`{t.name}`", _needs_one_rank(t) or "yes", t.not_sharded or "yes"] for t in _techniques()],
+    )
+
+
+def clashes(name: str) -> list[str]:
+    """The lines of a card's section: every technique that this one cannot go with, and why."""
+    one = next(technique for technique in _techniques() if technique.name == name)
+    others = [technique for technique in _techniques() if technique.name != name]
+    lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
+    same = [f"`{other.name}`" for other in others if one.slot is not None and other.slot == one.slot]
+    if same:
+        lines.append(f"- {', '.join(same)}: each sets the {one.slot}")
+    return lines or ["None."]
+
+
+def _techniques() -> list[type[Technique]]:
+    from composer_speedups.core.catalogue import technique_names
+    from composer_speedups.core.registry import technique_class
+
+    return [technique_class(name) for name in technique_names()]
+
+
+def _needs_one_rank(technique: type[Technique]) -> str | None:
+    """Why it trains on one rank only: what two ranks leave unmet that one does not."""
+    import torch
+
+    from composer_speedups.core.requirements import Context
+
+    unmet = [
+        [need.reason for need in technique().requirements(Context(torch.device("cpu"), ranks=ranks)) if not need.met]
+        for ranks in (1, 2)
+    ]
+    return next((reason for reason in unmet[1] if reason not in unmet[0]), None)
+
+
+def _reason(one: type[Technique], other: type[Technique]) -> str | None:
+    always = one.clashes.get(other.name) or other.clashes.get(one.name)
+    return always or one.clashes_with_settings.get(other.name) or other.clashes_with_settings.get(one.name)
+
+
+# A call, whole
+
+
+def call(name: str, count: int | str = 1) -> list[str]:
+    """The rows of a table's last committed calls, one table each: failed ones too, without what random weights say."""
+    rows = committed(name)
+    lines: list[str] = []
+    for when in sorted({row["call"] for row in rows})[-int(count) :]:
+        one = [row for row in rows if row["call"] == when]
+        lines += [*markdown(one, without=("tokens/s", "MFU", "accuracy")), ""]
+        lines += [where_of([row for row in one if row["environment"]]), ""]
+    return lines[:-1]
+
+
+def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
+    """The rows of a call as a table, speed-up over the first arm of each point.
+
+    Arms with several ranks have an efficiency: their speed-up over the arm of one rank with the same name after a comma
+    ("1 GPU, 128 each" for "2 GPUs, 128 each"), over their number.
+    Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
+    """
+    more = [column for column, (name, _) in _MORE.items() if any(row.get(name) is not None for row in rows)]
+    if any(row["ranks"] > 1 for row in rows):
+        more = ["median step, ms", "efficiency", *more]
+    columns = [column for column in (*_COLUMNS, *more) if column not in without]
+    if not any(map(point_of, rows)):
+        columns.remove("point")
+    first: dict[str, float] = {}  # rate of the table's first arm, by point
+    lines = []
+    for row in rows:
+        point = spell(point_of(row))
+        if row["arm"] == rows[0]["arm"] and row["samples_per_sec"]:
+            first[point] = _rate(row)
+        cells = {"arm": row["arm"], "point": point, **_measured(row, first.get(point))}
+        cells |= {"efficiency": _efficiency(row, rows), "median step, ms": _median_step(row)}
+        cells |= {column: _number(row.get(name), form) for column, (name, form) in _MORE.items()}
+        lines.append([cells.get(column, "") for column in columns])
+    return table(columns, lines)
+
+
+def _measured(row: Row, base: float | None) -> dict[str, str]:
+    rate, failed = row["samples_per_sec"], describe_errors(row)
+    if rate is None:
+        return {_COLUMNS[2]: failed or ("not timed" if row["accuracy"] else "failed")}
+    text = _spell_rate(rate["median"])
+    if len(rate["runs"]) > 1:
+        text += f" ({_spell_rate(rate['min'])}–{_spell_rate(rate['max'])})"
+    return {
+        _COLUMNS[2]: f"{text}; {failed}" if failed else text,
+        "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
+        "tokens/s": _number(row.get("tokens_per_sec"), ",.0f"),
+        "MFU": _number(row.get("mfu"), ".1%"),
+        "peak GiB": _number(row["peak_memory_gib"], ".1f"),
+        "warm-up s": _number(row["warmup_seconds"], ".1f"),
+    }
+
+
+def _efficiency(row: Row, rows: Sequence[Row]) -> str:
+    def after_comma(row: Row) -> str:
+        return str(row["arm"]).partition(", ")[2]
+
+    same = [other for other in rows if other["ranks"] == 1 and after_comma(other) == after_comma(row)]
+    if row["ranks"] == 1 or not row["samples_per_sec"] or not (same and same[0]["samples_per_sec"]):
+        return ""
+    return f"{_rate(row) / _rate(same[0]) / row['ranks']:.1%}"
+
+
+def _median_step(row: Row) -> str:
+    came_to_a_step = any(row.get("step_seconds_p10_p50_p90") or [])
+    return f"{1e3 * median_step(row):.1f}" if came_to_a_step else ""
+
+
+def _spell_rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+def _number(value: dict[str, Any] | str | None, form: str) -> str:
+    """The median of a measurement; a text as it is."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else format(value["median"], form)
+
+
+def page(rows: Sequence[Row], name: str, given: Sequence[str], published: str = "", chart: str = "") -> str:
+    """A Markdown page of a call, with the command line that ran it: the table, where it ran, and its chart.
+
+    ``published`` says where the published figures are from, and ``chart`` names a file beside the page.
+    """
+    command = shlex.join(["python", "-m", "benchmarks.run", name, *given])
+    known = [row for row in rows if row["environment"]]
+    runs = ", ".join(map(str, sorted({row["repeats"] for row in rows})))
+    paragraphs = [
+        f"# {name}",
+        f"`{command}`, call of {rows[0]['call']}.",
+        "\n".join(markdown(rows)),
+        where_of(known) if known else "No run ended without an error, so none says where it ran.",
+        f"Runs an arm: {runs}; medians, with the least and the greatest.",
+        f"Published: {published}." if published else "",
+        f"![{name}]({chart})" if chart else "",
+    ]
+    return "\n\n".join(filter(None, paragraphs)) + "\n"
