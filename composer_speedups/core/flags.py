@@ -96,12 +96,14 @@ class Float32Matmuls(Callback):
     Composer's ``DeviceGPU`` turns TF32 on or off when it is made, and so for every other Trainer of the process.
     """
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in _TAKE_AT:
-            MATMUL_PRECISION.take(self, "highest")
-        elif event in _GIVE_BACK_AT:
-            MATMUL_PRECISION.give_back(self)
-        super().run_event(event, state, logger)
+    def fit_start(self, state: State, logger: Logger) -> None:
+        MATMUL_PRECISION.take(self, "highest")
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        MATMUL_PRECISION.give_back(self)
+
+    eval_standalone_start = eval_before_all = predict_start = fit_start
+    eval_standalone_end = eval_after_all = predict_end = fit_end
 
     def close(self, state: State, logger: Logger) -> None:
         MATMUL_PRECISION.release(self)

@@ -20,6 +20,7 @@ from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.flags import Float32Matmuls
 from composer_speedups.core.technique import Technique
+from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.train.config import Config
 from composer_speedups.train.out_of_memory import MicrobatchHistory
 from composer_speedups.train.run_folder import RunFolder
@@ -29,7 +30,7 @@ __all__ = ["callbacks_of", "loggers_of"]
 
 def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     """Those that the config names, and those that every run has."""
-    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory()]
+    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory(), OverlappedDDP()]
     if not any(isinstance(t, TF32Matmul) and t.engaged is not False for t in techniques):
         callbacks.append(Float32Matmuls())
     if config.callbacks.throughput is not None:

@@ -51,14 +51,17 @@ def _only_gpus_to_meet_on() -> None:
     """Have the default group refuse what is on the host, as NCCL does."""
     config = torch.distributed.get_backend_config
     torch.distributed.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
-    for name in ("all_reduce", "broadcast"):
 
-        def collective(*args: Any, original: Any = getattr(torch.distributed, name), **kwargs: Any) -> Any:
+    def refusing(original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
             if kwargs.get("group") is None and not getattr(args[0], "on_device", False):
                 raise RuntimeError("No backend type associated with device type cpu")
             return original(*args, **kwargs)
 
-        setattr(torch.distributed, name, collective)
+        return collective
+
+    for name in ("all_reduce", "broadcast"):
+        setattr(torch.distributed, name, refusing(getattr(torch.distributed, name)))
     move = DeviceCPU.tensor_to_device
 
     def moved(self: DeviceCPU, tensor: Any) -> Any:
@@ -118,9 +121,14 @@ def test_all_ranks_refuse_where_one_cannot_connect() -> None:
     assert without[1] == other[1]
 
 
+def _opened(made: list[str]) -> list[str]:
+    made.append("group")
+    return made
+
+
 def test_a_group_is_shared_by_those_who_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    monkeypatch.setattr(trainer_state, "_new_host_group", lambda _: made.append("group") or made)
+    monkeypatch.setattr(trainer_state, "_new_host_group", lambda _: _opened(made))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: made.append("destroyed"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
