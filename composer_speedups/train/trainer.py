@@ -23,7 +23,7 @@ from composer_speedups.core.technique import Technique
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
-from composer_speedups.distributed.host_threads import share_cores
+from composer_speedups.distributed.host import share_cores
 from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config import Config, written
