@@ -308,8 +308,8 @@ def order() -> list[str]:
         names = [f"`{t.name}`" for t in techniques if t.stage == stage]
         lines.append(f"| {stage + 1} | {stage.name.lower()}: {_STAGES[stage.name]} | {', '.join(names)} |")
     clashing = []
-    for slot in sorted({t.slot for t in techniques if t.slot}):
-        names = [f"`{t.name}`" for t in techniques if t.slot == slot]
+    for slot in sorted({c.slot for t in techniques for c in t.conflicts if c.slot}):
+        names = [f"`{t.name}`" for t in techniques if any(c.slot == slot for c in t.conflicts)]
         if len(names) > 1:
             clashing.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
     for one, other in combinations(techniques, 2):
@@ -320,9 +320,14 @@ def order() -> list[str]:
 
 def ranks() -> list[str]:
     """Which techniques go with DDP and with FSDP, and why the others do not."""
+    from composer_speedups.core.technique import FSDP
+
+    def sharded(technique: type[Technique]) -> str:
+        return next((c.why for c in technique.conflicts if c.other == FSDP), "yes")
+
     return table(
         ["technique", "DDP", "FSDP"],
-        [[f"`{t.name}`", _needs_one_rank(t) or "yes", t.not_sharded or "yes"] for t in _techniques()],
+        [[f"`{t.name}`", _needs_one_rank(t) or "yes", sharded(t)] for t in _techniques()],
     )
 
 
@@ -331,9 +336,9 @@ def clashes(name: str) -> list[str]:
     one = next(technique for technique in _techniques() if technique.name == name)
     others = [technique for technique in _techniques() if technique.name != name]
     lines = [f"- `{other.name}`: {reason}" for other in others if (reason := _reason(one, other))]
-    same = [f"`{other.name}`" for other in others if one.slot is not None and other.slot == one.slot]
-    if same:
-        lines.append(f"- {', '.join(same)}: each sets the {one.slot}")
+    for slot in (conflict.slot for conflict in one.conflicts if conflict.slot):
+        same = [f"`{other.name}`" for other in others if any(c.slot == slot for c in other.conflicts)]
+        lines += [f"- {', '.join(same)}: each sets the {slot}"] if same else []
     return lines or ["None."]
 
 
@@ -358,8 +363,10 @@ def _needs_one_rank(technique: type[Technique]) -> str | None:
 
 
 def _reason(one: type[Technique], other: type[Technique]) -> str | None:
-    always = one.clashes.get(other.name) or other.clashes.get(one.name)
-    return always or one.clashes_with_settings.get(other.name) or other.clashes_with_settings.get(one.name)
+    """Why the two cannot go together, with some settings or with any; a slot that both fill aside."""
+    from composer_speedups.core.technique import conflicts_between
+
+    return next((c.why for _, _, c in conflicts_between(one, other) if c.slot is None), None)
 
 
 # A call, whole

@@ -14,14 +14,18 @@ from typing import Any
 __version__ = "0.1.0"
 
 _OTHERS = {
+    "BalancedSampler": "composer_speedups.distributed.balanced_sampling",
     "DivergenceGuard": "composer_speedups.callbacks.divergence",
     "EngagementReport": "composer_speedups.callbacks.engagement",
     "FiniteLoss": "composer_speedups.callbacks.finite_loss",
+    "FreezeGarbage": "composer_speedups.distributed.host",
     "LossScaleMonitor": "composer_speedups.callbacks.loss_scale",
     "MemoryAnatomy": "composer_speedups.callbacks.memory",
+    "OverlappedDDP": "composer_speedups.distributed.ddp",
     "RunSummary": "composer_speedups.callbacks.run_summary",
     "ThroughputMonitor": "composer_speedups.callbacks.throughput",
     "recommended": "composer_speedups.recommendation",
+    "share_cores": "composer_speedups.distributed.host",
 }
 
 

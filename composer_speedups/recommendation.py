@@ -22,7 +22,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 
 
 def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
-    """The fastest stable techniques for BERT, RoBERTa, ELECTRA and DistilBERT on one GPU: a new list of new objects.
+    """The fastest stable techniques for BERT, RoBERTa, ELECTRA and DistilBERT, on one GPU or several: new objects.
 
     None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision.
 
@@ -31,7 +31,8 @@ def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
             fix. ``"warn"``: it warns, and the rest trains without it. See :class:`Technique`.
 
     Example:
-        ``Trainer(model=model, algorithms=recommended(), …)``
+        ``Trainer(model=model, algorithms=recommended(), …)``; on several GPUs with the callbacks and the sampler of
+        :mod:`composer_speedups.distributed`, as in ``examples/own_trainer.py``.
     """
     from composer_speedups.core.registry import technique_class  # it imports Composer; the set itself is plain data
 

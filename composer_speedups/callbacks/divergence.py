@@ -71,13 +71,10 @@ class DivergenceGuard(Callback):
     def limit(self) -> float:
         return math.inf if self.reference is None else self.factor * self.reference + self.margin
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.FIT_START:
-            ask_before_saving(state, self._may_save)
-        elif event == Event.BATCH_END:
-            self._end_batch(state, logger)
+    def fit_start(self, state: State, logger: Logger) -> None:
+        ask_before_saving(state, self._may_save)
 
-    def _end_batch(self, state: State, logger: Logger) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         loss = state.total_loss_dict.get("loss/train/total", math.nan)
         if not math.isfinite(loss):
             return

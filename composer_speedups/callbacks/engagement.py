@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Algorithm, Callback, Event, State
+from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.peaks import precision_in_force
@@ -36,25 +36,27 @@ class EngagementReport(Callback):
         self._algorithms: Sequence[Algorithm] = ()
         self._reported = False
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self._algorithms = state.algorithms  # the list itself: loading a checkpoint may add to it
-        elif (event == Event.BATCH_END and not self._reported) or event == Event.FIT_END:
-            if event == Event.BATCH_END:  # flags are given back before the end of the run
-                self.numerics = {
-                    "precision": state.precision.value,
-                    "matmul": precision_in_force(state),
-                    "float32_matmul_precision": torch.get_float32_matmul_precision(),
-                }
-            self._reported = True
-            logger.log_hyperparameters(
-                {
-                    f"techniques/{name}/{key}": value
-                    for name, entry in self.summary(state).items()
-                    for key, value in {"engaged": entry["engaged"], **entry["evidence"]}.items()
-                }
-            )
-        super().run_event(event, state, logger)
+    def init(self, state: State, logger: Logger) -> None:
+        self._algorithms = state.algorithms  # the list itself: loading a checkpoint may add to it
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if not self._reported:
+            self.numerics = {  # flags are given back before the end of the run
+                "precision": state.precision.value,
+                "matmul": precision_in_force(state),
+                "float32_matmul_precision": torch.get_float32_matmul_precision(),
+            }
+            self.fit_end(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._reported = True
+        logger.log_hyperparameters(
+            {
+                f"techniques/{name}/{key}": value
+                for name, entry in self.summary(state).items()
+                for key, value in {"engaged": entry["engaged"], **entry["evidence"]}.items()
+            }
+        )
 
     @staticmethod
     def summary(state: State) -> dict[str, dict[str, Any]]:

@@ -15,6 +15,7 @@ from composer_speedups.callbacks.saves import ask_before_saving, go_back_with
 from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import device_of
+from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import Copies, copies_for
 
 __all__ = ["FiniteLoss"]
@@ -63,22 +64,26 @@ class FiniteLoss(Callback):
         self._copies: Copies | None = None
         self._sent: list[Any] = []  # losses of this batch's micro-batches, on their way to the host
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.FIT_START:
-            ask_before_saving(state, self._may_save)
-            self._copies, self._trained = copies_for(device_of(state)), 0
-            self._resumed = state.timestamp.batch.value > 0
-        elif event == Event.BEFORE_TRAIN_BATCH:
-            self._sent = []  # also when automatic micro-batching tries again
-        elif event == Event.AFTER_LOSS and self.on_nonfinite == "skip":
+    def fit_start(self, state: State, logger: Logger) -> None:
+        ask_before_saving(state, self._may_save)
+        self._copies, self._trained = copies_for(device_of(state)), 0
+        self._resumed = state.timestamp.batch.value > 0
+
+    def before_train_batch(self, state: State, logger: Logger) -> None:
+        self._sent = []  # also when automatic micro-batching tries again
+
+    def after_loss(self, state: State, logger: Logger) -> None:
+        if self.on_nonfinite == "skip":
             self._sent.append(self._send(state.loss))
-        elif event == Event.AFTER_TRAIN_BATCH and self.on_nonfinite == "skip":
+
+    @reads_no_gradients
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if self.on_nonfinite == "skip":
             self._skip_nonfinite(state)
-        elif event == Event.BATCH_END:
-            self._end_batch(state, logger)
-        elif event == Event.FIT_END:
-            logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
-            self._check_weights(state, "at the end of the run")
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
+        self._check_weights(state, "at the end of the run")
 
     def _send(self, loss: Any) -> Any:
         assert self._copies is not None
@@ -113,7 +118,7 @@ class FiniteLoss(Callback):
         for parameter in state.model.parameters():
             parameter.grad = None  # what every optimizer passes over, its state and weight decay included
 
-    def _end_batch(self, state: State, logger: Logger) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
         self._trained += 1
         loss = state.total_loss_dict.get("loss/train/total", 0.0)  # on the host already
         if math.isfinite(loss):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from composer.core import Callback, Event, Precision, State
+from composer.core import Callback, Precision, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.nonfinite import circumstances
@@ -38,19 +38,23 @@ class LossScaleMonitor(Callback):
         self._copies: Copies | None = None
         self._sent: Any = None
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if state.precision != Precision.AMP_FP16 or state.scaler is None:
-            return
-        if event == Event.FIT_START:
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if state.precision == Precision.AMP_FP16 and state.scaler is not None:
             self._copies, self._sent = copies_for(device_of(state)), None
             self.scale = state.scaler.get_scale()
-        elif event in (Event.BATCH_END, Event.FIT_END):
-            self._receive(state, logger)
-            scale = state.scaler._get_scale_async()
-            if event == Event.BATCH_END and scale is not None:
-                assert self._copies is not None
-                copy = scale.detach().clone()  # the next update writes to the same place
-                self._sent = self._copies.send(copy, self._copies.mark())
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.precision != Precision.AMP_FP16 or state.scaler is None:
+            return
+        self._receive(state, logger)
+        scale = state.scaler._get_scale_async()
+        if scale is not None:
+            assert self._copies is not None
+            copy = scale.detach().clone()  # the next update writes to the same place
+            self._sent = self._copies.send(copy, self._copies.mark())
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._receive(state, logger)
 
     def _receive(self, state: State, logger: Logger) -> None:
         if self._sent is None:

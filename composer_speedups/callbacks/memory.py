@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.core.optimizer_evidence import state_tensors
 from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
+from composer_speedups.distributed.gradient_readers import reads_no_gradients
 
 __all__ = ["MemoryAnatomy"]
 
@@ -46,30 +47,18 @@ class MemoryAnatomy(Callback):
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.FIT_START and torch.cuda.is_available():
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
-        elif event in _MEASURED and self._due(state, event):
-            device = device_of(state)
-            if event == Event.BEFORE_FORWARD:
-                self._start_forward(device, state)
-            elif event == Event.BEFORE_BACKWARD:
-                self._end_forward(device)
-            elif event == Event.AFTER_TRAIN_BATCH:
-                gradients = [p.grad for p in state.model.parameters() if p.grad is not None]
-                self._put("gradients", _bytes(gradients))
-            else:
-                self._end_batch(state, logger)
-        elif event == Event.FIT_END:
-            self._put("peak", max(_peak(device_of(state)), self._peak_before))
-            logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
-    def _due(self, state: State, event: Event) -> bool:
-        trained = state.timestamp.batch.value - (event == Event.BATCH_END)
+    def _is_due(self, trained: int) -> bool:
         return trained == 1 or (trained > 0 and trained % self.interval == 0)
 
-    def _start_forward(self, device: torch.device, state: State) -> None:
+    def before_forward(self, state: State, logger: Logger) -> None:
+        if not self._is_due(state.timestamp.batch.value):
+            return
         self._end_hooks()  # of a pass that ran out of memory, and is made again
+        device = device_of(state)
         if device.type == "cuda":
             self._before_forward = torch.cuda.memory_allocated(device)
             return
@@ -86,17 +75,30 @@ class MemoryAnatomy(Callback):
             self._hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
             self._hooks.__enter__()
 
-    def _end_forward(self, device: torch.device) -> None:
+    def before_backward(self, state: State, logger: Logger) -> None:
+        if not self._is_due(state.timestamp.batch.value):
+            return
+        device = device_of(state)
         if device.type == "cuda":
             self._put("activations", torch.cuda.memory_allocated(device) - self._before_forward)
         elif self._hooks is not None:
             self._end_hooks()
             self._put("activations", sum(self._saved.values()))
 
-    def _end_batch(self, state: State, logger: Logger) -> None:
+    @reads_no_gradients
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        if self._is_due(state.timestamp.batch.value):
+            self._put("gradients", _bytes(p.grad for p in state.model.parameters() if p.grad is not None))
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if not self._is_due(state.timestamp.batch.value - 1):
+            return
         self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
         tensors = (tensor for optimizer in state.optimizers for _, tensor in state_tensors(optimizer))
         self._put("optimizer", _bytes(t for t in tensors if t.device.type == device_of(state).type))
+        self.fit_end(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
         self._put("peak", max(_peak(device_of(state)), self._peak_before))
         logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
@@ -122,9 +124,6 @@ class MemoryAnatomy(Callback):
         """The ``memory`` section of report.json, in GiB; None for a part that was not measured."""
         parts = ("peak", "weights", "gradients", "optimizer", "activations")
         return {f"{part}_gib": self.parts.get(f"{part}_gib") for part in parts}
-
-
-_MEASURED = (Event.BEFORE_FORWARD, Event.BEFORE_BACKWARD, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:

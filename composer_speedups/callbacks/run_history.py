@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
 import psutil
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.tasks.metrics import final_metrics
@@ -47,14 +47,17 @@ class RunHistory(Callback):
         self._started = psutil.Process().create_time()
         self._state: State | None = None
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self._state = state
-        elif event == Event.AFTER_LOAD and state.load_path is not None and state.timestamp.batch.value > 0:
+    def init(self, state: State, logger: Logger) -> None:
+        self._state = state
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        if state.load_path is not None and state.timestamp.batch.value > 0:
             name = Path(state.load_path).name
             self.resumed.append({"batch": state.timestamp.batch.value, "checkpoint": name})
             self._over = state.max_duration is not None and state.timestamp >= state.max_duration
-        elif event == Event.FIT_START and self._over:
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self._over:
             state.stop_training()  # before the first batch, whatever duration fit() was given to let it begin
 
     def state_dict(self) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.memory import MemoryAnatomy
@@ -37,20 +37,21 @@ class RunSummary(Callback):
     def __init__(self) -> None:
         self._named = self._trained = False
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event == Event.INIT:
-            self._refuse_late_callbacks(state)
-        elif event == Event.BATCH_END and not self._named:
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if not self._named:
             self._named = True
             logger.log_hyperparameters({"techniques": arm_of(state)})
-        elif event == Event.FIT_END:
-            self._trained = True
-            logger.log_hyperparameters({"techniques": arm_of(state)})  # one may have given up on the way
-            self._log(state, logger)
-        elif event == Event.EVAL_AFTER_ALL and self._trained:
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._trained = True
+        logger.log_hyperparameters({"techniques": arm_of(state)})  # one may have given up on the way
+        self._log(state, logger)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        if self._trained:
             self._log(state, logger)  # where the last interval is cut short, Composer evaluates after FIT_END
 
-    def _refuse_late_callbacks(self, state: State) -> None:
+    def init(self, state: State, logger: Logger) -> None:
         for late in state.callbacks[state.callbacks.index(self) :]:
             if isinstance(late, (ThroughputMonitor, MemoryAnatomy)):
                 raise ValueError(f"callbacks: RunSummary must come after {type(late).__name__}; put it last")

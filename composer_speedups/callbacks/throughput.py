@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -13,16 +15,90 @@ from composer.loggers import Logger
 from composer.utils import dist
 from torch._dynamo.utils import counters
 
-from composer_speedups.callbacks.batches import Batch, gather_batches, own_batches
-from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
 from composer_speedups.core.captures import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
 
-__all__ = ["Batch", "ThroughputMonitor"]
+__all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
 
 _FIRST_VALUE_BY = 9  # batches; after them the log has a value even if every batch compiled
+
+# The phase that begins at an event and lasts until the next listed one. Checkpoints are written by a callback
+# that runs after ours at the two CHECKPOINT events, so their phase lasts until whatever comes next.
+_BEGINS = {
+    Event.FIT_START: "start",
+    Event.EPOCH_START: "between",
+    Event.BEFORE_DATALOADER: "data",
+    Event.AFTER_DATALOADER: "step",
+    Event.BATCH_END: "between",
+    Event.EVAL_BEFORE_ALL: "eval",
+    Event.EVAL_AFTER_ALL: "between",
+    Event.BATCH_CHECKPOINT: "checkpoint",
+    Event.EPOCH_END: "between",
+    Event.EPOCH_CHECKPOINT: "checkpoint",
+    Event.ITERATION_END: "between",
+    Event.FIT_END: "done",
+}
+
+
+class PhaseClock:
+    """Seconds spent in each phase: ``start``, ``data``, ``step``, ``eval``, ``checkpoint``, ``between``.
+
+    Args:
+        now: The clock, in seconds; tests give their own.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self.now = now
+        self._phase: str | None = None
+        self._since = 0.0
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def event(self, event: Event) -> None:
+        """Close the phase that this event ends, and begin the next one."""
+        phase = _BEGINS.get(event)
+        if phase is None or (self._phase == "eval" and event != Event.EVAL_AFTER_ALL):
+            return  # evaluation has BEFORE_DATALOADER and AFTER_DATALOADER of its own
+        now = self.now()
+        if self._phase is not None:
+            self.seconds[self._phase] += now - self._since
+        self._phase, self._since = (None, now) if phase == "done" else (phase, now)
+
+    def take(self) -> dict[str, float]:
+        """The seconds since the last call, by phase."""
+        taken, self.seconds = dict(self.seconds), defaultdict(float)
+        return taken
+
+
+@dataclass
+class Batch:
+    """One training batch of one rank. Times in seconds."""
+
+    index: int
+    samples: int
+    tokens: int  # real ones
+    slots: int  # positions, padding included
+    flops: int
+    data: float  # waiting for the DataLoader
+    step: float  # transfer, forward, backward, optimizer
+    steady: bool
+
+    @property
+    def seconds(self) -> float:
+        return self.data + self.step
+
+
+def gather_batches(batches: Sequence[Batch]) -> list[list[tuple[Any, ...]]]:
+    """The batches of every rank, by rank; every rank must call. Only one rank's callbacks go into a checkpoint."""
+    return dist.all_gather_object([astuple(batch) for batch in batches])
+
+
+def own_batches(gathered: Sequence[Sequence[Sequence[Any]]]) -> list[Batch]:
+    """This rank's batches of :func:`gather_batches`; none where another number of ranks trained them."""
+    if len(gathered) != dist.get_world_size():
+        return []
+    return [Batch(*row) for row in gathered[dist.get_global_rank()]]
 
 
 class ThroughputMonitor(Callback):
@@ -78,22 +154,43 @@ class ThroughputMonitor(Callback):
         self._resumed = 0  # batches of processes before this one
         self._summary: dict[str, Any] = {}
 
-    def run_event(self, event: Event, state: State, logger: Logger) -> None:
-        if event in (Event.EVAL_BEFORE_ALL, Event.FIT_END):
-            self._wait_for_step(state)
-        elif event == Event.BATCH_END and not self._is_steady():
-            _synchronize(device_of(state))
-        self.clock.event(event)
-        if event == Event.FIT_START:
-            self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
-        elif event == Event.AFTER_DATALOADER:
-            self._note_batch(state)
-        elif event == Event.BATCH_END:
-            self._end_batch(state, logger)
-        elif event == Event.EVAL_AFTER_ALL and self.batches:
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.FIT_START)
+        self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
+
+    def epoch_start(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.EPOCH_START)
+
+    def before_dataloader(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.BEFORE_DATALOADER)
+
+    def after_dataloader(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.AFTER_DATALOADER)
+        # While the batch is still on the host.
+        self._lengths = batch_lengths(state.batch)
+        self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
+        self._flops = _batch_flops(state, self._lengths)
+
+    def eval_before_all(self, state: State, logger: Logger) -> None:
+        self._wait_for_step(state)
+        self.clock.event(Event.EVAL_BEFORE_ALL)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.EVAL_AFTER_ALL)
+        if self.batches:
             self.eval_marks.append(self.batches[-1].index)
-        elif event == Event.FIT_END:
-            self._end_fit(state)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.BATCH_CHECKPOINT)
+
+    def epoch_end(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.EPOCH_END)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.EPOCH_CHECKPOINT)
+
+    def iteration_end(self, state: State, logger: Logger) -> None:
+        self.clock.event(Event.ITERATION_END)
 
     def _is_steady(self) -> bool:
         """Of the batch that is about to end."""
@@ -111,13 +208,10 @@ class ThroughputMonitor(Callback):
             self.batches[-1].step += waited
             self._unsteady += 0.0 if self.batches[-1].steady else waited
 
-    def _note_batch(self, state: State) -> None:
-        """Count while the batch is still on the host."""
-        self._lengths = batch_lengths(state.batch)
-        self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
-        self._flops = _batch_flops(state, self._lengths)
-
-    def _end_batch(self, state: State, logger: Logger) -> None:
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if not self._is_steady():
+            _synchronize(device_of(state))
+        self.clock.event(Event.BATCH_END)
         phases = self.clock.take()
         for phase, seconds in phases.items():
             self.totals[phase] += seconds
@@ -172,7 +266,9 @@ class ThroughputMonitor(Callback):
             "checkpoint_seconds": self.totals["checkpoint"],
         }
 
-    def _end_fit(self, state: State) -> None:
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._wait_for_step(state)
+        self.clock.event(Event.FIT_END)
         for phase, seconds in self.clock.take().items():
             self.totals[phase] += seconds
         self._agree_on_steady()

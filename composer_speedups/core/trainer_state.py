@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import sys
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,13 +18,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "autocast_dtype",
+    "close_host_group",
     "compute_dtype",
     "device_of",
+    "host_group",
     "is_compiled",
     "is_composer_model",
     "local_shard",
     "max_over_ranks",
     "model_of",
+    "open_host_group",
     "ranks_meet_on_host",
     "torch_device",
     "world_size",
@@ -63,11 +69,76 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+_host_groups: list[Any] = []  # the one process group, once for each of its users
+
+
 def ranks_meet_on_host() -> bool:
-    """Whether numbers on the host can be added up over the ranks as they are: by gloo, or because there is one rank."""
+    """Whether host tensors can be reduced over the ranks as they are: with gloo, or because there is one rank."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return True
-    return "cpu:" in torch.distributed.get_backend_config()
+    return bool(_host_groups) or "cpu:" in torch.distributed.get_backend_config()
+
+
+def host_group() -> Any:
+    """The process group to reduce host tensors with; None for the default group. See :func:`open_host_group`."""
+    return _host_groups[-1] if _host_groups else None
+
+
+def open_host_group(device: Device) -> None:
+    """Let the ranks reduce host tensors: where the default group is NCCL's alone, with a gloo group of their own.
+
+    Every rank has to call it, at the same point of the program, as for ``torch.distributed.new_group``. The group is
+    shared by all who open it, and destroyed when as many have called :func:`close_host_group`. Gloo connects over the
+    network interface named by ``GLOO_SOCKET_IFNAME``, or else the one that this host's name resolves to.
+
+    Args:
+        device: Of the Trainer; the ranks agree on it whether all can connect.
+
+    Raises:
+        ValueError: On every rank, when one of them cannot: torch was built without gloo, or, of several nodes, the
+            host's name resolves to an address that the others do not reach. After a semicolon comes what to do.
+    """
+    if _host_groups or not ranks_meet_on_host():
+        _host_groups.append(host_group() or _new_host_group(device))
+
+
+def close_host_group() -> None:
+    """The counterpart of :func:`open_host_group`; does nothing where no group was made."""
+    if _host_groups and (group := _host_groups.pop()) not in _host_groups:
+        with contextlib.suppress(ValueError):  # the process has left the default group, and all others with it
+            torch.distributed.destroy_process_group(group)
+
+
+def _new_host_group(device: Device) -> Any:
+    lacking = f"{world_size()} ranks have only their GPUs to add up numbers on"
+    problem = _why_gloo_cannot_connect()
+    if max_over_ranks(device, int(problem is not None)):
+        raise ValueError(f"{lacking}, since {problem or 'another rank cannot connect; see what it says'}")
+    whole = torch.distributed.distributed_c10d._get_default_group()
+    # As patient as the ranks are with one another on the device, and never less than Composer is.
+    patience = max(timedelta(seconds=300), whole._get_backend(torch_device(device)).options._timeout)
+    try:
+        return torch.distributed.new_group(timeout=patience, backend="gloo")
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{lacking}, since gloo cannot connect them ({reason}); {_NAME_INTERFACE}") from error
+
+
+_NAME_INTERFACE = "set GLOO_SOCKET_IFNAME to the network interface that the nodes reach one another by"
+
+
+def _why_gloo_cannot_connect() -> str | None:
+    if not torch.distributed.is_gloo_available():
+        return "torch was built without gloo; take it out"
+    if world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return None
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+    except OSError:
+        address = "127.0.0.1"  # which gloo falls back to
+    if address.startswith("127."):
+        return f"this host's name resolves to {address}, which other nodes do not reach; {_NAME_INTERFACE}"
+    return None
 
 
 def max_over_ranks(device: Device, number: int) -> int:
@@ -77,7 +148,7 @@ def max_over_ranks(device: Device, number: int) -> int:
     largest = torch.tensor([number])
     if not ranks_meet_on_host():  # which then waits for all that the device has to do
         largest = device.tensor_to_device(largest)
-    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX)
+    torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=host_group())
     return int(largest.item())
 
 

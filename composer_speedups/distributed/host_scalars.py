@@ -4,7 +4,8 @@ Composer's ``Trainer`` makes small tensors on the device for five numbers: the l
 samples and tokens, its time, and whether the epoch or the evaluation is over. It then reads them with ``.item()``,
 which waits for everything that was launched before. The loss is known when the forward pass is done, so a copy of it
 is sent to the host from there, past the backward pass and the optimizer's step. The others come from the host, and stay
-there. Several ranks add all of them up by gloo, on the host too.
+there. Several ranks reduce all of them with gloo, on the host too: with the default process group where it has a CPU
+backend, or else with a group of their own.
 """
 
 from __future__ import annotations
@@ -16,10 +17,18 @@ from typing import Any, Protocol
 import torch
 from composer import Trainer
 from composer.devices import Device
+from composer.trainer import trainer as composers
 from composer.utils import dist
 from torch import Tensor
 
-from composer_speedups.core.trainer_state import ranks_meet_on_host, torch_device
+from composer_speedups.core.trainer_state import (
+    close_host_group,
+    host_group,
+    open_host_group,
+    ranks_meet_on_host,
+    torch_device,
+)
+from composer_speedups.distributed.composer_loop import unknown_methods
 
 __all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "copies_for"]
 
@@ -168,7 +177,7 @@ class _Total(Tensor):
         """All ranks' sum, which Composer asks for once it has had the devices add this tensor up."""
         total = torch.full(self.shape, self.item(), dtype=self.dtype)
         if dist.get_world_size() > 1:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=host_group())
         self.readback.compare(float(total), self)
         return total
 
@@ -176,15 +185,20 @@ class _Total(Tensor):
 class Interception:
     """Stands for a device's ``tensor_to_device``: serves Composer's training loop, and nobody else.
 
+    It knows that loop by its functions' frames, and relies on what they do with what they are given; so it serves only
+    the versions of Composer whose source it was tested with, see :mod:`.composer_loop`.
+
     Args:
         device: Of the Trainer.
         readback: Where its numbers go.
 
     Raises:
-        AttributeError: This version of Composer has no such loop.
+        ValueError: Another version of Composer's loop.
     """
 
     def __init__(self, device: Device, readback: Readback) -> None:
+        if unknown := unknown_methods(("_train_loop", *_LOOP)):
+            raise ValueError(f"does not know this version of Composer: {unknown}")
         self.readback = readback
         self._device, self._original = device, device.tensor_to_device
         self._batch, self._microbatches, self._microbatch, self._times, self._batches = map(_code, _LOOP)
@@ -209,11 +223,43 @@ class Interception:
         return self._original(tensor)
 
     def install(self) -> None:
+        """Serve the device, and have the ranks reduce host tensors on the host.
+
+        Raises:
+            ValueError: They cannot; see :func:`.open_host_group`.
+        """
+        open_host_group(self._device)
+        if host_group() is not None:
+            composers.dist = _HostReductions()  # type: ignore[assignment]
         self._device.tensor_to_device = self  # type: ignore[method-assign, assignment]
 
     def undo(self) -> None:
-        if vars(self._device).get("tensor_to_device") is self:
-            del self._device.tensor_to_device  # type: ignore[method-assign]
+        if vars(self._device).get("tensor_to_device") is not self:
+            return
+        del self._device.tensor_to_device  # type: ignore[method-assign]
+        close_host_group()
+        if host_group() is None:
+            composers.dist = dist
+
+
+class _HostReductions:
+    """``composer.utils.dist`` as Composer's Trainer sees it, with host tensors reduced by the host's own group.
+
+    Without one, NCCL refuses a host tensor, so that no Trainer gets anything else than before.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_reduce(self, tensor: Tensor, reduce_operation: str = "SUM", group: Any = None) -> None:
+        dist.all_reduce(tensor, reduce_operation, group or _group_of(tensor))
+
+    def broadcast(self, tensor: Tensor, src: int, group: Any = None) -> None:
+        dist.broadcast(tensor, src, group or _group_of(tensor))
+
+
+def _group_of(tensor: Tensor) -> Any:
+    return host_group() if tensor.device.type == "cpu" else None
 
 
 _LOOP = (

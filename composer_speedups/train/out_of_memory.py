@@ -13,8 +13,8 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
 from composer_speedups.core.technique import techniques_of
-from composer_speedups.distributed.ddp import lean_ddp, overlap_steps, sums_of
 from composer_speedups.distributed.fsdp import offloading
+from composer_speedups.distributed.gradient_readers import reads_no_gradients
 
 __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
@@ -40,15 +40,11 @@ class MicrobatchTrainer(Trainer):
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     by_tokens: bool = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        with lean_ddp():
-            super().__init__(*args, **kwargs)
-        overlap_steps(self.state)
-
     def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
         with offloading(self.state.fsdp_config):
             super()._wrap_model_for_distributed(model, optimizers)
 
+    @reads_no_gradients
     def _train_microbatches(
         self, microbatches: Any, total_loss_dict: dict[str, torch.Tensor], ddp_sync: bool = True
     ) -> torch.Tensor:
@@ -68,11 +64,6 @@ class MicrobatchTrainer(Trainer):
             for loss in total_loss_dict.values():
                 loss.zero_()
             microbatches = self._train_data_spec.split_batch(batch, size)
-
-    def _train_microbatch(self, *args: Any, **kwargs: Any) -> Any:
-        if (sums := sums_of(self.state.model)) is not None:
-            sums.settle()  # before a pass adds to what another has left in the buckets
-        return super()._train_microbatch(*args, **kwargs)
 
     def go_on(self) -> None:
         """After a checkpoint was loaded: with the size that its run had come to."""

@@ -32,8 +32,9 @@ from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import Technique, refuse_clashes, sort_techniques
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data
+from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
-from composer_speedups.distributed.host_threads import share_cores
+from composer_speedups.distributed.host import share_cores
 from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config.load import written
@@ -202,7 +203,7 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
 
 def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     """Those that the config names, and those that every run has."""
-    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory()]
+    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory(), OverlappedDDP()]
     setters = [t for t in techniques if isinstance(t, FlagTechnique) and t.flag is MATMUL_PRECISION]
     if all(t.engaged is False for t in setters):
         callbacks.append(Float32Matmuls())

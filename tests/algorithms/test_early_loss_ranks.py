@@ -8,13 +8,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 from composer.devices import DeviceCPU, DeviceGPU
+from composer.trainer import trainer as composers
 from composer.utils import dist
 
-from composer_speedups import EarlyLoss, apply_early_loss
+from composer_speedups import EarlyLoss
 from composer_speedups.algorithms.early_loss import early_loss as module
 from composer_speedups.algorithms.early_loss import functional
-from composer_speedups.core.requirements import Context
-from composer_speedups.core.trainer_state import max_over_ranks, ranks_meet_on_host
+from composer_speedups.core import trainer_state
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.trainer_state import host_group, max_over_ranks, ranks_meet_on_host
 from composer_speedups.distributed.host_scalars import HostCopies, Readback
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
@@ -45,20 +47,105 @@ def test_ranks_read_what_composer_reads_and_train_alike() -> None:
     assert ranks[0]["early"][0] == ranks[1]["early"][0], "the losses of both together"
 
 
-def test_ranks_that_have_only_gpus_to_meet_on_are_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+def _only_gpus_to_meet_on() -> None:
+    """Have the default group refuse what is on the host, as NCCL does."""
+    config = torch.distributed.get_backend_config
+    torch.distributed.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
+
+    def refusing(original: Any) -> Any:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            if kwargs.get("group") is None and not getattr(args[0], "on_device", False):
+                raise RuntimeError("No backend type associated with device type cpu")
+            return original(*args, **kwargs)
+
+        return collective
+
+    for name in ("all_reduce", "broadcast"):
+        setattr(torch.distributed, name, refusing(getattr(torch.distributed, name)))
+    move = DeviceCPU.tensor_to_device
+
+    def moved(self: DeviceCPU, tensor: Any) -> Any:
+        tensor = move(self, tensor)
+        tensor.on_device = True
+        return tensor
+
+    DeviceCPU.tensor_to_device = moved  # type: ignore[method-assign]
+
+
+def _both_with_only_gpus_to_meet_on() -> dict[str, Any]:
+    _only_gpus_to_meet_on()
+    before = len(torch.distributed.distributed_c10d._world.pg_map)
+    found = _both()
+    left = len(torch.distributed.distributed_c10d._world.pg_map) - before
+    return {**found, "groups left": left, "host_group": host_group(), "dist": composers.dist is dist}
+
+
+def test_ranks_whose_group_is_nccls_alone_make_one_of_their_own_and_close_it() -> None:
+    for found in on_ranks(_both_with_only_gpus_to_meet_on):
+        (logged, weights), (expected, reference) = found["early"], found["stock"]
+        assert logged == expected
+        assert len(logged["loss/train/total"]) == 4
+        torch.testing.assert_close(weights, reference, rtol=0, atol=0)
+        assert found["read"] == 8
+        assert (found["groups left"], found["host_group"], found["dist"]) == (0, None, True)
+
+
+def _refused_on_both() -> list[str]:
+    """What each rank is told where one of them lacks gloo, and where both are on other nodes than their name says."""
+    _only_gpus_to_meet_on()
+    said = []
+    module.apply_early_loss = lambda device: functional._intercept(device, Readback(HostCopies()))
+    EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
+    available = torch.distributed.is_gloo_available
+    torch.distributed.is_gloo_available = lambda: dist.get_global_rank() == 0 and available()
+    with pytest.raises(TechniqueError) as error:
+        train("tensor", 4, [EarlyLoss()])
+    said.append(str(error.value))
+    torch.distributed.is_gloo_available = available
+    trainer_state.socket.gethostbyname = lambda _: "127.0.1.1"  # type: ignore[attr-defined]
+    dist.get_local_world_size = lambda: 1
+    with pytest.warns(UserWarning, match="going on without early_loss"):
+        train("tensor", 4, [EarlyLoss(on_unavailable="warn")])
+    with pytest.raises(TechniqueError) as error:
+        train("tensor", 4, [EarlyLoss()])
+    return [*said, str(error.value)]
+
+
+def test_all_ranks_refuse_where_one_cannot_connect() -> None:
+    lacking = "early_loss: 2 ranks have only their GPUs to add up numbers on, since"
+    name = "this host's name resolves to 127.0.1.1, which other nodes do not reach; set GLOO_SOCKET_IFNAME to the"
+    other, without = on_ranks(_refused_on_both)
+    assert other[0] == f"{lacking} another rank cannot connect; see what it says"
+    assert without[0] == f"{lacking} torch was built without gloo; take it out"
+    assert other[1].startswith(f"{lacking} {name}")
+    assert without[1] == other[1]
+
+
+def _opened(made: list[str]) -> list[str]:
+    made.append("group")
+    return made
+
+
+def test_a_group_is_shared_by_those_who_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(trainer_state, "_new_host_group", lambda _: _opened(made))
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: made.append("destroyed"))
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cuda:nccl")
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
     assert not ranks_meet_on_host()
-    context = Context(torch.device("cpu"), ranks=2)
-    (unmet,) = [r for r in EarlyLoss().requirements(context) if not r.met and "GPUs" in r.reason]
-    assert unmet.fix == "before the Trainer is made, set its device's dist_backend to 'cpu:gloo,cuda:nccl'"
-    monkeypatch.setattr(functional, "torch_device", lambda _: torch.device("cuda"))
-    with pytest.raises(ValueError, match="needs ranks that add up numbers on the host: before the Trainer is made"):
-        apply_early_loss(DeviceCPU())
+    for _ in range(2):
+        trainer_state.open_host_group(DeviceCPU())
+    assert ranks_meet_on_host()
+    trainer_state.close_host_group()
+    assert made == ["group"]
+    trainer_state.close_host_group()
+    trainer_state.close_host_group()
+    assert made == ["group", "destroyed"]
+    assert not ranks_meet_on_host()
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert ranks_meet_on_host()
-    assert all(r.met for r in EarlyLoss().requirements(context) if "GPUs" in r.reason)
+    trainer_state.open_host_group(DeviceCPU())
+    assert host_group() is None, "the default group serves"
 
 
 @pytest.mark.parametrize(("config", "moved"), [("cuda:nccl", 1), ("cpu:gloo,cuda:nccl", 0)])
@@ -68,7 +155,7 @@ def test_the_largest_number_of_ranks_waits_for_no_gpu_where_they_meet_on_the_hos
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
     monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, reduce_operation: tensor.add_(1))
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, reduce_operation, group: tensor.add_(1))
     device = DeviceCPU()
     monkeypatch.setattr(device, "tensor_to_device", send := Mock(side_effect=lambda tensor: tensor))
     assert max_over_ranks(device, 4) == 5

@@ -12,7 +12,7 @@ from composer.utils import dist
 
 from composer_speedups import ThroughputMonitor, TorchCompile
 from composer_speedups.callbacks import throughput as module
-from composer_speedups.callbacks.clock import PhaseClock
+from composer_speedups.callbacks.throughput import PhaseClock
 from tests.helpers.clock import Clock
 from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.ranks import on_ranks

@@ -12,8 +12,8 @@ from composer.loggers import InMemoryLogger
 
 from composer_speedups import MixedPrecision, ThroughputMonitor
 from composer_speedups.callbacks import throughput as module
-from composer_speedups.callbacks.clock import PhaseClock
 from composer_speedups.callbacks.peaks import device_peak, precision_in_force
+from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.train.report import plot_throughput
 from tests.helpers.clock import Clock
 from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert

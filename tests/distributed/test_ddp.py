@@ -1,14 +1,13 @@
-"""DDP as train.py has it: gradients are views of the buckets that ranks add up, and what one process computes."""
+"""DDP in any Trainer: gradients are views of the buckets that ranks add up, and what one process computes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from composer import algorithms
+from composer import Trainer, algorithms
 from composer.callbacks import SpeedMonitor
 from composer.core import Callback, DataSpec, Event, State
 from composer.distributed import dist_strategy
@@ -18,14 +17,25 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from composer_speedups.core.replaced import replaced
+from composer_speedups import (
+    DivergenceGuard,
+    EngagementReport,
+    FiniteLoss,
+    FusedOptimizer,
+    LossScaleMonitor,
+    MemoryAnatomy,
+    RunSummary,
+    ThroughputMonitor,
+)
+from composer_speedups.core.flags import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
-from composer_speedups.distributed import ddp
-from composer_speedups.distributed.ddp import GradientSums, _by_buckets, ddp_of, sums_of
+from composer_speedups.distributed import composer_loop
+from composer_speedups.distributed.ddp import GradientSums, OverlappedDDP, _by_buckets, sums_of
 from composer_speedups.distributed.fsdp import GradientClipping
+from composer_speedups.distributed.gradient_readers import reader_of_gradients, reads_no_gradients
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from tests.helpers.common import Batches, in_turn, make_trainer, tiny_bert
+from tests.helpers.common import Batches, in_turn, make_trainer, plain_batches, tiny_bert
 from tests.helpers.ranks import on_ranks
 from tests.reference.composition import batches
 from tests.reference.loop import gradients
@@ -41,7 +51,7 @@ class LastGradients(Callback):
         self.pieces = len({p.grad.untyped_storage().data_ptr() for p in parameters if p.grad is not None})
 
 
-def make(*, callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
+def make(*, callbacks: Sequence[Callback] = (), bucket_mib: float = 64, **settings: Any) -> Any:
     """A trainer of five batches of four reviews, which the ranks share, in micro-batches that are told apart."""
     model: Any = FinetuneModel(tiny_bert(), use_logits=True)
     model.model.config.problem_type = "single_label_classification"
@@ -49,7 +59,7 @@ def make(*, callbacks: Sequence[Callback] = (), **settings: Any) -> Any:
     loader = DataLoader(Batches(given), batch_size=None, sampler=in_turn(given))
     return make_trainer(
         train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda rows: len(rows["labels"])),
-        **{"max_duration": "5ba", "model": model, "callbacks": callbacks, "cls": MicrobatchTrainer, **settings},
+        **{"max_duration": "5ba", "model": model, "callbacks": [OverlappedDDP(bucket_mib), *callbacks], **settings},
     )
 
 
@@ -94,12 +104,14 @@ def test_a_bucket_is_divided_as_a_whole() -> None:
 
 def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[int, list[Tensor]]:
     """Steps that began before the last gradients were there, and the weights at the end, with buckets of 10 KiB."""
-    with replaced(ddp, "ddp_of", partial(ddp_of, bucket_cap_mb=0.01)):
-        trainer = fit(make(callbacks=callbacks, **settings))
+    trainer = fit(make(callbacks=callbacks, bucket_mib=0.01, **settings))
     sums = sums_of(trainer.state.model)
     assert sums is not None
     assert not sums.under_way
+    assert sums.waits, "after training, gradients are there when a backward pass returns"
+    assert "step" not in vars(trainer.state.optimizers[0]) or trainer.state.schedulers
     assert len(trainer.state.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 5
+    assert sums.summary()["gradients_read_by"] == sums.reader
     return sums.overlapped_steps, [p.detach() for p in trainer.state.model.parameters()]
 
 
@@ -125,15 +137,96 @@ class Reader(Callback):
             assert all(p.grad is not None for p in state.model.parameters())
 
 
-def test_gradients_that_something_may_read_are_waited_for() -> None:
-    def steps() -> list[int]:
-        clipping = [algorithms.GradientClipping("norm", 1.0), GradientClipping("norm", 1.0)]
-        return [
-            *(overlapped(algorithms=[each])[0] for each in clipping),
-            *(overlapped(callbacks=[each])[0] for each in (Reader("after_backward"), SpeedMonitor())),
-        ]
+class Declared(Callback):
+    @reads_no_gradients
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        pass
 
-    assert on_ranks(steps) == [[0, 0, 0, 3]] * 2
+
+class Overriding(Declared):
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        assert all(p.grad is not None for p in state.model.parameters())
+
+
+class Plain(Trainer):
+    def _train_microbatches(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._train_microbatches(*args, **kwargs)
+
+
+class Hooked(Callback):
+    """Registers a hook that torch runs between the backward pass and the step."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if self.kind == "step":
+            state.optimizers[0].register_step_pre_hook(lambda *_: None)
+        else:
+            next(state.model.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+
+
+def readers(*settings: dict[str, Any]) -> list[tuple[int, str | None]]:
+    """Steps that overlapped, and what kept the others from it."""
+    found = []
+    for each in settings:
+        trainer = make(bucket_mib=0.01, **each)
+        sums: Any = sums_of(fit(trainer).state.model)
+        found.append((sums.overlapped_steps, sums.reader))
+    return found
+
+
+def test_gradients_that_something_may_read_are_waited_for() -> None:
+    found, other = on_ranks(
+        lambda: readers(
+            {"algorithms": [algorithms.GradientClipping("norm", 1.0)]},
+            {"algorithms": [GradientClipping("norm", 1.0)]},
+            {"callbacks": [Reader("after_backward")]},
+            {"callbacks": [Overriding()]},
+            {"cls": Plain},
+            {"callbacks": [Hooked("step")]},
+            {"callbacks": [Hooked("gradient")]},
+            {"optimizer": torch.optim.SGD(FinetuneModel(tiny_bert()).parameters())},
+        )
+    )
+    assert found == other
+    assert found == [
+        (0, "GradientClipping"),
+        (0, "GradientClipping"),
+        (0, "Reader.run_event"),
+        (0, "Overriding.after_train_batch"),
+        (0, "Plain._train_microbatches"),
+        (0, "a hook on AdamW.step"),
+        (0, "a hook on a parameter's gradient"),
+        (0, "SGD, which is no AdamW"),
+    ]
+
+
+def test_what_reads_no_gradients_lets_steps_overlap() -> None:
+    def found() -> list[tuple[int, str | None]]:
+        watching = [MemoryAnatomy(interval=1), FiniteLoss(), EngagementReport(), ThroughputMonitor(), RunSummary()]
+        watching += [DivergenceGuard(), LossScaleMonitor(), Float32Matmuls(), SpeedMonitor(), Declared()]
+        return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})
+
+    assert on_ranks(found) == [[(3, None)]] * 2
+
+
+def test_another_training_loop_than_composers_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer()
+    state = trainer.state
+
+    def of_composers() -> Any:
+        self = trainer
+        return lambda: self
+
+    assert reader_of_gradients(state, of_composers()) is None
+    assert reader_of_gradients(state, None) == "a training loop that is not Composer's"
+    assert reader_of_gradients(state, lambda: None) == "a training loop that is not Composer's"
+    monkeypatch.setattr(composer_loop, "TESTED", {"0.1": {}})
+    unknown = reader_of_gradients(state, of_composers())
+    assert "Trainer._train_batch, Trainer._train_microbatches, Trainer._train_microbatch" in str(unknown)
+    assert "tested with 0.1" in str(unknown)
+    trainer.close()
 
 
 class Sent:
@@ -167,6 +260,20 @@ def test_a_bucket_is_stepped_before_the_next_one_is_there() -> None:
     assert log == [[[0, 1], [2, 3]]], "as they were"
 
 
-def test_composers_own_trainer_is_left_alone() -> None:
-    make_trainer(cls=MicrobatchTrainer).close()
+def test_composers_own_ddp_is_left_alone() -> None:
+    def kinds() -> list[Any]:
+        ours, stock = make(), make_trainer(batches=plain_batches(2 * dist.get_world_size()))
+        found = [sums_of(ours.state.model) is None, sums_of(stock.state.model) is None]
+        found.append(dist_strategy.DistributedDataParallel is DistributedDataParallel)
+        ours.close()
+        stock.close()
+        return found
+
+    assert on_ranks(kinds) == [[False, True, True]] * 2
+    make().close()
     assert dist_strategy.DistributedDataParallel is DistributedDataParallel
+
+
+def test_a_bucket_has_a_size() -> None:
+    with pytest.raises(ValueError, match="bucket_mib must be above 0, not 0"):
+        OverlappedDDP(0)

@@ -10,7 +10,7 @@ import torch
 
 import composer_speedups.train.trainer
 from composer_speedups import FusedOptimizer, OffloadedOptimizer
-from composer_speedups.distributed.host_threads import _at_first, share_cores
+from composer_speedups.distributed.host import _at_first, share_cores
 from composer_speedups.train.config.schema import Config
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks

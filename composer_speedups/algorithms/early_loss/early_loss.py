@@ -8,11 +8,10 @@ from typing import Any
 
 from composer.core import State
 
-from composer_speedups.algorithms.early_loss.functional import HOW_TO_MEET, apply_early_loss
+from composer_speedups.algorithms.early_loss.functional import apply_early_loss
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique
-from composer_speedups.core.trainer_state import ranks_meet_on_host
 from composer_speedups.distributed.host_scalars import Interception
 
 __all__ = ["EarlyLoss"]
@@ -24,8 +23,8 @@ class EarlyLoss(Technique):
     The host then prepares the next batch while the GPU computes gradients. Values stay as they are.
 
     Raises:
-        TechniqueError: At INIT, without a GPU, on ranks with nccl alone, which waits for the GPU, or with another
-            training loop than Composer 0.32's.
+        TechniqueError: At INIT, without a GPU, with another training loop than those of the versions of Composer that
+            it was tested with, or on ranks that have NCCL alone, which waits for the GPU, and that gloo cannot connect.
     """
 
     name = "early_loss"
@@ -39,17 +38,13 @@ class EarlyLoss(Technique):
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "reading the loss before the batch is over")
-        yield Requirement(
-            context.ranks == 1 or ranks_meet_on_host(),
-            f"{context.ranks} ranks have only their GPUs to add up numbers on",
-            HOW_TO_MEET,
-        )
 
     def engage(self, state: State) -> dict[str, Any]:
         try:
             self._interception = apply_early_loss(state.device)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error).removeprefix("early_loss "), "take it out") from error
+            reason, _, fix = str(error).removeprefix("early_loss ").partition("; ")
+            raise TechniqueError(self.name, reason, fix or "take it out") from error
         return {}
 
     def before_forward(self, state: State) -> None:

@@ -1,0 +1,38 @@
+"""A Composer Trainer of one's own on two GPUs, over NCCL alone: recommended() trains as it does on one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+
+def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
+    """Twelve batches of 32 reviews in all of BERT-base without dropout's draws, which differ by rank."""
+    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
+    job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
+    done = subprocess.run([*launcher, *job, *arguments], capture_output=True, text=True, timeout=500, cwd=folder)
+    assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def test_recommended_runs_unchanged_on_two_gpus_and_trains_as_on_one(tmp_path: Path) -> None:
+    one, two, plain = example(tmp_path, 1), example(tmp_path, 2), example(tmp_path, 2, "--plain")
+    for found in (two, plain):
+        assert found["ranks"] == 2
+        assert all(technique["engaged"] for technique in found["techniques"].values()), found["techniques"]
+        assert found["techniques"]["early_loss"]["losses_read"] == 12
+        assert found["techniques"]["cuda_graphs"]["replays"] > 0
+    assert two["loss"] == pytest.approx(one["loss"], abs=0.02), "the same batches, in 16 bits"
+    assert two["ddp"]["overlapped_steps"] == 10
+    assert two["ddp"]["gradients_read_by"] is None
+    assert plain["ddp"] is None
