@@ -59,23 +59,14 @@ CHOICES: dict[str, Choice] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """A change of the ``algorithms`` section.
+    """A change of the ``algorithms`` section."""
 
-    Attributes:
-        label: What tables and comments call it.
-        adds: Techniques put in, or given other settings.
-        removes: Techniques taken out.
-        kind: The most that it does to the numbers.
-        fallback_of: Label of the candidate whose refusal this one waits for.
-        gain: Expected samples/s with it over those without it.
-    """
-
-    label: str
-    adds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    label: str  # in tables and comments
+    adds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # techniques put in, or given other settings
     removes: tuple[str, ...] = ()
-    kind: Exactness = "exact"
-    fallback_of: str | None = None
-    gain: float = 1.0
+    kind: Exactness = "exact"  # the most that it does to the numbers
+    fallback_of: str | None = None  # label of the candidate whose refusal this one waits for
+    gain: float = 1.0  # expected samples/s with it over those without it
 
 
 def candidates_for(given: Mapping[str, Any], device: str, *, autocast_by_config: bool = False) -> list[Candidate]:

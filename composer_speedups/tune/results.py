@@ -19,34 +19,20 @@ Algorithms = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """One training process.
+    """One training process."""
 
-    Attributes:
-        status: ``ok``; ``refused`` by the run itself, in one line; ``memory``: it ran out of it; ``time``: it was
-            ended at the limit; ``failed`` otherwise.
-        reason: One line, for all but ``ok``.
-        step_seconds: Mean of the steady steps, waiting for data included.
-        start_seconds: From the built data to the steady state: engaging, compiling, capturing, warm-up batches.
-        other_batches: Batches that ``start_seconds`` holds.
-        samples_per_sec: Of the steady state.
-        peak_gib: Of the GPU; the process's resident memory on a CPU.
-        tokens_per_step: Real ones, mean.
-        wall_seconds: The whole process, from outside.
-        evidence: Technique → what it left as evidence.
-        unengaged: Technique → why it was asked for (with ``on_unavailable: warn``) but is not in force.
-    """
-
+    # refused: by the run itself; memory: it ran out of it; time: it was ended at the limit.
     status: Literal["ok", "refused", "memory", "time", "failed"]
-    reason: str = ""
-    step_seconds: float = math.nan
-    start_seconds: float = 0.0
-    other_batches: int = 0
-    samples_per_sec: float = math.nan
-    peak_gib: float | None = None
-    tokens_per_step: float = math.nan
-    wall_seconds: float = 0.0
-    evidence: Mapping[str, Any] = field(default_factory=dict)
-    unengaged: Mapping[str, str] = field(default_factory=dict)
+    reason: str = ""  # one line, for all but ok
+    step_seconds: float = math.nan  # mean of the steady steps, waiting for data included
+    start_seconds: float = 0.0  # from the built data to the steady state: engaging, compiling, capturing, warm-up
+    other_batches: int = 0  # that start_seconds holds
+    samples_per_sec: float = math.nan  # of the steady state
+    peak_gib: float | None = None  # of the GPU; the process's resident memory on a CPU
+    tokens_per_step: float = math.nan  # real ones, mean
+    wall_seconds: float = 0.0  # the whole process, from outside
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # technique → what it left as evidence
+    unengaged: Mapping[str, str] = field(default_factory=dict)  # asked for with on_unavailable: warn → why not in force
 
     @property
     def ok(self) -> bool:
@@ -89,62 +75,39 @@ class Trial:
 
 @dataclass
 class Verdict:
-    """What became of a candidate.
-
-    Attributes:
-        state: ``open`` before its trial; ``refused`` without a trial; ``failed`` in it; ``measured``; ``untried``:
-            no time, or not allowed.
-        reason: One line, where it was not measured.
-        alone: On top of the given run alone.
-        alone_seconds: Planned time of that.
-        stacked: Planned times without and with it, on top of what had been chosen before.
-    """
+    """What became of a candidate."""
 
     candidate: Candidate
+    # open before its trial; refused without a trial; failed in it; untried: no time, or not allowed.
     state: Literal["open", "refused", "failed", "measured", "untried"] = "open"
-    reason: str = ""
-    alone: Outcome | None = None
-    alone_seconds: float | None = None
-    stacked: tuple[float, float] | None = None
+    reason: str = ""  # one line, where it was not measured
+    alone: Outcome | None = None  # on top of the given run alone
+    alone_seconds: float | None = None  # planned time of that
+    stacked: tuple[float, float] | None = None  # planned times without and with it, on top of what was chosen before
 
 
 @dataclass
 class Result:
-    """All that a YAML and its log say.
+    """All that a YAML and its log say."""
 
-    Attributes:
-        given: Techniques of the given run that engage here.
-        planned_steps: Steps of the planned run.
-        trial_steps: Steps of a trial.
-        baseline: First runs of the given set.
-        base_seconds: Median planned time of these.
-        noise: Seconds by which planned times must differ to count.
-        chosen: The winner; the given set itself where nothing beat it.
-        kept_given: Why, where it did not.
-        without: Technique of the chosen set → planned time of the set without it, or why it cannot be without it.
-        pairs: Planned times of the given and the chosen set, run in turn at the end.
-        sizes: Batch size → outcome of the chosen set.
-        unengaged: Techniques of the given YAML that are not in force here, and why.
-        never: Techniques that no candidate holds, and why.
-        seconds: Time that it all took.
-    """
-
-    given: dict[str, Any]
+    given: dict[str, Any]  # techniques of the given run that engage here
     planned_steps: int = 0
     trial_steps: int = 0
-    baseline: list[Outcome] = field(default_factory=list)
-    base_seconds: float = 0.0
-    noise: float = 0.0
-    chosen: dict[str, Any] = field(default_factory=dict)
-    kept_given: str | None = None
+    baseline: list[Outcome] = field(default_factory=list)  # first runs of the given set
+    base_seconds: float = 0.0  # median planned time of these
+    noise: float = 0.0  # seconds by which planned times must differ to count
+    chosen: dict[str, Any] = field(default_factory=dict)  # the given set itself where nothing beat it
+    kept_given: str | None = None  # why nothing did
     verdicts: list[Verdict] = field(default_factory=list)
-    without: dict[str, float | str] = field(default_factory=dict)
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-    sizes: dict[int, Outcome] = field(default_factory=dict)
-    unengaged: dict[str, str] = field(default_factory=dict)
-    never: dict[str, str] = field(default_factory=dict)
+    without: dict[str, float | str] = field(
+        default_factory=dict
+    )  # chosen technique → planned time, or why there is none
+    pairs: list[tuple[float, float]] = field(default_factory=list)  # planned times of given and chosen, run in turn
+    sizes: dict[int, Outcome] = field(default_factory=dict)  # batch size → outcome of the chosen set
+    unengaged: dict[str, str] = field(default_factory=dict)  # techniques of the given YAML not in force here → why
+    never: dict[str, str] = field(default_factory=dict)  # techniques that no candidate holds → why
     trials: list[Trial] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # that it all took
 
     @property
     def typical(self) -> Outcome:

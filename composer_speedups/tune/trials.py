@@ -41,7 +41,7 @@ from composer_speedups.train.failed_process import own_line, ran_out_of_memory, 
 from composer_speedups.tune.candidates import stopping
 from composer_speedups.tune.results import Algorithms, Outcome
 
-__all__ = ["GivenRun", "outcome_of", "outcome_of_failure", "planned_steps", "trial_config"]
+__all__ = ["GivenRun", "outcome_of", "outcome_of_failure", "trial_config"]
 
 TRAIN = (sys.executable, "-m", "composer_speedups.train")
 _SAID = 300  # characters of a failed process's line
@@ -90,9 +90,14 @@ class GivenRun:
         return len(built.train.dataloader)  # type: ignore[arg-type]
 
     def planned_steps(self, outcome: Outcome) -> int:
-        """Steps of the planned run; ``outcome`` says how many tokens a step has."""
-        duration, batch_size = self.config.trainer.max_duration, self.config.data.batch_size
-        return planned_steps(duration, self.batches_per_epoch, batch_size, outcome.tokens_per_step)
+        """Optimizer steps of the planned run, at least 1; ``outcome`` says how many tokens a step has."""
+        duration = self.config.trainer.max_duration
+        found = re.fullmatch(r"(\d+)([a-z]+)", duration)
+        assert found, f"{duration} is no time that the config lets through"
+        if found[2] == "ep":
+            return max(1, int(found[1]) * self.batches_per_epoch)
+        per_step = {"ba": 1, "sp": self.config.data.batch_size, "tok": outcome.tokens_per_step}
+        return max(1, math.ceil(int(found[1]) / per_step[found[2]]))
 
     def refusal(self, algorithms: Algorithms) -> str | None:
         """Why train.py would refuse these techniques before it builds a model; None when it would not."""
@@ -126,15 +131,6 @@ class GivenRun:
             if status != 0:
                 return outcome_of_failure(status, output, wall)
             return outcome_of(json.loads((folder / "trial" / "report.json").read_text()), wall)
-
-
-def planned_steps(max_duration: str, batches_per_epoch: int, batch_size: int, tokens_per_step: float) -> int:
-    """Optimizer steps of a run of ``max_duration``, a Composer time in ep, ba, sp or tok; at least 1."""
-    found = re.fullmatch(r"(\d+)([a-z]+)", max_duration)
-    assert found, f"{max_duration} is no time that the config lets through"
-    if found[2] == "ep":
-        return max(1, int(found[1]) * batches_per_epoch)
-    return max(1, math.ceil(int(found[1]) / {"ba": 1, "sp": batch_size, "tok": tokens_per_step}[found[2]]))
 
 
 def trial_config(

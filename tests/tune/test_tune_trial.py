@@ -13,9 +13,11 @@ import torch
 from composer_speedups.core.requirements import Context
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
+from composer_speedups.tune.results import Outcome
 from composer_speedups.tune.trials import GivenRun, outcome_of, outcome_of_failure, trial_config
 from tests.conftest import ROOT
 
+CPU = Context(torch.device("cpu"))
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 
 
@@ -34,10 +36,18 @@ def test_a_trial_is_the_given_run_cut_down() -> None:
     assert config.trainer.max_duration == "2ep"
 
 
+def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
+    run = GivenRun(Config(), CPU)
+    run.config.data.batch_size, run.batches_per_epoch = 40, 25
+    for duration, steps in {"2ep": 50, "7ba": 7, "81sp": 3, "80sp": 2, "5500tok": 6}.items():
+        run.config.trainer.max_duration = duration
+        assert run.planned_steps(Outcome("ok", tokens_per_step=1000.0)) == steps
+
+
 def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path) -> None:
     program = tmp_path / "train.py"
     program.write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
-    run = GivenRun(Config(), Context(torch.device("cpu")), [sys.executable, str(program)])
+    run = GivenRun(Config(), CPU, [sys.executable, str(program)])
     outcome = run.measure({}, steps=1, timeout=3)
     assert outcome.status == "time"
     assert re.fullmatch(r"not done after \d+ s, at train\.py:4 in stuck", outcome.reason)
