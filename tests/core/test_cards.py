@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.charts import Chart
 from benchmarks.render import charts_of, documents, render
-from composer_speedups.core.catalogue import describe, technique_names
+from composer_speedups.core.catalogue import describe, folder_of, technique_names
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.train.config.load import load_config
@@ -42,7 +42,7 @@ FOR_A_TINY_MODEL_ON_THE_CPU = {
 
 
 def card(name: str) -> str:
-    return (ROOT / "composer_speedups" / "algorithms" / name / "README.md").read_text()
+    return (folder_of(name) / "README.md").read_text()
 
 
 def blocks(text: str, language: str) -> list[str]:

@@ -1,0 +1,134 @@
+"""CONTRIBUTING's steps, done in a temporary folder: a folder, an entry in the tests' settings, a line in the README."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+FUNCTIONAL = '''
+"""Biases of the classification head begin at a constant."""
+
+from torch import nn
+
+__all__ = ["apply_toy"]
+
+
+def apply_toy(model: nn.Module, value: float = 0.0) -> list[str]:
+    changed = []
+    for name, parameter in model.named_parameters():
+        if name.endswith("classifier.bias") and bool((parameter != value).any()):
+            nn.init.constant_(parameter, value)
+            changed.append(name)
+    return changed
+'''
+
+CLASS = '''
+"""Biases of the classification head begin at a constant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer.core import State
+from pydantic import Field
+
+from composer_speedups.algorithms.toy.functional import apply_toy
+from composer_speedups.core.technique import Stage, Technique
+
+__all__ = ["Toy"]
+
+
+class Toy(Technique):
+    """Biases of the classification head begin at a constant."""
+
+    name = "toy"
+    stage = Stage.SURGERY
+    exactness = "exact"
+
+    value: float = Field(0.0, ge=-1, le=1)
+    """What they begin at."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._batches = 0
+
+    def engage(self, state: State) -> dict[str, Any]:
+        apply_toy(state.model, self.value)
+        return {"value": self.value}
+
+    def batch_end(self, state: State) -> None:
+        self._batches += 1
+
+    def verify(self, state: State) -> dict[str, Any]:
+        return {"batches": self._batches}
+'''
+
+# The entry is put into the text of tests/helpers/settings.py, as a contributor would.
+PLUGIN = """
+import sys
+import types
+
+import composer_speedups.algorithms
+
+composer_speedups.algorithms.__path__.append({folder!r})
+
+
+def pytest_configure(config):
+    import tests.helpers
+
+    file = {settings!r}
+    text = open(file).read()
+    begin = "ENTRIES: dict[str, Entry] = {{"
+    assert begin in text
+    module = types.ModuleType("tests.helpers.settings")
+    module.__file__ = file
+    sys.modules[module.__name__] = tests.helpers.settings = module
+    entry = '"toy": Entry([{{}}, {{"value": 0.0}}], evidence=("batches",)),'
+    exec(compile(text.replace(begin, f"{{begin}} {{entry}}"), file, "exec"), vars(module))
+"""
+
+CARD = """
+# toy
+
+```python
+from composer_speedups import Toy
+```
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_and_an_entry_are_all_that_the_generic_tests_need(tmp_path: Path) -> None:
+    folder = tmp_path / "more"
+    (folder / "toy").mkdir(parents=True)
+    for name, text in {"toy.py": CLASS, "functional.py": FUNCTIONAL, "__init__.py": "", "README.md": CARD}.items():
+        (folder / "toy" / name).write_text(text)
+    settings = str(ROOT / "tests" / "helpers" / "settings.py")
+    (tmp_path / "toy_plugin.py").write_text(PLUGIN.format(folder=str(folder), settings=settings))
+    modules = ["all_techniques", "composer_conventions", "in_code", "cards"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "toy_plugin", "-p", "no:cacheprovider", "-q", "--durations=0"]
+        + ["-k", "toy or readme_names_every", *(f"tests/core/test_{name}.py" for name in modules)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    failed = set(re.findall(r"^FAILED \S*?::(\S+)", done.stdout, re.MULTILINE))
+    assert failed == {
+        # What is left to write: its card, and its line in the README's table.
+        "test_a_card_has_all_its_parts_in_order[toy]",
+        "test_the_code_of_a_card_runs[toy]",
+        "test_the_function_of_a_card_runs[toy]",
+        "test_the_yaml_of_a_card_is_a_config[toy]",
+        "test_the_readme_names_every_technique_and_its_code_runs",
+    }, done.stdout[-6000:] + done.stderr[-2000:]
+    passed = int(re.findall(r"(\d+) passed", done.stdout)[0])
+    assert passed >= 30, done.stdout[-6000:]

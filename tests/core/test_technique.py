@@ -1,0 +1,148 @@
+"""What the base class makes of a declaration: the constructor, its checks, and the events that a technique hears."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any, Literal
+
+import pytest
+from composer.core import Event, State
+from pydantic import Field
+
+from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_clashes
+from tests.helpers.common import make_trainer, plain_batches
+
+
+class Toy(Technique):
+    name = "toy"
+    stage = Stage.FLAGS
+    exactness = "exact"
+
+    count: int = Field(4, ge=1, le=8)
+    """How many."""
+    share: float = Field(0.5, gt=0, lt=1)
+    """How much."""
+    kind: Literal[8, "fp8"] | None = Field(None)
+    """Which."""
+    names: list[str] | None = Field(None)
+    """Whose."""
+
+    def check_settings(self) -> None:
+        if self.kind == 8 and self.count == 8:
+            raise ValueError("count=8 and kind=8 cannot go together")
+
+    def reset(self) -> None:
+        super().reset()
+        self.heard: list[str] = []
+
+    def engage(self, state: State) -> dict[str, Any]:
+        return {}
+
+    def verify(self, state: State) -> dict[str, Any]:
+        self.heard.append("verify")
+        return {}
+
+    def batch_end(self, state: State) -> None:
+        self.heard.append("batch_end")
+
+    def fit_end(self, state: State) -> None:
+        self.heard.append("fit_end")
+
+    def eval_before_forward(self, state: State) -> None:
+        self.heard.append("eval_before_forward")
+
+    def watch(self, state: State) -> None:
+        self.heard.append("watch")
+
+
+def test_the_signature_is_that_of_the_declaration() -> None:
+    parameters = inspect.signature(Toy).parameters
+    assert {n: p.default for n, p in parameters.items()} == {
+        "count": 4, "share": 0.5, "kind": None, "names": None, "on_unavailable": "stop"
+    }  # fmt: skip
+    assert parameters["on_unavailable"].kind is inspect.Parameter.KEYWORD_ONLY
+    toy = Toy(2, names=["a"], on_unavailable="warn")
+    assert (toy.count, toy.share, toy.names, toy.on_unavailable) == (2, 0.5, ["a"], "warn")
+    assert repr(toy) == "Toy(count=2, share=0.5, kind=None, names=['a'])"
+    with pytest.raises(TypeError):
+        Toy(2, 0.5, None, None, "warn")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"count": 0}, "count must be 1 to 8, not 0"),
+        ({"count": 9}, "count must be 1 to 8, not 9"),
+        ({"count": True}, "count must be int, not True"),
+        ({"count": 1.0}, "count must be int, not 1.0"),
+        ({"share": 0}, "share must be above 0 and below 1, not 0"),
+        ({"share": math.nan}, "share must be above 0 and below 1, not nan"),
+        ({"share": "0.5"}, "share must be float, not '0.5'"),
+        ({"kind": 8.0}, "kind must be 8 or 'fp8' or null, not 8.0"),
+        ({"names": "ab"}, "names must be a list of str or null, not 'ab'"),
+        ({"names": [1]}, r"names must be a list of str or null, not \[1\]"),
+        ({"on_unavailable": "ignore"}, "on_unavailable must be 'stop' or 'warn', not 'ignore'"),
+        ({"count": 8, "kind": 8}, "count=8 and kind=8 cannot go together"),
+    ],
+)
+def test_a_value_that_does_not_fit_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        Toy(**settings)
+
+
+@pytest.mark.parametrize("final", ["match", "apply", "run_event"])
+def test_a_technique_that_listens_in_a_way_of_its_own_is_refused(final: str) -> None:
+    with pytest.raises(TypeError, match=rf"Listener\.{final} is not heard of.*batch_end.*match and apply are final"):
+        type("Listener", (Toy,), {final: lambda *_: True})
+
+
+def test_it_hears_the_events_whose_methods_it_defines_and_no_others() -> None:
+    toy = Toy()
+    trainer = make_trainer([toy], batches=plain_batches(3))
+    always = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
+    own = {Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
+    first = {Event.BEFORE_FORWARD, Event.AFTER_FORWARD}
+    assert {event for event in Event if toy.match(event, trainer.state)} == always | own | first
+    trainer.fit()
+    assert {event for event in Event if toy.match(event, trainer.state)} == always | own
+    assert toy.heard == ["watch", "batch_end", "verify", "batch_end", "batch_end", "verify", "fit_end"]
+    trainer.fit(duration="1ba")
+    assert toy.heard[7:] == ["batch_end", "verify", "fit_end"], "at the end of each fit()"
+    trainer.close()
+
+
+def test_a_technique_not_in_force_hears_nothing_but_the_end_of_what_it_changed() -> None:
+    toy = Toy()
+    trainer = make_trainer([toy])
+    toy.engaged = False
+    heard = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
+    assert {event for event in Event if toy.match(event, trainer.state)} == heard
+    trainer.fit()
+    trainer.close()
+    assert toy.heard == ["fit_end"]
+
+
+def test_a_postponed_verification_comes_a_batch_later() -> None:
+    class Postponed(Toy):
+        def batch_end(self, state: State) -> None:
+            super().batch_end(state)
+            if state.timestamp.batch.value == 1:
+                self.postpone()
+
+    toy = Postponed()
+    trainer = make_trainer([toy], batches=plain_batches(3))
+    trainer.fit()
+    trainer.close()
+    assert toy.heard == ["watch", "batch_end", "watch", "batch_end", "verify", "batch_end", "verify", "fit_end"]
+
+
+def test_a_conflict_may_depend_on_the_settings_of_both() -> None:
+    class Other(Toy):
+        name = "other"
+        conflicts = (Conflict("toy", "four is enough", when=lambda self, other: self.count + other.count > 8),)
+
+    refuse_clashes([Toy(4), Other(4)])
+    for techniques in ([Toy(4), Other(5)], [Other(5), Toy(4)]):
+        with pytest.raises(ValueError, match="^other: clashes with toy: four is enough; take other or toy out$"):
+            refuse_clashes(techniques)
