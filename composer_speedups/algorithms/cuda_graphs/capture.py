@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.recorders import Recorder
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
-from composer_speedups.algorithms.cuda_graphs.shared_gradients import SharedGradients
 from composer_speedups.core.captures import capturing
 
 __all__ = ["Captured", "capture_call"]

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import capture_call
+from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients, StandIns
 from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder, Recorder
-from composer_speedups.algorithms.cuda_graphs.shared_gradients import SharedGradients
-from composer_speedups.algorithms.cuda_graphs.stand_ins import StandIns
 from composer_speedups.core.errors import first_line
 
 __all__ = ["CaptureError", "GraphedCalls"]

@@ -1,17 +1,54 @@
-"""One place for the gradients of all captured graphs."""
+"""What captured graphs read and write in the place of a model's parameters and of their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SharedGradients"]
+__all__ = ["SharedGradients", "StandIns"]
+
+
+class StandIns:
+    """Parameters that stand in for a model's own while it is captured; shared ones have one.
+
+    While a loss is alive, so are autograd's nodes that add up gradients of the parameters, and each belongs to the
+    stream that it was made on. A capture that met them would make that stream wait for its own, which CUDA forbids.
+    Other leaves of the same memory have nodes of their own.
+
+    Args:
+        model: Whose parameters they stand in for; they lie in the same memory.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        self._stand_ins = {parameter: _leaf(parameter) for _, _, parameter in self._places}
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._stand_ins[parameter] for parameter in parameters]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """The modules hold them, and afterwards their own parameters again."""
+        try:
+            for module, name, parameter in self._places:
+                setattr(module, name, self._stand_ins[parameter])  # RNNs keep lists of their own, which follow this
+            yield
+        finally:
+            for module, name, parameter in self._places:
+                setattr(module, name, parameter)
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
 
 
 class SharedGradients:
-    """One buffer a parameter, for the gradients of whatever graph was replayed last.
+    """One buffer a parameter for all captured graphs, for the gradients of whatever graph was replayed last.
 
     autograd takes a buffer itself as ``parameter.grad`` where there was none.
 
