@@ -145,6 +145,8 @@ def _type(hint: Any) -> str:
         return "|".join(map(_type, typing.get_args(hint)))
     if typing.get_origin(hint) is typing.Literal:
         return "|".join(map(str, typing.get_args(hint)))
+    if typing.get_origin(hint) is list:
+        return f"list[{_type(typing.get_args(hint)[0])}]"
     if hint is type(None):
         return "null"
     return hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")

@@ -90,4 +90,5 @@ def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
     lines = keys_help(Settings, "x.").splitlines()
     assert lines[:2] == ["  x.steps: int|null = null  [>= 5]", "      Batches to train."]
     assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Of the time."]
+    assert lines[4] == "  x.kinds: list[a|b] = []"
     assert len(lines) == 10
