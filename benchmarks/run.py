@@ -183,17 +183,9 @@ def rows_file(arms: Sequence[Arm], name: str, results: Path = RESULTS) -> Path:
 def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     """Run all arms in turn, ``repeats`` times over, and keep the row of each with every run that ends."""
     arms, repeats, jobs = arms_of(table), table.get("repeats", 1), table.get("jobs", 1)
-    published, path, time_of_call = (
-        table.get("published", {"arms": {}})["arms"],
-        rows_file(arms, name, results),
-        call_time(),
-    )
-    call = Call(
-        path,
-        [empty_row(name, time_of_call, arm, jobs, published.get(arm.name)) for arm in arms],
-        _identity(table, arms),
-        resume=table.get("resume", False),
-    )
+    path, when, published = rows_file(arms, name, results), call_time(), table.get("published", {}).get("arms", {})
+    rows = [empty_row(name, when, arm, jobs, published.get(arm.name)) for arm in arms]
+    call = Call(path, rows, _identity(table, arms), resume=table.get("resume", False))
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 

@@ -199,6 +199,17 @@ def test_the_command_leaves_rows_a_page_and_a_chart(
     assert left == {"table.jsonl", "table.md", "table.png", ".table.lock"}
 
 
+def test_rows_are_kept_by_the_gpu_that_the_arms_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "output_of", lambda *_, **__: "NVIDIA H200\nNVIDIA H200")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    on_cpu, either = runner.Arm("a", {}, ["trainer.device=cpu"]), runner.Arm("b", {}, [])
+    kept = Path("results/nvidia-h200/t.jsonl")
+    assert runner.rows_file([on_cpu, either], "t", Path("results")) == kept
+    assert runner.rows_file([on_cpu, on_cpu], "t", Path("results")) == Path("results/cpu/t.jsonl")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert runner.rows_file([either], "t", Path("results")) == Path("results/cpu/t.jsonl")
+
+
 def test_unknown_tables_and_keys_are_refused() -> None:
     with pytest.raises(SystemExit, match="needs base and arms"):
         runner.read_table(table(more=1))
