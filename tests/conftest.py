@@ -28,6 +28,7 @@ import pytest  # noqa: E402
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "slow" not in item.keywords)  # so that no worker is alone with one at the end
     if "long" not in str(config.getoption("markexpr")):
         ask = pytest.mark.skip(reason="takes minutes; -m long runs it")
         for item in items:

@@ -171,7 +171,8 @@ ENTRIES: dict[str, Entry] = {
         evidence=("matmul_relative_error",),
     ),
     "torch_compile": Entry(
-        [{"scope": "blocks", "backend": "aot_eager"}, {"scope": "model", "backend": "aot_eager"}],
+        # The whole model's backward pass takes aot_eager half a minute to trace: test_float8_linear.py does so.
+        [{"scope": "blocks", "backend": "aot_eager"}, {"scope": "model", "backend": "eager"}],
         gpu_variants=[{"scope": "model"}, {"scope": "blocks"}],
         evidence=("graphs", "graph_breaks", "recompiles"),
     ),

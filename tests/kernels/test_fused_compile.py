@@ -104,10 +104,12 @@ def gelu(dropout: float, dtype: torch.dtype) -> None:
     gelu_backward(tokens(256, 4 * HIDDEN, dtype=dtype), tokens(256, 4 * HIDDEN, dtype=dtype))
 
 
-def embeddings(dropout: float, dtype: torch.dtype, rows: int = 4, no_gradient: tuple[int, int] = (0, -1)) -> None:
+def embeddings(
+    dropout: float, dtype: torch.dtype, rows: int = 4, no_gradient: tuple[int, int] = (0, -1), hidden: int = HIDDEN
+) -> None:
     ids, places = torch.zeros(rows, 64, dtype=torch.long), torch.arange(64)[None]
-    word, position, kind = (torch.zeros(n, HIDDEN, requires_grad=True) for n in (32, 64, 2))
-    weight = torch.zeros(HIDDEN, requires_grad=True)
+    word, position, kind = (torch.zeros(n, hidden, requires_grad=True) for n in (32, 64, 2))
+    weight = torch.zeros(hidden, requires_grad=True)
     out = embed(ids, places, 0 * places, word, position, kind, weight, weight, 1e-12, dropout, dtype, no_gradient)
     if out.requires_grad:
         out.backward(torch.zeros_like(out))
@@ -141,19 +143,20 @@ def test_every_launch_compiles_and_spills_no_registers(
 @pytest.mark.parametrize("dropouts", [Rates(0.1, 0.1, 0.1), Rates(0.1, 0.0, 0.6)])
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_is_compiled_ahead_is_what_a_model_launches(dropouts: Rates, rows: int, launched: list[Launch]) -> None:
-    config = BertConfig(num_hidden_layers=1)
+    hidden, heads = 192, 3  # a quarter of BERT-base, whose products take the CPU ten seconds in bf16
+    config = BertConfig(64, hidden, num_hidden_layers=1, num_attention_heads=heads, intermediate_size=4 * hidden)
     parts = bert.FAMILY.parts(BertModel(config).encoder.layer[0])  # type: ignore[misc]
-    shape = Shape(HIDDEN, 4 * HIDDEN, 12, *dropouts, embedding=HIDDEN, embedded=0.1)
+    shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1)
     for some in launches(shape, torch.bfloat16, torch.device("cpu")):
         for launch in some:
             launch()
     ahead = {launch.key() for launch in launched}
     launched.clear()
-    x, cu = tokens(512, HIDDEN).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
-    fused_layer(x, parts, dropouts, cu, 512).backward(tokens(512, HIDDEN))
-    embeddings(0.1, torch.bfloat16, rows, (0, 1))
+    x, cu = tokens(512, hidden).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
+    fused_layer(x, parts, dropouts, cu, 512).backward(tokens(512, hidden))
+    embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)
     with torch.no_grad():
         fused_layer(x, parts, Rates(0.0, 0.0, 0.0), cu, 512)
-        embeddings(0.0, torch.bfloat16, rows)
+        embeddings(0.0, torch.bfloat16, rows, hidden=hidden)
     assert len(launched) == 3 + 6 + 2 + 3 + 1
     assert {launch.key() for launch in launched} <= ahead
