@@ -56,13 +56,11 @@ def test_every_folder_of_the_tests_is_one_of_the_package() -> None:
     assert tests - folders == {"benchmarks", "gpu", "helpers", "reference"}
 
 
-@pytest.mark.xfail(strict=False, reason="sparse_upcycling's functions import one another until part B is merged")
 def test_no_module_imports_itself_by_way_of_others() -> None:
     """Imports inside functions count: they would only hide a cycle."""
     graphlib.TopologicalSorter(imported_by(at_import=False)).prepare()
 
 
-@pytest.mark.xfail(strict=False, reason="core and tune are flattened in parts A and T")
 def test_no_chain_of_imports_is_longer_than_seven() -> None:
     chain = longest_chain(imported_by(at_import=True))
     assert len(chain) <= LONGEST, " > ".join(chain)

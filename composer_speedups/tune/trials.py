@@ -12,15 +12,15 @@ import re
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.core.commands import python_module
 from composer_speedups.core.errors import TechniqueError, UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
@@ -43,7 +43,6 @@ from composer_speedups.tune.results import Algorithms, Outcome
 
 __all__ = ["GivenRun", "outcome_of", "outcome_of_failure", "trial_config"]
 
-TRAIN = (sys.executable, "-m", "composer_speedups.train")
 _SAID = 300  # characters of a failed process's line
 _LAST_WORDS = 2.0  # seconds for a process at its limit to say where it is
 
@@ -54,7 +53,7 @@ class GivenRun:
     Args:
         config: Of the given run.
         context: Where it trains.
-        command: What trains in a trial, before its own arguments; tests give their own.
+        program: The module that trains in a trial; tests give their own.
 
     Raises:
         UserError: What train.py would say of a technique that must engage and cannot.
@@ -64,8 +63,8 @@ class GivenRun:
         unengaged: Those with ``on_unavailable: warn`` that cannot, and why.
     """
 
-    def __init__(self, config: Config, context: Context, command: Sequence[str] = TRAIN) -> None:
-        self.config, self.context, self.command = config, context, command
+    def __init__(self, config: Config, context: Context, program: str = "composer_speedups.train") -> None:
+        self.config, self.context, self.program = config, context, program
         techniques = build_techniques(config.algorithms, config.on_unavailable)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the YAML will say it
@@ -124,7 +123,7 @@ class GivenRun:
             save_config(trial, folder / "trial.yaml", credentials=True)  # in a folder that nobody else can look into
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()
-            status, output = _run([*self.command, "-f", str(folder / "trial.yaml")], caches, timeout)
+            status, output = _run([self.program, "-f", str(folder / "trial.yaml")], caches, timeout)
             wall = time.monotonic() - started
             if status is None:
                 return Outcome("time", f"not done after {wall:.0f} s{where(output)}", wall_seconds=wall)
@@ -164,15 +163,16 @@ def trial_config(
     )
 
 
-def _run(command: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
+def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
     """Exit status (None when it was ended at ``timeout``) and all output, with its stacks where it was ended."""
+    command, own = python_module(*module)
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **environment, "PYTHONFAULTHANDLER": "1"},
+            env={**own, **environment, "PYTHONFAULTHANDLER": "1"},
             start_new_session=True,  # so that its DataLoader workers and compilers can be ended with it
         )
         status = None

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.algorithms.cuda_graphs import capture
+from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut, cut_points
 from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients, StandIns
-from composer_speedups.algorithms.cuda_graphs.segments import Segments, blocks_to_cut, cut_points
+from composer_speedups.algorithms.cuda_graphs.segments import Segments
 from tests.helpers.rerun import Rerun, graphed
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near

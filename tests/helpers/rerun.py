@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 
 __all__ = ["CannotRecord", "Logged", "Rerun", "graphed"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +43,13 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
         assert run.planned_steps(Outcome("ok", tokens_per_step=1000.0)) == steps
 
 
-def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path) -> None:
-    program = tmp_path / "train.py"
-    program.write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
-    run = GivenRun(Config(), CPU, [sys.executable, str(program)])
+def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sleeping.py").write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    run = GivenRun(Config(), CPU, "sleeping")
     outcome = run.measure({}, steps=1, timeout=3)
     assert outcome.status == "time"
-    assert re.fullmatch(r"not done after \d+ s, at train\.py:4 in stuck", outcome.reason)
+    assert re.fullmatch(r"not done after \d+ s, at sleeping\.py:4 in stuck", outcome.reason)
 
 
 def test_a_report_becomes_an_outcome() -> None:

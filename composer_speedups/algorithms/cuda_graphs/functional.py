@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.segments import blocks_to_cut
 from composer_speedups.core.trainer_state import world_size
+from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.packed_encoder import unpadded_encoders
 
 __all__ = ["apply_cuda_graphs"]
+
+_SEGMENT = 50 * 2**20  # bytes of gradients
 
 
 def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
@@ -57,3 +61,52 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
     current.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
     current.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
     return current
+
+
+def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
+    """Behind which blocks to cut, so that all segments have at least ``least`` and as few blocks as that takes.
+
+    Args:
+        sizes: Bytes of each block's gradients, from the first block to the last.
+        least: Bytes of a segment; by default 50 MiB.
+
+    Returns:
+        Ascending positions in ``sizes``. What is left over belongs to the first segment.
+    """
+    points: list[int] = []
+    size, left = 0, sum(sizes)
+    for i in range(len(sizes) - 1, 0, -1):
+        size, left = size + sizes[i], left - sizes[i]
+        if size >= least and left >= least:
+            points.append(i - 1)
+            size = 0
+    return points[::-1]
+
+
+def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Module]:
+    """The blocks behind which a backward pass is cut into segments.
+
+    Args:
+        model: In its final form. One without repeated blocks has none to cut, nor has one that is compiled around
+            its blocks.
+        segments: How many to cut it into, with as many blocks each; no more than there are blocks. By default by
+            the size of their gradients (:func:`cut_points`).
+
+    Returns:
+        Blocks in the order of the forward pass; none for one segment.
+    """
+    try:
+        blocks = repeated_blocks(model)
+    except ValueError:
+        return []
+    around = {name: module for name, module in model.named_modules() if module._compiled_call_impl is not None}
+    if any(name.startswith(f"{outer}." if outer else "") for name in blocks for outer in around):
+        return []
+    count = len(blocks)
+    if segments is None:
+        trained = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
+        points = cut_points([sum(p.numel() * p.element_size() for p in each) for each in trained])
+    else:
+        segments = min(segments, count)
+        points = [i * count // segments - 1 for i in range(1, segments)]
+    return [list(blocks.values())[i] for i in points]
