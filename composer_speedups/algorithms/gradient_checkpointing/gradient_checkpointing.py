@@ -8,8 +8,7 @@ from composer.core import State
 from pydantic import Field
 
 from composer_speedups.algorithms.gradient_checkpointing.functional import apply_gradient_checkpointing
-from composer_speedups.algorithms.gradient_checkpointing.recompute import is_checkpointed, recomputations
-from composer_speedups.algorithms.gradient_checkpointing.watch import GraphWatch
+from composer_speedups.algorithms.gradient_checkpointing.recompute import GraphWatch, is_checkpointed, recomputations
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import is_compiled, model_of

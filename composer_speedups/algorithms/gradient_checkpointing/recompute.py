@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["is_checkpointed", "recomputations", "undo", "wrap"]
+__all__ = ["GraphWatch", "is_checkpointed", "recomputations", "undo", "wrap"]
 
 _BEFORE, _COUNT = "_forward_before_checkpointing", "_recomputations"
 
@@ -69,3 +69,44 @@ def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = getattr(block, _BEFORE, None)
     # The class's function and not a bound method: compiled blocks would guard on each block's own.
     return type(block).forward(block, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+
+class GraphWatch:
+    """Between start and stop, counts the graphs that torch.compile captures and the regions in them marked for
+    recomputation: nothing in Python runs twice there.
+
+    It looks at each graph as dynamo hands it to the backend. What comes after may be taken from a cache on disk, and
+    has no hook in torch 2.7 to 2.11; nor has this step, so its method is replaced meanwhile.
+
+    Attributes:
+        graphs: Graphs captured.
+        regions: Calls of ``tag_activation_checkpoint`` in them; AOTAutograd recomputes what they hold.
+    """
+
+    def __init__(self) -> None:
+        self.graphs = self.regions = 0
+        self._before: Any = None
+
+    def start(self) -> None:
+        # Not at the top: importing the compiler takes long, and this is for models that are compiled.
+        from torch._dynamo.output_graph import OutputGraph
+        from torch._higher_order_ops.wrap import tag_activation_checkpoint
+
+        if self._before is not None:
+            return
+        self._before = before = OutputGraph.call_user_compiler
+
+        def call_user_compiler(output: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+            self.graphs += 1
+            parts = (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
+            self.regions += sum(node.target is tag_activation_checkpoint for part in parts for node in part.graph.nodes)
+            return before(output, graph, *args, **kwargs)
+
+        OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign, assignment]
+
+    def stop(self) -> None:
+        if self._before is not None:
+            from torch._dynamo.output_graph import OutputGraph
+
+            OutputGraph.call_user_compiler = self._before  # type: ignore[method-assign]
+            self._before = None

@@ -1,0 +1,97 @@
+"""What of other libraries is replaced or relied on, as CONTRIBUTING.md lists it, is what it was tested with."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.metadata import version
+from typing import Any
+
+import pytest
+from composer import Trainer
+
+from composer_speedups import EarlyLoss
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.distributed import composer_loop
+from composer_speedups.distributed.composer_loop import TESTED, fingerprint, unknown_methods
+from tests.conftest import ROOT
+from tests.helpers.common import make_trainer
+
+ROW = re.compile(r"^\| `([\w.]+)` \| ([\w/, ]+) \| (.+) \| (\w+) ([\d.]+) \| `(\w+)` \|$", re.MULTILINE)
+ROWS = ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
+
+
+def found(name: str) -> Any:
+    """What a dotted name stands for, in a package, a module or a class."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:count]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            value = getattr(value, part)
+        return value
+    raise AssertionError(f"no such module: {name}")
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_an_internal_is_as_it_was_seen(row: tuple[str, ...]) -> None:
+    name, where, _, package, seen, expected = row
+    if package in ("peft", "torchao"):
+        pytest.importorskip(package)
+    assert version(package).split("+")[0] == seen, "look at what changed, then write the new version and fingerprint"
+    assert fingerprint(found(name)) == expected, f"{name} has changed: see {where}"
+    assert all((ROOT / "composer_speedups" / folder).exists() for folder in where.split(", "))
+
+
+def test_the_table_has_all_that_is_compared_at_run_time() -> None:
+    (methods,) = TESTED.values()
+    listed = {name: mark for name, *_, mark in ROWS}
+    assert {name: listed[f"composer.Trainer.{name}"] for name in methods} == methods
+    assert len(ROWS) > 40
+
+
+def one(value: int) -> int:
+    """Its doc string."""
+    return value + 1  # and a comment
+
+
+def two(value: int) -> int:
+    return value + 2
+
+
+def test_a_fingerprint_is_of_what_is_computed() -> None:
+    def as_written() -> str:
+        namespace: dict[str, Any] = {}
+        exec("def one(value: int) -> int:\n    return value + 1", namespace)
+        return repr(composer_loop._plain(composer_loop.ast.parse("def one(value: int) -> int:\n    return value + 1")))
+
+    source = composer_loop.ast.parse(composer_loop.inspect.getsource(one))
+    assert repr(composer_loop._plain(source)) == as_written()
+    assert fingerprint(one) != fingerprint(two)
+
+
+def test_another_loop_is_refused_by_its_version_and_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer_speedups.algorithms.early_loss import early_loss as module
+    from composer_speedups.algorithms.early_loss import functional
+    from composer_speedups.distributed.host_scalars import HostCopies, Readback
+
+    monkeypatch.setattr(EarlyLoss, "requirements", lambda *_: ())
+    monkeypatch.setattr(
+        module, "apply_early_loss", lambda device: functional._intercept(device, Readback(HostCopies()))
+    )
+    assert unknown_methods(TESTED["0.32.1"]) is None
+
+    def _train_batch(self: Any, use_grad_scaling: bool) -> Any:
+        return None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_train_batch", _train_batch)
+        with pytest.raises(TechniqueError, match=r"early_loss: .*composer 0\.32\.1's Trainer\._train_batch"):
+            make_trainer([EarlyLoss()])
+        with pytest.warns(UserWarning, match="going on without early_loss"):
+            trainer = make_trainer([technique := EarlyLoss(on_unavailable="warn")])
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
