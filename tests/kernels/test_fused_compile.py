@@ -144,7 +144,8 @@ def test_every_launch_compiles_and_spills_no_registers(
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_is_compiled_ahead_is_what_a_model_launches(dropouts: Rates, rows: int, launched: list[Launch]) -> None:
     hidden, heads = 192, 3  # a quarter of BERT-base, whose products take the CPU ten seconds in bf16
-    config = BertConfig(64, hidden, num_hidden_layers=1, num_attention_heads=heads, intermediate_size=4 * hidden)
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
+    config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
     parts = bert.FAMILY.parts(BertModel(config).encoder.layer[0])  # type: ignore[misc]
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1)
     for some in launches(shape, torch.bfloat16, torch.device("cpu")):
