@@ -144,5 +144,5 @@ def test_a_conflict_may_depend_on_the_settings_of_both() -> None:
 
     refuse_clashes([Toy(4), Other(4)])
     for techniques in ([Toy(4), Other(5)], [Other(5), Toy(4)]):
-        with pytest.raises(ValueError, match="^other: clashes with toy: four is enough; take other or toy out$"):
+        with pytest.raises(ValueError, match=r"^other: clashes with toy: four is enough; take other or toy out$"):
             refuse_clashes(techniques)
