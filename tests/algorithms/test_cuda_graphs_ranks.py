@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from composer.core import Event
+from composer.loggers import InMemoryLogger
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -87,7 +88,7 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
     technique._calls = calls = graphed(model, segments=segments)
     technique.engaged, calls.eager_first = True, 1
     state: Any = SimpleNamespace(model=shared, algorithms=[])
-    logger: Any = SimpleNamespace()
+    logger: Any = InMemoryLogger()
 
     def happens(event: Event) -> None:
         if technique.match(event, state):

@@ -215,7 +215,7 @@ def test_requirements_name_what_is_missing() -> None:
         screen([bf16(), Float8Linear("rowwise")], cpu)
     with pytest.raises(TechniqueError, match=r"needs mixed precision, and this run is fp32; add mixed_precision"):
         screen([Float8Linear(emulate=True)], cpu)
-    with pytest.raises(ValueError, match="recipe must be one of"):
+    with pytest.raises(ValueError, match="recipe must be 'tensorwise', 'rowwise' or 'rowwise_with_gw_hp', not 'block"):
         Float8Linear("blockwise")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8\.9 .* on the cpu; set emulate"):
         apply_float8_linear(tiny_bert())

@@ -85,7 +85,7 @@ def test_looking_at_the_kernel_draws_no_random_numbers() -> None:
 
 def test_bad_backends_and_models_are_refused() -> None:
     wrong: Any = "fast"
-    with pytest.raises(ValueError, match="backend must be one of"):
+    with pytest.raises(ValueError, match="backend must be 'auto', 'flash', 'efficient', 'cudnn' or 'math', not 'fast'"):
         SDPAAttention(wrong)
     with pytest.raises(ValueError, match="backend must be one of"):
         apply_sdpa_attention(tiny_bert(), wrong)

@@ -131,7 +131,7 @@ def test_mistakes_are_answered() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             apply_sparse_upcycling(tiny_bert(), **settings)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="load_balancing must be at least 0, not -1"):
         SparseUpcycling(load_balancing=-1)
     with pytest.raises(ValueError, match=r"has layers of experts already, with experts=4.* and not experts=2"):
         apply_sparse_upcycling(upcycled(), experts=2)

@@ -114,8 +114,8 @@ def test_a_folder_and_an_entry_are_all_that_the_generic_tests_need(tmp_path: Pat
     modules = ["all_techniques", "composer_conventions", "in_code", "cards"]
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "toy_plugin", "-p", "no:cacheprovider", "-q", "--durations=0"),
-            *("-k", "toy or readme_names_every", *(f"tests/core/test_{name}.py" for name in modules)),
+            *[sys.executable, "-m", "pytest", "-p", "toy_plugin", "-p", "no:cacheprovider", "-n", "0", "-q"],
+            *["-k", "toy or readme_names_every", *(f"tests/core/test_{name}.py" for name in modules)],
         ],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
