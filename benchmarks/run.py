@@ -66,6 +66,7 @@ from composer_speedups.core.files import write_atomically
 ROOT = Path(__file__).parent.parent
 _TABLES, _PEERS = ROOT / "benchmarks" / "tables", ROOT / "benchmarks" / "peers"
 _KEYS = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "fresh", "losses", "published", "arms"}
+_ON_SEVERAL_GPUS = "own_trainer"  # the peer that trains on them
 _ARM_KEYS = {"peer", "ranks", "set", "warm"}
 # A run that does not fit is a result; one with smaller micro-batches would be another arm.
 _QUIET = ["trainer.progress_bar=false", "export=false", "plot=false", "trainer.on_out_of_memory=stop"]
@@ -164,8 +165,8 @@ def _check_arm(where: str, arm: Any) -> None:
         raise SystemExit(f"{where} names no peer; there are {', '.join(peers)}")
     if not isinstance(ranks, int) or ranks < 1:
         raise SystemExit(f"{where} has ranks {ranks!r}; it must be a whole number of at least 1")
-    if ranks > 1 and arm.get("peer"):
-        raise SystemExit(f"{where} is a peer, which trains in one process; leave out ranks")
+    if ranks > 1 and arm.get("peer", _ON_SEVERAL_GPUS) != _ON_SEVERAL_GPUS:
+        raise SystemExit(f"{where} is a peer that trains in one process; leave out ranks, or take {_ON_SEVERAL_GPUS}")
 
 
 def rows_file(arms: Sequence[Arm], name: str, results: Path = RESULTS) -> Path:

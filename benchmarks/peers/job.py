@@ -46,7 +46,7 @@ class Plan(NamedTuple):
         return self.rates[min(batch, len(self.rates) - 1)]
 
 
-def read_arguments(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
+def read_arguments(arguments: Sequence[str], *, several_ranks: bool = False) -> tuple[Config, dict[str, Any]]:
     """train.py's arguments, and beside them the peer's own ``peer.NAME=VALUE`` without the prefix.
 
     Raises:
@@ -59,6 +59,8 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Config, dict[str, Any]]:
             flags[name] = yaml.safe_load(value)
     config, _ = read_command_line([a for a in arguments if not a.startswith(_PREFIX)])
     _refuse_the_rest(config)
+    if dist.get_world_size() > 1 and not several_ranks:
+        raise ConfigError("this peer trains in one process; start it without composer -n")
     return config, flags
 
 
@@ -77,8 +79,6 @@ def _refuse_the_rest(config: Config) -> None:
     for key, given in refused.items():
         if given:
             raise ConfigError(f"{key}: the peers under benchmarks/peers do not have it; leave it out")
-    if dist.get_world_size() > 1:
-        raise ConfigError("a peer under benchmarks/peers trains in one process; start it without composer -n")
 
 
 def build_job(config: Config, *, on_gpu: bool) -> Job:

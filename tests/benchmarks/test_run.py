@@ -110,7 +110,9 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
     ]
     with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, stock_composer"):
         runner.read_table(table(arms={"HF": {"peer": "hf"}}))
-    with pytest.raises(SystemExit, match="arm 'HF' is a peer, which trains in one process; leave out ranks"):
+    with pytest.raises(
+        SystemExit, match="arm 'HF' is a peer that trains in one process; leave out ranks, or take own_trainer"
+    ):
         runner.read_table(table(arms={"HF": {"peer": "hf_trainer", "ranks": 2}}))
     with pytest.raises(SystemExit, match="arm 'x' has ranks 0; it must be a whole number of at least 1"):
         runner.read_table(table(arms={"x": {"ranks": 0}}))
