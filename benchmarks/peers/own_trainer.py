@@ -1,4 +1,4 @@
-"""python -m benchmarks.peers.own_trainer -f FILE [key=value ...]: a Composer Trainer of one's own, on one GPU or several.
+"""python -m benchmarks.peers.own_trainer -f FILE [key=value ...]: a Composer Trainer of one's own, on some GPUs.
 
 The job is the config's; in place of its ``algorithms`` and ``trainer`` keys the Trainer has ``recommended()`` and the
 callbacks of ``composer_speedups.distributed``, as ``examples/own_trainer.py`` shows it, and nothing else of the suite.
