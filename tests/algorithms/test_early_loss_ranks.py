@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 from unittest.mock import Mock
 
@@ -103,7 +104,7 @@ def _refused_on_both() -> list[str]:
     said.append(str(error.value))
     torch.distributed.is_gloo_available = available
     trainer_state.socket.gethostbyname = lambda _: "127.0.1.1"  # type: ignore[attr-defined]
-    dist.get_local_world_size = lambda: 1
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
     with pytest.warns(UserWarning, match="going on without early_loss"):
         train("tensor", 4, [EarlyLoss(on_unavailable="warn")])
     with pytest.raises(TechniqueError) as error:
@@ -154,8 +155,8 @@ def test_the_largest_number_of_ranks_waits_for_no_gpu_where_they_meet_on_the_hos
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: config)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, reduce_operation, group: tensor.add_(1))
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, operation, group: tensor.add_(1))
     device = DeviceCPU()
     monkeypatch.setattr(device, "tensor_to_device", send := Mock(side_effect=lambda tensor: tensor))
     assert max_over_ranks(device, 4) == 5

@@ -22,7 +22,7 @@ def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
     job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
     done = subprocess.run([*launcher, *job, *arguments], capture_output=True, text=True, timeout=500, cwd=folder)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
 def test_recommended_runs_unchanged_on_two_gpus_and_trains_as_on_one(tmp_path: Path) -> None:

@@ -128,6 +128,6 @@ _PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
     "symlink": _calls("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_point_at"),
     "rotate": _calls("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_remove_older"),
     "export": _calls("composer_speedups.tasks.export", "model_of", before=False),
-    "report": _calls("composer_speedups.train.report", "write_atomically"),
+    "report": _calls("composer_speedups.train.report", "write_json"),
 }
 POINTS = tuple(_PLACES)

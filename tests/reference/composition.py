@@ -60,7 +60,7 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
         model=model,
         callbacks=[recorder],
         cls=MicrobatchTrainer,
-        parallelism_config=fsdp_parallelism(fsdp),
+        parallelism_config=None if fsdp is None else fsdp_parallelism(fsdp),
     )
     trainer.fit()
     trainer.close()

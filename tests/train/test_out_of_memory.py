@@ -148,7 +148,7 @@ def test_where_it_cannot_go_on_the_last_line_says_what_to_set(rows: int, setting
 
 def test_several_ranks_and_captured_graphs_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = SDPAAttention("math")
-    monkeypatch.setattr(graphs, "fixed_shapes", True)
+    monkeypatch.setattr(SDPAAttention, "fixed_shapes", True)
     with pytest.raises(torch.OutOfMemoryError, match=r"sdpa_attention replays graphs of that size; set .*=3"):
         train(SmallGPU(3), graphs)
     state = make_trainer(device_train_microbatch_size=8).state
