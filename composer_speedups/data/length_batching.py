@@ -18,13 +18,13 @@ class LengthGroupedSampler(BalancedSampler):
     then the batches are shuffled.
 
     What does not fill a batch is left unsorted and comes last, or is left out with ``drop_last``: either way a random
-    draw. All else is as in :class:`.balanced.BalancedSampler`.
+    draw. All else is as in :class:`.BalancedSampler`.
 
     Args:
         lengths: Tokens of each review, (reviews,).
         batch_size: Reviews a batch, over all ranks together; a multiple of ``ranks``.
         pool: Batches that are sorted together. More is less padding, and batches less like independent draws.
-        **settings: Those of :class:`.balanced.BalancedSampler`.
+        **settings: Those of :class:`.BalancedSampler`.
 
     Raises:
         ValueError: ``pool`` below 1, or a batch that the ranks cannot share.

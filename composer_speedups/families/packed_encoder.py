@@ -138,7 +138,7 @@ class UnpaddedEncoder(nn.Module):
         return plan if isinstance(plan, Plan) else None
 
     def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
-        """Rows for which the head reads what is computed for padding; see :func:`.plan.reads_padding`."""
+        """Rows for which the head reads what is computed for padding; see :func:`.reads_padding`."""
         return reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
 
     def _check_labels(self, mask_BS: Tensor) -> None:

@@ -49,7 +49,7 @@ class FinetuneModel(HuggingFaceModel):
         return loss
 
     def flops_per_batch(self, batch: Any) -> int:
-        """FLOPs of a forward and backward pass over ``batch``, padding left out; see :mod:`.flops`."""
+        """FLOPs of a forward and backward pass over ``batch``, padding left out; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
         is_mlm = type(self.model).__name__.endswith("ForMaskedLM")
@@ -154,7 +154,7 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, settings: dict[str, Any]) 
 
 def _check_encoder(config: Any, name: str) -> None:
     """Refuse a decoder, which attends to the tokens before only, reads padding from another side, and counts other
-    FLOPs than those of :mod:`.flops`."""
+    FLOPs than those of :func:`.training_flops`."""
     kind = None
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder"
