@@ -108,7 +108,9 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
         ("HF", "hf_trainer", False, ["peer.a=1", "loggers.file={}"]),
         ("+ y", None, True, ["x=1", "y=1", "loggers.file={}"]),
     ]
-    with pytest.raises(SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, own_trainer, stock_composer"):
+    with pytest.raises(
+        SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, own_trainer, stock_composer"
+    ):
         runner.read_table(table(arms={"HF": {"peer": "hf"}}))
     with pytest.raises(
         SystemExit, match="arm 'HF' is a peer that trains in one process; leave out ranks, or take own_trainer"
