@@ -6,12 +6,12 @@ import graphlib
 import re
 from functools import cache
 
-import grimp
 import pytest
 
 from composer_speedups.core.catalogue import technique_names
 from tests.conftest import ROOT
 
+grimp = pytest.importorskip("grimp", reason="needs import-linter, of the dev group")
 PACKAGE = ROOT / "composer_speedups"
 LONGEST = 7
 
