@@ -46,9 +46,12 @@ class EngagementReport(Callback):
                 "matmul": precision_in_force(state),
                 "float32_matmul_precision": torch.get_float32_matmul_precision(),
             }
-            self.fit_end(state, logger)
+            self._log(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        self._log(state, logger)
+
+    def _log(self, state: State, logger: Logger) -> None:
         self._reported = True
         logger.log_hyperparameters(
             {

@@ -96,9 +96,12 @@ class MemoryAnatomy(Callback):
         self._put("weights", _bytes([*state.model.parameters(), *state.model.buffers()]))
         tensors = (tensor for optimizer in state.optimizers for _, tensor in state_tensors(optimizer))
         self._put("optimizer", _bytes(t for t in tensors if t.device.type == device_of(state).type))
-        self.fit_end(state, logger)
+        self._log(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
+        self._log(state, logger)
+
+    def _log(self, state: State, logger: Logger) -> None:
         self._put("peak", max(_peak(device_of(state)), self._peak_before))
         logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
