@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from composer.core import Event
+from composer.core import Event, get_precision_context
 
-from composer_speedups.core.technique import Technique
+from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.train.checkpoints.reading import check_checkpoint, restricted_loading
 from tests.helpers.common import (
+    SAVING,
     Recorder,
     awkward_batches,
     final_weights,
     make_trainer,
     plain_batches,
     tiny_bert,
+    trained,
 )
 from tests.helpers.settings import Case, cases
 from tests.reference.loop import eval_logits, train_plainly
@@ -26,16 +29,101 @@ from tests.reference.tolerance import assert_near
 every_technique = pytest.mark.parametrize("case", cases())
 
 
-@every_technique
-@pytest.mark.pins
-def test_it_engages_and_leaves_evidence(case: Case) -> None:
-    technique = case.build_all()[-1]
-    trainer = make_trainer([*case.build_all()[:-1], technique])
+class Run(NamedTuple):
+    """What four batches with a technique were seen to do; the Trainer is closed."""
+
+    case: Case
+    technique: Technique
+    trainer: Any
+    verified: list[tuple[int, bool]]  # batches trained, and whether training was over, at each call of verify
+    matched: list[set[Event]]  # before the first batch, and after the last
+    flags: list[dict[str, Any]]  # of the process: before, after fit, after close
+
+
+@pytest.fixture(scope="module", params=cases())
+def run(request: pytest.FixtureRequest) -> Run:
+    """The one run that all tests look at which need no other."""
+    case: Case = request.param
+    techniques, verified, flags = case.build_all(), list[tuple[int, bool]](), [_process_flags()]
+    technique = techniques[-1]
+    verify = technique.verify
+
+    def count(state: Any) -> dict[str, Any]:
+        verified.append((state.timestamp.batch.value, technique.ended))
+        return verify(state)
+
+    technique.verify = count  # type: ignore[method-assign]
+    trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1))
+    matched = [_matched(technique, trainer)]
     trainer.fit()
+    matched.append(_matched(technique, trainer))
+    flags.append(_process_flags())
     trainer.close()
-    assert technique.engaged is True
-    for key in case.entry.evidence:
-        assert technique.evidence[key] not in (None, {}, []), f"no {key} in {technique.evidence}"
+    return Run(case, technique, trainer, verified, matched, [*flags, _process_flags()])
+
+
+def _matched(technique: Technique, trainer: Any) -> set[Event]:
+    return {event for event in Event if technique.match(event, trainer.state)}
+
+
+@pytest.mark.pins
+def test_it_engages_and_leaves_evidence(run: Run) -> None:
+    assert run.technique.engaged is True
+    for key in run.case.entry.evidence:
+        assert run.technique.evidence[key] not in (None, {}, []), f"no {key} in {run.technique.evidence}"
+
+
+@pytest.mark.pins
+def test_it_verifies_after_the_first_batch_and_at_the_end_and_never_else(run: Run) -> None:
+    assert run.verified == [(1, False), (4, True)]
+
+
+def test_it_matches_init_and_not_every_event(run: Run) -> None:
+    before, after = run.matched
+    assert {Event.INIT, Event.BATCH_END} <= before < set(Event)
+    assert after < before, "less to do after the first batch"
+
+
+def test_flags_are_given_back(run: Run) -> None:
+    before, after_fit, after_close = run.flags
+    assert after_fit == before, "not given back at the end of fit"
+    assert after_close == before
+
+
+def test_the_checkpoint_is_the_stock_one(run: Run, tmp_path: Path) -> None:
+    if not run.case.entry.stock_checkpoint:
+        pytest.skip("its checkpoint is its library's own; see its card")
+    stock, model = tiny_bert().to(run.case.entry.weight_dtype), run.trainer.state.model.model
+    assert {n: (p.shape, p.dtype) for n, p in model.state_dict().items()} == {
+        n: (p.shape, p.dtype) for n, p in stock.state_dict().items()
+    }
+    model.save_pretrained(tmp_path / "export")
+    reloaded = type(stock).from_pretrained(tmp_path / "export")
+    assert_near(dict(reloaded.named_parameters()), dict(model.named_parameters()), what="exported weights")
+
+
+@pytest.mark.pins
+def test_resuming_is_exact(run: Run, tmp_path: Path) -> None:
+    def weights(**kwargs: Any) -> dict[str, torch.Tensor]:
+        return final_weights(trained(run.case.build_all(), model=tiny_bert(dropout=0.1), **kwargs))
+
+    saved = weights(save_folder=str(tmp_path), **SAVING)
+    check_checkpoint(str(tmp_path / "ba2.pt"), "checkpoint.load")
+    with restricted_loading("checkpoint.load", trust=False):  # as train.py loads it
+        resumed = weights(load_path=str(tmp_path / "ba2.pt"))
+    uninterrupted = final_weights(run.trainer)
+    torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
+    torch.testing.assert_close(saved, uninterrupted, rtol=0, atol=0)
+
+
+def test_engaging_twice_changes_nothing_more(run: Run) -> None:
+    twice = make_trainer(run.case.build_all(), model=tiny_bert(dropout=0.1))
+    for technique in techniques_of(twice.state.algorithms):
+        technique.apply(Event.INIT, twice.state, twice.logger)  # as a second Trainer on the model would
+        technique.engage(twice.state)
+    twice.fit()
+    twice.close()
+    torch.testing.assert_close(final_weights(twice), final_weights(run.trainer), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("gpu", [False, True])
@@ -46,23 +134,6 @@ def test_its_tests_hold_it_to_the_exactness_that_its_class_states(gpu: bool) -> 
         assert entry.dtype == entry.weight_dtype == torch.float32 or kind in ("lower_precision", "recipe"), case.id
         assert entry.weight_dtype == torch.float32 or kind == "recipe", case.id
         assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: what is not the same is another recipe"
-
-
-@every_technique
-@pytest.mark.pins
-def test_it_verifies_after_the_first_batch_and_at_the_end_and_never_else(case: Case) -> None:
-    technique, at = case.build_all()[-1], list[tuple[int, bool]]()
-    verify = technique.verify
-
-    def count(state: Any) -> dict[str, Any]:
-        at.append((state.timestamp.batch.value, technique.ended))
-        return verify(state)
-
-    technique.verify = count  # type: ignore[method-assign]
-    trainer = make_trainer([*case.build_all()[:-1], technique], batches=plain_batches(4))
-    trainer.fit()
-    trainer.close()
-    assert at == [(1, False), (4, True)]
 
 
 @every_technique
@@ -84,7 +155,7 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
     trainer = make_trainer(case.build_all(), model=copy.deepcopy(model), batches=batches, callbacks=[recorder], gpu=gpu)
     device = next(trainer.state.model.parameters()).device
     on_device = [{k: v.to(device) for k, v in b.items()} for b in batches]
-    with _precision(trainer):
+    with get_precision_context(trainer.state.precision):
         logits = [x.cpu() for x in eval_logits(trainer.state.model.model, on_device)]
     if "logits" in case.entry.same:
         assert_near(logits, expected.logits, dtype, "logits in eval mode")
@@ -100,80 +171,6 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
     if "weights" in case.entry.same:
         trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
         assert_near(trained, expected.weights, dtype, "weights after training")
-
-
-def _precision(trainer: Any) -> Any:
-    from composer.core import get_precision_context
-
-    return get_precision_context(trainer.state.precision)
-
-
-@every_technique
-def test_the_checkpoint_is_the_stock_one(case: Case, tmp_path: Any) -> None:
-    if not case.entry.stock_checkpoint:
-        pytest.skip("its checkpoint is its library's own; see its card")
-    stock = tiny_bert().to(case.entry.weight_dtype)
-    trainer = make_trainer(case.build_all())
-    trainer.fit()
-    trainer.close()
-    assert {n: (p.shape, p.dtype) for n, p in trainer.state.model.model.state_dict().items()} == {
-        n: (p.shape, p.dtype) for n, p in stock.state_dict().items()
-    }
-    trainer.state.model.model.save_pretrained(tmp_path / "export")
-    reloaded = type(stock).from_pretrained(tmp_path / "export")
-    assert_near(
-        dict(reloaded.named_parameters()),
-        dict(trainer.state.model.model.named_parameters()),
-        what="exported weights",
-    )
-
-
-@every_technique
-@pytest.mark.pins
-def test_resuming_is_exact(case: Case, tmp_path: Any) -> None:
-    batches = plain_batches(4)
-
-    def run(**kwargs: Any) -> dict[str, torch.Tensor]:
-        trainer = make_trainer(case.build_all(), model=tiny_bert(dropout=0.1), batches=batches, **kwargs)
-        trainer.fit()
-        trainer.close()
-        return final_weights(trainer)
-
-    uninterrupted = run()
-    run(
-        save_folder=str(tmp_path),
-        save_interval="2ba",
-        save_filename="ba{batch}.pt",
-        save_latest_filename=None,
-    )
-    check_checkpoint(str(tmp_path / "ba2.pt"), "checkpoint.load")
-    with restricted_loading("checkpoint.load", trust=False):  # as train.py loads it
-        resumed = run(load_path=str(tmp_path / "ba2.pt"))
-    torch.testing.assert_close(resumed, uninterrupted, rtol=0, atol=0)
-    assert (tmp_path / "ba2.pt").exists()
-
-
-@every_technique
-def test_engaging_twice_changes_nothing_more(case: Case) -> None:
-    once, twice = make_trainer(case.build_all()), make_trainer(case.build_all())
-    for technique in _techniques(twice):
-        technique.apply(Event.INIT, twice.state, twice.logger)  # as a second Trainer on the model would
-        technique.engage(twice.state)
-    once.fit()
-    twice.fit()
-    once.close()
-    twice.close()
-    torch.testing.assert_close(final_weights(twice), final_weights(once), rtol=0, atol=0)
-
-
-@every_technique
-def test_flags_are_given_back(case: Case) -> None:
-    before = _process_flags()
-    trainer = make_trainer(case.build_all())
-    trainer.fit()
-    assert _process_flags() == before, "not given back at the end of fit"
-    trainer.close()
-    assert _process_flags() == before
 
 
 @every_technique
@@ -199,14 +196,3 @@ def _process_flags() -> dict[str, Any]:
         "grad": torch.is_grad_enabled(),
         "dispatch_modes": torch._C._len_torch_dispatch_stack(),
     }
-
-
-@every_technique
-def test_its_repr_builds_it_again(case: Case) -> None:
-    technique = case.build()
-    again = eval(repr(technique), {type(technique).__name__: type(technique)})
-    assert repr(again) == repr(technique)
-
-
-def _techniques(trainer: Any) -> list[Technique]:
-    return [a for a in trainer.state.algorithms if isinstance(a, Technique)]

@@ -16,7 +16,7 @@ from composer_speedups import (
     Unpadding,
 )
 from composer_speedups.core.errors import ConfigError
-from tests.helpers.common import final_weights, make_trainer
+from tests.helpers.common import SAVING, final_weights, make_trainer, trained
 
 # Composer's own hint, which comes just before our error
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
@@ -25,16 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
     """Of a run with the fused optimizer and SDPA."""
-    trainer = make_trainer(
-        [FusedOptimizer(), SDPAAttention()],
-        callbacks=[EngagementReport()],
-        save_folder=str(tmp_path),
-        save_interval="2ba",
-        save_filename="ba{batch}.pt",
-        save_latest_filename=None,
-    )
-    trainer.fit()
-    trainer.close()
+    trained([FusedOptimizer(), SDPAAttention()], callbacks=[EngagementReport()], save_folder=str(tmp_path), **SAVING)
     return str(tmp_path / "ba2.pt")
 
 
@@ -50,9 +41,7 @@ def test_other_techniques_are_refused_with_both_lists(checkpoint: str) -> None:
 def test_techniques_of_which_none_is_left_are_named_too(tmp_path: Path) -> None:
     """An algorithm that the checkpoint does not know is not told of those that it does."""
     written = [Unpadding(), FusedLayers(), FusedOptimizer()]
-    trainer = make_trainer(written, save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
-    trainer.fit()
-    trainer.close()
+    trained(written, save_folder=str(tmp_path), **SAVING)
     with pytest.raises(ConfigError) as error:
         make_trainer([SDPAAttention()], load_path=str(tmp_path / "ba2.pt"))
     before = ", ".join(sorted(map(repr, written)))
@@ -70,9 +59,7 @@ def test_none_are_refused_where_the_engagement_report_watches(checkpoint: str) -
 
 
 def test_techniques_on_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:
-    trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
-    trainer.fit()
-    trainer.close()
+    trained(save_folder=str(tmp_path), **SAVING)
     with pytest.raises(ConfigError, match=r"written with techniques \[\] and this run has \[FusedOptimizer"):
         make_trainer([FusedOptimizer()], load_path=str(tmp_path / "ba2.pt"))
 

@@ -22,6 +22,7 @@ from tests.reference.loop import EPS
 
 Batch = dict[str, Tensor]
 VOCABULARY = 64
+SAVING: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
 
 
 def tiny_config(**settings: Any) -> BertConfig:
@@ -144,6 +145,16 @@ def make_trainer(
         callbacks=list(callbacks),
         **{**settings, **kwargs},
     )
+
+
+def trained(algorithms: Sequence[Algorithm] = (), **settings: Any) -> Trainer:
+    """A :func:`make_trainer` that has trained; closed, also where that raised."""
+    trainer = make_trainer(algorithms, **settings)
+    try:
+        trainer.fit()
+    finally:
+        trainer.close()
+    return trainer
 
 
 def in_turn(batches: list[Batch]) -> Any:
