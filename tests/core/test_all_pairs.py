@@ -23,7 +23,7 @@ from composer_speedups.core.technique import (
     sort_techniques,
     techniques_of,
 )
-from tests.helpers.common import final_weights, make_trainer, tiny_bert
+from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.settings import ENTRIES
 
 CPU = Context(torch.device("cpu"))
@@ -38,10 +38,9 @@ def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
     """The two, and what either needs beside it."""
     found: dict[str, Technique] = {}
     for name in pair:
-        entry = ENTRIES[name]
-        entry = (entry.gpu or entry) if gpu else entry
-        variants = entry.gpu_variants if gpu else entry.variants
-        found[name] = technique_class(name)(**(variants or entry.variants or entry.gpu_variants)[0])
+        entry = (ENTRIES[name].gpu or ENTRIES[name]) if gpu else ENTRIES[name]
+        variants = (entry.gpu_variants if gpu else []) or entry.variants or entry.gpu_variants
+        found[name] = technique_class(name)(**variants[0])
         for needed, arguments in entry.needs.items():
             found.setdefault(needed, technique_class(needed)(**arguments))
     return list(found.values())
@@ -52,18 +51,9 @@ TOO_SMALL = {("bnb_optimizer", "lora"), ("lora", "lowbit_optimizer")}
 PAIRS = list(itertools.combinations(sorted(ENTRIES), 2))
 
 
+@pytest.mark.parametrize("gpu", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_every_pair_trains_or_is_refused_by_name(pair: tuple[str, str]) -> None:
-    _check_pair(pair, gpu=False)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_every_pair_trains_or_is_refused_by_name_on_a_gpu(pair: tuple[str, str]) -> None:
-    _check_pair(pair, gpu=True)
-
-
-def _check_pair(pair: tuple[str, str], *, gpu: bool) -> None:
+def test_every_pair_trains_or_is_refused_by_name(pair: tuple[str, str], gpu: bool) -> None:
     techniques = build_pair(pair, gpu=gpu)
     names = {t.name for t in techniques}
     refusal = _refusal(techniques, Context(torch.device("cuda")) if gpu else CPU)
@@ -74,14 +64,12 @@ def _check_pair(pair: tuple[str, str], *, gpu: bool) -> None:
         with pytest.raises(TechniqueError, match=refusal.technique):
             make_trainer(build_pair(pair, gpu=gpu), gpu=gpu)
         return
-    trainer = make_trainer(techniques, gpu=gpu)
+    settings: dict[str, Any] = {"batches": plain_batches(2), "gpu": gpu}
     if pair in TOO_SMALL:
         with pytest.raises(NotEngagedError, match="no parameter has 8-bit state; lower min_"):
-            trainer.fit()
-        trainer.close()
+            trained(techniques, **settings)
         return
-    trainer.fit()
-    trainer.close()
+    trainer = trained(techniques, **settings)
     assert all(t.engaged for t in techniques)
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
 
@@ -104,11 +92,8 @@ def test_all_together_in_any_order_give_one_run() -> None:
         (names[2:] + names[:2], {"algorithm_passes": [refuse_clashes, sort_techniques]}),
     ]:
         techniques = [build(name) for name in order]
-        trainer = make_trainer(techniques, model=tiny_bert(dropout=0.1), **kwargs)
-        trainer.fit()
-        trainer.close()
+        results.append(final_weights(trained(techniques, model=tiny_bert(dropout=0.1), **kwargs)))
         assert all(t.engaged for t in techniques)
-        results.append(final_weights(trainer))
         torch._dynamo.reset()
     for other in results[1:]:
         torch.testing.assert_close(other, results[0], rtol=0, atol=0)

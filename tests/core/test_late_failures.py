@@ -19,7 +19,7 @@ from composer_speedups.core.errors import CannotRunError, ConfigError, NotEngage
 from composer_speedups.train import application
 from composer_speedups.train.cli import exit_codes
 from tests.conftest import ROOT
-from tests.helpers.common import final_weights, make_trainer, tiny_bert
+from tests.helpers.common import final_weights, make_trainer, tiny_bert, trained
 from tests.helpers.forks import Fork
 from tests.helpers.jobs import SHORT
 from tests.helpers.rerun import CannotRecord
@@ -75,17 +75,12 @@ def test_with_warn_attention_is_what_it_was(applied_before: bool, monkeypatch: p
     model, technique = tiny_bert(), SDPAAttention("efficient", on_unavailable="warn")
     if applied_before:
         apply_sdpa_attention(model, "efficient")
-    trainer = make_trainer([technique], model=model)
     with pytest.warns(UserWarning, match="going on without sdpa_attention: the efficient kernel cannot run"):
-        trainer.fit()
-    trainer.close()
+        trainer = trained([technique], model=model)
     assert technique.engaged is False
     assert technique.evidence["going_on_with"] == "eager"
     assert {"unavailable", "fix"} <= set(technique.evidence)
-    plain = make_trainer()
-    plain.fit()
-    plain.close()
-    torch.testing.assert_close(final_weights(trainer), final_weights(plain), rtol=0, atol=0)
+    torch.testing.assert_close(final_weights(trainer), final_weights(trained()), rtol=0, atol=0)
 
 
 def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,9 +100,7 @@ def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> N
     stock, linears = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in both)
     assert [type(m) for m in linears] == [nn.Linear] * len(stock)
     assert [vars(m).keys() for m in linears] == [vars(m).keys() for m in stock]
-    plain = make_trainer([MixedPrecision(**bf16)])  # type: ignore[arg-type]
-    plain.fit()
-    plain.close()
+    plain = trained([MixedPrecision(**bf16)])  # type: ignore[arg-type]
     torch.testing.assert_close(final_weights(trainer), final_weights(plain), rtol=0, atol=0)
 
 
@@ -126,21 +119,15 @@ def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_capture")
 def test_a_capture_that_fails_is_a_failed_run() -> None:
-    trainer = make_trainer([CUDAGraphs()])
     with pytest.raises(CannotRunError, match=r"cuda_graphs: the step cannot be captured \(operation not permitted"):
-        trainer.fit()
-    trainer.close()
+        trained([CUDAGraphs()])
 
 
 @pytest.mark.usefixtures("no_capture")
 def test_with_warn_a_capture_that_fails_leaves_the_model_its_own_forward() -> None:
-    technique, plain = CUDAGraphs(on_unavailable="warn"), make_trainer()
-    trainer = make_trainer([technique])
+    technique = CUDAGraphs(on_unavailable="warn")
     with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
-        trainer.fit()
-    trainer.close()
-    plain.fit()
-    plain.close()
+        trainer = trained([technique])
     assert technique.engaged is False
     assert "cannot be captured" in technique.evidence["unavailable"]
-    assert_near(final_weights(trainer), final_weights(plain))
+    assert_near(final_weights(trainer), final_weights(trained()))

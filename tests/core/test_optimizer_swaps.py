@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,24 +20,27 @@ from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Stage, conflicts_between, refuse_clashes
-from tests.helpers.common import final_weights, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import SAVING, final_weights, make_trainer, plain_batches, tiny_bert, trained
 from tests.helpers.settings import ENTRIES, Case, cases
 from tests.reference.loop import EPS
 from tests.reference.tolerance import assert_near
 
 OPTIMIZERS = sorted(n for n in ENTRIES if technique_class(n).stage == Stage.OPTIMIZER)
+
+
+def _is_swap(case: Any) -> bool:
+    return issubclass(technique_class(case.values[0].name), OptimizerSwapTechnique)
+
+
 of_optimizers = [c for c in cases() if c.values[0].name in OPTIMIZERS]
-of_swaps = [c for c in of_optimizers if issubclass(technique_class(c.values[0].name), OptimizerSwapTechnique)]
-swaps_on_gpu = [
-    c
-    for c in cases(gpu=True)
-    if c.values[0].name in OPTIMIZERS and issubclass(technique_class(c.values[0].name), OptimizerSwapTechnique)
-]
+of_swaps = [c for c in of_optimizers if _is_swap(c)]
+swaps_on_gpu = [c for c in cases(gpu=True) if _is_swap(c)]
 every_optimizer = pytest.mark.parametrize("case", of_optimizers)
 every_swap = pytest.mark.parametrize("case", of_swaps)
 
 approx = partial(pytest.approx, rel=1e-6)  # torchao keeps rates in float32
 
+CLIPPING = GradientClipping("norm", clipping_threshold=1e-3)
 SHAPE = [1.0, 0.5, 0.0, 0.0]  # of the rates of four batches, from torch's schedulers
 
 
@@ -75,20 +78,23 @@ def schedule(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {"schedulers": scheduler, "step_schedulers_every_batch": True}
 
 
+@cache
+def plain_run(kind: str = "composer", *, clipped: bool = False) -> tuple[Any, Watch]:
+    """What the untouched optimizer does; not to be changed."""
+    return run([CLIPPING] if clipped else [], kind)
+
+
 def run(algorithms: list[Any], kind: str = "composer", **kwargs: Any) -> tuple[Any, Watch]:
     model, watch = tiny_bert(dropout=kwargs.pop("dropout", 0.0)), Watch()
     optimizer = grouped_adamw(model)
     settings = schedule(kind, optimizer) | kwargs
-    trainer = make_trainer(algorithms, model=model, optimizer=optimizer, callbacks=[watch], **settings)
-    trainer.fit()
-    trainer.close()
-    return trainer, watch
+    return trained(algorithms, model=model, optimizer=optimizer, callbacks=[watch], **settings), watch
 
 
 @every_optimizer
 @pytest.mark.parametrize("kind", ["composer", "torch", "sequential"])
 def test_groups_and_schedules_survive(case: Case, kind: str) -> None:
-    plain, expected = run([], kind)
+    plain, expected = plain_run(kind)
     trainer, seen = run(case.build_all(), kind)
     groups, plain_groups = (t.state.optimizers[0].param_groups for t in (trainer, plain))
     for key in ("lr", "initial_lr", "weight_decay"):
@@ -118,7 +124,7 @@ def _check_effect(seen: Watch, case: Case) -> None:
 @every_optimizer
 @pytest.mark.parametrize("kind", ["composer", "torch"])
 def test_resuming_with_groups_and_schedules_is_exact(case: Case, kind: str, tmp_path: Path) -> None:
-    saving = {"save_interval": "1ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
+    saving = {**SAVING, "save_interval": "1ba"}
     whole, expected = run(case.build_all(), kind, save_folder=str(tmp_path), dropout=0.1, **saving)
     resumed, seen = run(case.build_all(), kind, load_path=str(tmp_path / "ba1.pt"), dropout=0.1)
     assert seen.rates == expected.rates[1:]
@@ -127,15 +133,10 @@ def test_resuming_with_groups_and_schedules_is_exact(case: Case, kind: str, tmp_
 
 @every_optimizer
 def test_gradients_are_clipped_before_they_are_used(case: Case) -> None:
-    final = []
-    for algorithms in ([], case.build_all()):
-        clipping = GradientClipping("norm", clipping_threshold=1e-3)
-        _, watch = run([clipping, *algorithms])
-        final.append(watch.weights[-1])
+    clipped, free = (run([*clipping, *case.build_all()])[1].weights[-1] for clipping in ([CLIPPING], []))
     if "weights" in case.entry.same:
-        assert_near(final[1], final[0], case.entry.dtype, "weights")
-    _, watch = run(case.build_all())
-    assert any((watch.weights[-1][n] != w).any() for n, w in final[1].items()), "the threshold must tell"
+        assert_near(clipped, plain_run(clipped=True)[1].weights[-1], case.entry.dtype, "weights")
+    assert any((free[n] != w).any() for n, w in clipped.items()), "the threshold must tell"
 
 
 @every_swap
@@ -173,16 +174,10 @@ def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -
     """Composer files states by class name, and the techniques agree: only the state itself is AdamW's."""
     if not case.entry.stock_checkpoint:
         pytest.skip("torch itself refuses a state that lacks parameters")
-    saving: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
-    trainer = make_trainer(case.build_all(), save_folder=str(tmp_path), **saving)
-    trainer.fit()
-    trainer.close()
-    plain = make_trainer(batches=plain_batches(2))
-    plain.fit()
-    plain.close()
+    trained(case.build_all(), batches=plain_batches(2), save_folder=str(tmp_path), **SAVING)
     checkpoint = torch.load(tmp_path / "ba2.pt", weights_only=False)
     (name,) = checkpoint["state"]["optimizers"]
-    (foreign,) = plain.state.state_dict()["optimizers"].values()
+    (foreign,) = plain_run()[0].state.state_dict()["optimizers"].values()
     checkpoint["state"]["optimizers"] = {name: foreign}
     torch.save(checkpoint, tmp_path / "foreign.pt")
     with pytest.raises(ValueError, match=r"state loaded is that of another optimizer.*; load a state") as error:
@@ -192,8 +187,7 @@ def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -
 
 @pytest.mark.parametrize("pair", itertools.combinations(OPTIMIZERS, 2), ids="+".join)
 def test_two_optimizers_clash_by_name(pair: tuple[str, str]) -> None:
-    entries = [ENTRIES[name] for name in pair]
-    techniques = [technique_class(n)(**(e.variants or e.gpu_variants)[0]) for n, e in zip(pair, entries, strict=True)]
+    techniques = [technique_class(n)(**(ENTRIES[n].variants or ENTRIES[n].gpu_variants)[0]) for n in pair]
     with pytest.raises(TechniqueError, match=r"both set the optimizer implementation; take .* out") as error:
         refuse_clashes(techniques)
     assert all(name in str(error.value) for name in pair)
@@ -207,13 +201,9 @@ def test_mixed_precision_trains_and_resumes_exactly(case: Case, precision: str, 
         pytest.skip("clashes with mixed precision")
 
     def train(**kwargs: Any) -> Any:
-        trainer = make_trainer(case.build_all(), gpu=True, precision=precision, batches=plain_batches(24), **kwargs)
-        trainer.fit()
-        trainer.close()
-        return trainer
+        return trained(case.build_all(), gpu=True, precision=precision, batches=plain_batches(24), **kwargs)
 
-    saving = {"save_interval": "20ba", "save_filename": "ba{batch}.pt", "save_latest_filename": None}
-    whole = train(save_folder=str(tmp_path), **saving)
+    whole = train(save_folder=str(tmp_path), **{**SAVING, "save_interval": "20ba"})
     (technique,) = [a for a in whole.state.algorithms if a.name == case.name]
     assert technique.evidence["optimizer_steps"] > 0, "fp16's loss scale must have come down by now"
     resumed = train(load_path=str(tmp_path / "ba20.pt"))

@@ -11,7 +11,7 @@ from composer.core import Event, State
 from pydantic import Field
 
 from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_clashes
-from tests.helpers.common import make_trainer, plain_batches
+from tests.helpers.common import make_trainer, plain_batches, trained
 
 
 class Toy(Technique):
@@ -131,9 +131,7 @@ def test_a_postponed_verification_comes_a_batch_later() -> None:
                 self.postpone()
 
     toy = Postponed()
-    trainer = make_trainer([toy], batches=plain_batches(3))
-    trainer.fit()
-    trainer.close()
+    trained([toy], batches=plain_batches(3))
     assert toy.heard == ["watch", "batch_end", "watch", "batch_end", "verify", "batch_end", "verify", "fit_end"]
 
 
