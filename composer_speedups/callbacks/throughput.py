@@ -16,7 +16,7 @@ from composer.utils import dist
 from torch._dynamo.utils import counters
 
 from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_force
-from composer_speedups.core.captures import capture_seconds
+from composer_speedups.core.operator_recorder import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
 

@@ -1,7 +1,8 @@
-"""Seeing what torch really ran: the aten operators under a block of code, and compiled graphs."""
+"""Seeing what torch really ran: the aten operators under a block of code, compiled graphs, captures of CUDA graphs."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composer_speedups.core.errors import CannotRunError, first_line
 
-__all__ = ["CompileCounts", "OperatorRecorder", "cannot_run", "compile_counts", "counted_apart", "matmul_error"]
-
+__all__ = [
+    "CompileCounts",
+    "OperatorRecorder",
+    "cannot_run",
+    "capture_seconds",
+    "capturing",
+    "compile_counts",
+    "counted_apart",
+    "matmul_error",
+]
 
 _COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")  # the second compiles at the first backward
 
@@ -97,6 +106,23 @@ def _all_counts() -> CompileCounts:
         failed=frames["total"] - frames["ok"],
         seconds=sum(sum(compilation_time_metrics.get(phase, ())) for phase in _COMPILE_PHASES),
     )
+
+
+_capture_seconds = 0.0
+
+
+def capture_seconds() -> float:
+    """Of all captures of CUDA graphs in this process so far, their warm-up included."""
+    return _capture_seconds
+
+
+@contextmanager
+def capturing() -> Iterator[None]:
+    """Around a capture."""
+    global _capture_seconds
+    start = time.perf_counter()
+    yield
+    _capture_seconds += time.perf_counter() - start
 
 
 def matmul_error(device: torch.device, size: int = 256) -> float:

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.recorders import Recorder
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
-from composer_speedups.core.captures import capturing
+from composer_speedups.core.operator_recorder import capturing
 
 __all__ = ["Captured", "capture_call"]
 
