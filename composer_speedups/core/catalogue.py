@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard
 
+from composer_speedups.core.settings import annotated
+
 __all__ = ["Description", "SettingDescription", "describe", "folder_of", "public_names", "technique_names"]
 
 _PACKAGE = Path(__file__).parent.parent
@@ -93,20 +95,14 @@ def _settings(class_name: str, file: Path) -> Iterator[SettingDescription]:
     cls = next((n for n in _tree(file).body if isinstance(n, ast.ClassDef) and n.name == class_name), None)
     if cls is None:
         return
-    for field, doc in zip(cls.body, cls.body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and _is_field(field.value) and isinstance(field.target, ast.Name):
+    for name, field, doc in annotated(cls):
+        if _is_field(field.value):
             default = _constant(field.value.args[0], file)
             bounds = {str(keyword.arg): _constant(keyword.value, file) for keyword in field.value.keywords}
-            hint = _hint(field.annotation, file)
-            yield SettingDescription(field.target.id, hint, default, bounds, " ".join(_string(doc).split()))
+            yield SettingDescription(name, _hint(field.annotation, file), default, bounds, doc)
     for base in _bases(cls):
         if (module := _module_of(base, file)) is not None:
             yield from _settings(base, module)
-
-
-def _string(node: ast.stmt) -> str:
-    """A string that stands alone, as a doc line does; empty for any other statement."""
-    return str(node.value.value) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) else ""
 
 
 def _is_field(value: ast.expr | None) -> TypeGuard[ast.Call]:

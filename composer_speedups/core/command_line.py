@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from composer_speedups.core.errors import ConfigError, did_you_mean
-from composer_speedups.core.settings import check_value, field_docs, field_line
+from composer_speedups.core.settings import Spelling, check_value, field_docs, field_line
 
 __all__ = ["COMMAND_LINE", "CommandLine", "find_config", "keys_help", "parse_command_line", "read_settings"]
 
@@ -20,7 +20,12 @@ COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
 # Of the wheel, or beside the package in a checkout.
 _SHIPPED = _PACKAGE / "yamls" if (_PACKAGE / "yamls").is_dir() else _PACKAGE.parent / "yamls"
-_SPELLED = {int: "a whole number", float: "a number", bool: "true or false", str: "non-empty text"}
+_IN_ERRORS = Spelling(
+    lambda options: " or ".join(map(str, options)),
+    "a comma-separated list, each item {}",
+    ", or ",
+    {int: "a whole number", float: "a number", bool: "true or false", str: "non-empty text"},
+)
 T = TypeVar("T")
 
 
@@ -121,7 +126,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
         try:
             values[name] = _value(hints[name], text)
         except (KeyError, ValueError):
-            raise ConfigError(f"{COMMAND_LINE}: {dotted} must be {_spelled(hints[name])}, not {text!r}") from None
+            raise ConfigError(f"{COMMAND_LINE}: {dotted} must be {_IN_ERRORS.of(hints[name])}, not {text!r}") from None
         if fault := check_value(fields[name], values[name]):
             raise ConfigError(f"{COMMAND_LINE}: {dotted} {fault}")
     return cls(**values), rest
@@ -149,13 +154,3 @@ def _value(hint: Any, text: str) -> Any:
     if hint is str and not text.strip():
         raise ValueError
     return hint(text)
-
-
-def _spelled(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
-        return f"{_spelled(typing.get_args(hint)[0])}, or null"
-    if typing.get_origin(hint) is list:
-        return f"a comma-separated list, each item {_spelled(typing.get_args(hint)[0])}"
-    if typing.get_origin(hint) is typing.Literal:
-        return " or ".join(map(str, typing.get_args(hint)))
-    return _SPELLED[hint]

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 import operator
-import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 from pydantic.fields import FieldInfo
+
+from composer_speedups.core.settings import Spelling
 
 __all__ = ["Declared", "Setting"]
 
@@ -31,7 +32,7 @@ class Setting(NamedTuple):
     def fault(self, value: Any) -> str | None:
         """What is wrong with a value, as the end of a sentence; None when it is fine."""
         if not _accepts(self.hint, value):
-            return f"must be {_spell(self.hint)}, not {value!r}"
+            return f"must be {_IN_ERRORS.of(self.hint)}, not {value!r}"
         if value is not None and not all(_HOLDS[sign](value, bound) for sign, bound in self.bounds.items()):
             return f"must be {_spell_bounds(self.bounds)}, not {value!r}"
         return None
@@ -112,16 +113,12 @@ def _accepts(hint: Any, value: Any) -> bool:
     return hint is Any or type(value) is hint
 
 
-def _spell(hint: Any) -> str:
-    options = typing.get_args(hint)
-    if typing.get_origin(hint) is typing.Literal:
-        *first, last = map(repr, options)
-        return f"{', '.join(first)} or {last}" if first else last
-    if typing.get_origin(hint) is list:
-        return f"a list of {_spell(options[0])}"
-    if options:
-        return " or ".join(map(_spell, options))
-    return {types.NoneType: "null"}.get(hint, getattr(hint, "__name__", str(hint)))
+def _one_of(options: Sequence[Any]) -> str:
+    *first, last = map(repr, options)
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+_IN_ERRORS = Spelling(_one_of, "a list of {}", " or ")
 
 
 def _spell_bounds(bounds: Mapping[str, float]) -> str:

@@ -11,11 +11,11 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["LENGTH", "Origins", "check_value", "field_docs", "field_line", "key", "key_line"]
+__all__ = ["LENGTH", "Origins", "Spelling", "annotated", "check_value", "field_docs", "field_line", "key", "key_line"]
 
 LENGTH = ("ep", "ba", "sp", "tok")  # units of Composer's time strings
 
@@ -42,15 +42,8 @@ def key(
         words: Strings allowed beside a number.
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    metadata = {
-        **{k: v for k, v in bounds.items() if v is not None},
-        "units": units,
-        "name": name,
-        "words": words,
-    }
-    if factory is not dataclasses.MISSING:
-        return dataclasses.field(default_factory=factory, metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+    metadata = {k: v for k, v in bounds.items() if v is not None} | {"units": units, "name": name, "words": words}
+    return dataclasses.field(default=default, default_factory=factory, metadata=metadata)
 
 
 def check_value(field: dataclasses.Field[Any], value: Any) -> str | None:
@@ -106,22 +99,44 @@ class Origins(dict[str, str]):
         return self.otherwise
 
 
+def annotated(cls: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign, str]]:
+    """The annotated attributes of a class: name, statement, and the string literal under it as one line."""
+    for field, doc in zip(cls.body, cls.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            string = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
+            yield field.target.id, field, " ".join(str(string).split())
+
+
 @cache
 def field_docs(cls: type) -> dict[str, str]:
     """The string literal under each field of a dataclass, as one line each."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
-    docs: dict[str, str] = {}
-    for field, doc in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(doc, ast.Expr)
-            and isinstance(doc.value, ast.Constant)
-            and isinstance(doc.value.value, str)
-        ):
-            docs[field.target.id] = " ".join(doc.value.value.split())
-    return docs
+    return {name: doc for name, _, doc in annotated(body) if doc}
+
+
+class Spelling(NamedTuple):
+    """How types are written: in ``--help``, or in the sentences of errors."""
+
+    literal: Callable[[Sequence[Any]], str]  # from the values that are allowed
+    listed: str  # around a list's item
+    either: str  # between the types of a union
+    names: Mapping[Any, str] = {}  # of single types, where they are not Python's
+
+    def of(self, hint: Any) -> str:
+        options, origin = typing.get_args(hint), typing.get_origin(hint)
+        if origin is typing.Literal:
+            return self.literal(options)
+        if origin is list:
+            return self.listed.format(self.of(options[0]))
+        if origin in (types.UnionType, typing.Union):
+            return self.either.join(map(self.of, options))
+        if hint is types.NoneType:
+            return "null"
+        return self.names.get(hint) or (str(hint).replace("typing.", "") if options else hint.__name__)
+
+
+_IN_HELP = Spelling(lambda options: "|".join(map(str, options)), "list[{}]", "|")
 
 
 def key_line(name: str, hint: str, default: Any, rules: Mapping[str, Any]) -> str:
@@ -137,16 +152,4 @@ def key_line(name: str, hint: str, default: Any, rules: Mapping[str, Any]) -> st
 def field_line(dotted: str, field: dataclasses.Field[Any], hint: Any) -> str:
     """The :func:`key_line` of a dataclass's field."""
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    return key_line(dotted, _type(hint), default, field.metadata)
-
-
-def _type(hint: Any) -> str:
-    if isinstance(hint, types.UnionType):
-        return "|".join(map(_type, typing.get_args(hint)))
-    if typing.get_origin(hint) is typing.Literal:
-        return "|".join(map(str, typing.get_args(hint)))
-    if typing.get_origin(hint) is list:
-        return f"list[{_type(typing.get_args(hint)[0])}]"
-    if hint is type(None):
-        return "null"
-    return hint.__name__ if typing.get_origin(hint) is None else str(hint).replace("typing.", "")
+    return key_line(dotted, _IN_HELP.of(hint), default, field.metadata)
