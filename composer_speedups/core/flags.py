@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 from composer.core import Callback, State
-from composer.loggers import Logger
 
 from composer_speedups.core.technique import Technique
 
@@ -55,8 +54,8 @@ class ProcessFlag:
 MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_float32_matmul_precision)
 
 
-class FlagTechnique(Technique):
-    """A technique that sets a process-wide flag during ``fit``, ``eval`` and ``predict`` of its own Trainer only.
+class _HoldsFlag:
+    """Sets a process-wide flag during ``fit``, ``eval`` and ``predict`` of its own Trainer only.
 
     So neither a Trainer built beside it nor the order in which both run or close can change what either sees. A
     run that raises gives the flag back when its Trainer closes.
@@ -66,38 +65,35 @@ class FlagTechnique(Technique):
 
     @abstractmethod
     def wanted_flag(self) -> Any:
-        """The flag while the technique is in force."""
+        """The flag meanwhile."""
 
-    def engage(self, state: State) -> dict[str, Any]:
-        return {"before": self.flag.read(), "during": self.wanted_flag()}
-
-    def fit_start(self, state: State) -> None:
+    def fit_start(self, state: State, *_: Any) -> None:
         self.flag.take(self, self.wanted_flag())
 
-    def fit_end(self, state: State) -> None:
+    def fit_end(self, state: State, *_: Any) -> None:
         self.flag.give_back(self)
 
     eval_standalone_start = eval_before_all = predict_start = fit_start
     eval_standalone_end = eval_after_all = predict_end = fit_end
 
-    def close(self) -> None:
+    def close(self, *_: Any) -> None:
         self.flag.release(self)
 
 
-class Float32Matmuls(Callback):
+class FlagTechnique(_HoldsFlag, Technique):
+    """A technique that sets a process-wide flag during ``fit``, ``eval`` and ``predict`` of its own Trainer only."""
+
+    def engage(self, state: State) -> dict[str, Any]:
+        return {"before": self.flag.read(), "during": self.wanted_flag()}
+
+
+class Float32Matmuls(_HoldsFlag, Callback):
     """Keeps float32 matmuls float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer: an honest baseline.
 
     Composer's ``DeviceGPU`` turns TF32 on or off when it is made, and so for every other Trainer of the process.
     """
 
-    def fit_start(self, state: State, logger: Logger) -> None:
-        MATMUL_PRECISION.take(self, "highest")
+    flag = MATMUL_PRECISION
 
-    def fit_end(self, state: State, logger: Logger) -> None:
-        MATMUL_PRECISION.give_back(self)
-
-    eval_standalone_start = eval_before_all = predict_start = fit_start
-    eval_standalone_end = eval_after_all = predict_end = fit_end
-
-    def close(self, state: State, logger: Logger) -> None:
-        MATMUL_PRECISION.release(self)
+    def wanted_flag(self) -> str:
+        return "highest"
