@@ -77,8 +77,32 @@ def unpadded_attention(
     window = None if sliding_window is None else sliding_window - 1  # the farthest on either side
     if unpadding is None:
         return _padded(query, key, value, attention_mask, dropout, scaling, window)
-    function = _flash if takes_flash(query.device, query.dtype, query.shape[-1]) else _repadded
-    return function(query, key, value, unpadding, dropout, scaling, window), None
+    heads = query.shape[1]
+    packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
+    if takes_flash(query.device, query.dtype, query.shape[-1]):
+        out_TAD = torch.ops.aten._flash_attention_forward(
+            *packed_TAD,
+            unpadding.cu_seqlens,
+            unpadding.cu_seqlens,
+            unpadding.longest,  # rows that are shorter cost next to nothing
+            unpadding.longest,
+            dropout,
+            False,
+            False,
+            scale=scaling,
+            window_size_left=window,
+            window_size_right=window,
+        )[0]
+        return out_TAD.unsqueeze(0), None
+    # The same attention where there is no flash kernel: q, k and v alone go back to their padded slots.
+    mask = real_keys(unpadding)
+    if window is not None:  # padding far from every token would have nothing to attend to: each slot may to itself
+        distance_SS = _distances(unpadding.mask_BS.shape[1], query.device)
+        mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
+    queries, keys, values = (repad(x.flatten(1), unpadding, heads) for x in packed_TAD)
+    out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
+    out_TH = gather_tokens(out_BASD.transpose(1, 2).reshape(unpadding.mask_BS.numel(), -1), unpadding.indices_T)
+    return out_TH.view(1, -1, heads, query.shape[-1]), None
 
 
 def takes_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -97,55 +121,6 @@ def operators_among(counts: dict[str, int]) -> list[str]:
     known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH))]
     # SDPA's math kernel comes apart before it is dispatched; no other attention takes this softmax.
     return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    dropout: float,
-    scaling: float | None,
-    window: int | None = None,
-) -> Tensor:
-    query_TAD, key_TAD, value_TAD = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    out_TAD = torch.ops.aten._flash_attention_forward(
-        query_TAD,
-        key_TAD,
-        value_TAD,
-        plan.cu_seqlens,
-        plan.cu_seqlens,
-        plan.longest,  # rows that are shorter cost next to nothing
-        plan.longest,
-        dropout,
-        False,
-        False,
-        scale=scaling,
-        window_size_left=window,
-        window_size_right=window,
-    )[0]
-    return out_TAD.unsqueeze(0)
-
-
-def _repadded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    plan: Plan,
-    dropout: float,
-    scaling: float | None,
-    window: int | None = None,
-) -> Tensor:
-    """The same attention where there is no flash kernel: q, k and v alone go back to their padded slots."""
-    heads = query.shape[1]
-    queries, keys, values = (repad(x.squeeze(0).transpose(0, 1).flatten(1), plan, heads) for x in (query, key, value))
-    mask = real_keys(plan)
-    if window is not None:  # padding far from every token would have nothing to attend to: each slot may to itself
-        distance_SS = _distances(plan.mask_BS.shape[1], query.device)
-        mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
-    out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
-    packed = gather_tokens(out_BASD.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
-    return packed.view(1, -1, heads, query.shape[-1])
 
 
 def repad(packed_TH: Tensor, plan: Plan, heads: int) -> Tensor:

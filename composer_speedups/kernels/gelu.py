@@ -5,6 +5,8 @@ Shapes: T tokens, F units of the feed-forward layer.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -27,31 +29,26 @@ def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor
         The gradient of x (T, F), GELU of x (T, F), and the sum over tokens of the gradient, float32 (F,), which is
         the gradient of a bias that was added to x.
     """
-    tokens, features = x_TF.shape
     result = torch.empty_like(x_TF)
-    groups = _groups(x_TF, _BACKWARD["COLUMNS"])
-    partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    _gelu_backward[(triton.cdiv(features, _BACKWARD["COLUMNS"]), groups)](
-        grad_TF, x_TF, result, partial, tokens, features, **_BACKWARD
-    )
-    return grad_TF, result, partial.sum(0)
+    sums = _launch(_gelu_backward, _BACKWARD, x_TF, grad_TF, x_TF, result)
+    return grad_TF, result, sums
 
 
 def column_sums(x_TF: Tensor) -> Tensor:
     """Sum over tokens, float32 (F,), of a contiguous (T, F)."""
+    return _launch(_column_sums, _SUMS, x_TF, x_TF)
+
+
+def _launch(kernel: Any, tile: dict[str, int], x_TF: Tensor, *tensors: Tensor) -> Tensor:
+    """Launch a kernel over tiles of (T, F) that sums each group of tokens in a program of its own; the whole sums."""
     tokens, features = x_TF.shape
-    groups = _groups(x_TF, _SUMS["COLUMNS"])
+    strips, groups = triton.cdiv(features, tile["COLUMNS"]), 3
+    if x_TF.is_cuda:
+        programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
+        groups = max(1, programs // strips)
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    _column_sums[(triton.cdiv(features, _SUMS["COLUMNS"]), groups)](x_TF, partial, tokens, features, **_SUMS)
+    kernel[(strips, groups)](*tensors, partial, tokens, features, **tile)
     return partial.sum(0)
-
-
-def _groups(x_TF: Tensor, columns: int) -> int:
-    """Into how many parts the tokens fall, each summed by a program of its own."""
-    if not x_TF.is_cuda:
-        return 3
-    programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
-    return max(1, programs // triton.cdiv(x_TF.shape[1], columns))
 
 
 @triton.jit
