@@ -15,7 +15,7 @@ from composer.loggers import Logger
 
 from composer_speedups import TF32Matmul
 from composer_speedups.core.flags import MATMUL_PRECISION, Float32Matmuls, ProcessFlag
-from tests.helpers.common import make_trainer, plain_batches
+from tests.helpers.common import make_trainer, plain_batches, trained
 from tests.helpers.jobs import run
 
 current = torch.get_float32_matmul_precision
@@ -101,9 +101,7 @@ def test_a_trainer_that_closes_while_another_fits_takes_nothing_from_it() -> Non
             failed.close()
 
     seen = Seen()
-    other = make_trainer([TF32Matmul("medium")], callbacks=[Closing(), seen])
-    other.fit()
-    other.close()
+    trained([TF32Matmul("medium")], callbacks=[Closing(), seen])
     assert seen.flags == {"medium"}
     assert current() == "highest"
 

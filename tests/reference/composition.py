@@ -16,7 +16,7 @@ from composer_speedups.distributed.fsdp import GradientClipping, fsdp_parallelis
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.config.schema import FSDPConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
-from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert
+from tests.helpers.common import Batch, Recorder, batch, tiny_bert, trained
 from tests.helpers.settings import Case, cases
 
 WAYS: dict[str, FSDPConfig | None] = {
@@ -53,7 +53,7 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
     model.model.config.problem_type = "single_label_classification"
     if fsdp is not None:
         sharded_blocks(model)
-    trainer = make_trainer(
+    trainer = trained(
         [*(case.build_all() if case else []), *([GradientClipping("norm", clipping_threshold=clip)] if clip else [])],
         batches=batches(dist.get_world_size()),
         max_duration="4ba",
@@ -62,8 +62,6 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
         cls=MicrobatchTrainer,
         parallelism_config=None if fsdp is None else fsdp_parallelism(fsdp),
     )
-    trainer.fit()
-    trainer.close()
     assert not case or all(t.engaged for t in trainer.state.algorithms if hasattr(t, "engaged"))
     torch._dynamo.reset()
     return recorder.losses

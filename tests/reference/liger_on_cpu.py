@@ -75,7 +75,7 @@ def check_parity() -> int:
 def train(precision: str) -> dict[str, Any]:
     """A run with the technique, without its demand for a GPU."""
     from composer_speedups import FastLayerNorm, MixedPrecision
-    from tests.helpers.common import awkward_batches, final_weights, make_trainer, tiny_bert
+    from tests.helpers.common import awkward_batches, final_weights, tiny_bert, trained
     from tests.reference.loop import train_plainly
 
     functional.requirements_of = lambda *_: ()
@@ -85,9 +85,7 @@ def train(precision: str) -> dict[str, Any]:
         norm.eps = Float(norm.eps)
     technique = FastLayerNorm("triton")
     bf16 = [MixedPrecision("bf16", allow_cpu=True)] if precision == "bf16" else []
-    trainer = make_trainer([technique, *bf16], model=model, batches=awkward_batches())
-    trainer.fit()
-    trainer.close()
+    trainer = trained([technique, *bf16], model=model, batches=awkward_batches())
     trained = {n.removeprefix("model."): w for n, w in final_weights(trainer).items()}
     assert_near(trained, expected.weights, torch.bfloat16 if bf16 else torch.float32, "weights after training")
     return technique.evidence
