@@ -51,12 +51,12 @@ class Outcome:
     Attributes:
         loss: None where only the outputs were computed.
         outputs: Logits, or whatever tensor the model returned, on slots and rows with a real token.
-        gradients: Of each parameter that trains, None where it got none.
+        gradients: Of each parameter that trains, zeros where it got none.
     """
 
     loss: float | None
     outputs: Tensor | None
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Difference(NamedTuple):
@@ -105,9 +105,9 @@ def measure(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _quietly(model), torch.set_grad_enabled(gradients):
         outputs, loss = call()
-        found: dict[str, Tensor | None] = {}
+        found: dict[str, Tensor] = {}
         if gradients and loss is not None and loss.requires_grad:
-            computed = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+            computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
             found = dict(zip(trained, computed, strict=True))
     return Outcome(None if loss is None else float(loss.detach()), _real(outputs, mask_BS), found)
 
@@ -137,30 +137,22 @@ def compare(untouched: Outcome, changed: Outcome, tolerance: Tolerance) -> Diffe
         if not apart <= tolerance.value * 10:
             beyond.append(f"its outputs differ by {apart:.1%}")
     if untouched.gradients:
-        norms = {name: 0.0 if g is None else float(g.float().norm()) for name, g in untouched.gradients.items()}
+        norms = {name: float(gradient.float().norm()) for name, gradient in untouched.gradients.items()}
         floor = tolerance.floor * max(norms.values())
         largest, worst = 0.0, ""
+        missing = []
         for name, expected in untouched.gradients.items():
-            apart = _apart(changed.gradients.get(name), expected) / max(norms[name], floor, 1e-30)
+            found = changed.gradients.get(name, torch.zeros_like(expected))
+            apart = float((found.float() - expected.float()).norm()) / max(norms[name], floor, 1e-30)
             if not apart <= largest:
                 largest, worst = apart, name
-        missing = [name for name, norm in norms.items() if norm > floor and _is_zero(changed.gradients.get(name))]
+            if norms[name] > floor and not bool(found.any()):
+                missing.append(name)
         if missing:
             beyond.append(f"{len(missing)} of {len(norms)} parameters get no gradient, {missing[0]} among them")
         elif not largest <= tolerance.gradient:
             beyond.append(f"the gradient of {worst} differs by {largest:.1%}")
     return Difference(loss, largest, "; ".join(beyond) or None)
-
-
-def _is_zero(gradient: Tensor | None) -> bool:
-    return gradient is None or not bool(gradient.any())
-
-
-def _apart(one: Tensor | None, other: Tensor | None) -> float:
-    if one is None or other is None:
-        held = one if other is None else other
-        return 0.0 if held is None else float(held.float().norm())
-    return float((one.float() - other.float()).norm())
 
 
 def _relative(one: Tensor, other: Tensor) -> float:

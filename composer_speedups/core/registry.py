@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -56,20 +56,20 @@ def build_techniques(
     def where(key: str) -> str:
         return "" if origins is None else f"{origins[key]}: "
 
-    return [_build(name, dict(given or {}), on_unavailable, where) for name, given in settings.items()]
-
-
-def _build(name: str, given: dict[str, Any], on_unavailable: str, where: Callable[[str], str]) -> Technique:
-    cls = technique_class(name)
-    for setting, value in given.items():
-        dotted = f"algorithms.{name}.{setting}"
-        if setting not in cls.settings:
-            raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, cls.settings)}")
-        if fault := cls.settings[setting].fault(value):
-            raise ConfigError(f"{where(dotted)}{dotted} {fault}")
-    try:
-        return cls(**{"on_unavailable": on_unavailable, **given})  # type: ignore[arg-type]
-    except UserError:
-        raise
-    except ValueError as error:  # settings that cannot go together
-        raise ConfigError(f"{where(f'algorithms.{name}')}algorithms.{name}: {error}") from error
+    built = []
+    for name, given in settings.items():
+        cls, section = technique_class(name), f"algorithms.{name}"
+        given = given or {}
+        for setting, value in given.items():
+            dotted = f"{section}.{setting}"
+            if setting not in cls.settings:
+                raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, cls.settings)}")
+            if fault := cls.settings[setting].fault(value):
+                raise ConfigError(f"{where(dotted)}{dotted} {fault}")
+        try:
+            built.append(cls(**{"on_unavailable": on_unavailable, **given}))  # type: ignore[arg-type]
+        except UserError:
+            raise
+        except ValueError as error:  # settings that cannot go together
+            raise ConfigError(f"{where(section)}{section}: {error}") from error
+    return built

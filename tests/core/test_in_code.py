@@ -36,18 +36,6 @@ from tests.helpers.settings import ENTRIES, Case
 pytestmark = pytest.mark.filterwarnings(f"ignore::{NoEffectWarning.__module__}.{NoEffectWarning.__qualname__}")
 
 
-class Mlp(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2))
-
-
-class ConvNet(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(32, 2)
-        )
-
-
 def vectors() -> DataLoader[Any]:
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
     rows: Any = [(row, int(row.sum() > 0)) for row in x]
@@ -56,12 +44,14 @@ def vectors() -> DataLoader[Any]:
 
 def mlp() -> tuple[Any, Any]:
     torch.manual_seed(0)
-    return ComposerClassifier(Mlp(), num_classes=2), vectors()
+    layers = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 2))
+    return ComposerClassifier(layers, num_classes=2), vectors()
 
 
 def convnet() -> tuple[Any, Any]:
     torch.manual_seed(0)
-    return ComposerClassifier(ConvNet(), num_classes=2), vectors()
+    convolution = [nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4)]
+    return ComposerClassifier(nn.Sequential(*convolution, nn.Flatten(), nn.Linear(32, 2)), num_classes=2), vectors()
 
 
 def bert() -> tuple[Any, Any]:

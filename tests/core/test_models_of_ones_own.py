@@ -44,6 +44,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
+from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.packed_tokens import make_plan
@@ -559,6 +560,12 @@ def test_a_head_that_reads_padding_is_refused(build: Callable[[], Any], batches:
     assert not unpadded_encoders(trainer.state.model)
     torch.testing.assert_close(trainer.state.model.state_dict(), before, rtol=0, atol=0)
     trainer.close()
+
+
+def test_parameters_that_get_no_gradient_any_more_are_counted() -> None:
+    gradients = {"a": torch.ones(2), "b": torch.ones(2)}
+    untouched, changed = Outcome(1.0, None, gradients), Outcome(1.0, None, {"b": torch.ones(2)})
+    assert compare(untouched, changed, FLOAT32).beyond == "1 of 2 parameters get no gradient, a among them"
 
 
 def test_a_head_that_reads_real_tokens_trains_as_untouched() -> None:

@@ -26,14 +26,19 @@ def test_every_family_has_an_entry_in_the_tests_settings() -> None:
     assert {family.name for family in families() if family.parts is not None} == set(FAMILIES)
 
 
+def known(name: str) -> Any:
+    family = family_named(name)
+    assert family is not None
+    return family
+
+
 def playing(model: nn.Module, role: str) -> list[nn.Module]:
     return [m for m in model.modules() if (family := family_of(type(m))) is not None and family.has(role, type(m))]
 
 
 @EVERY
 def test_a_family_is_what_its_file_says(name: Family) -> None:
-    model, family = tiny_model(name, layers=3), family_named(name)
-    assert family is not None
+    model, family = tiny_model(name, layers=3), known(name)
     assert family_of(type(model)) is family
     (encoder,), layers, (embeddings,) = (playing(model, role) for role in ("encoder", "layer", "embeddings"))
     assert [*blocks_of(encoder)] == layers == [*repeated_blocks(model).values()]
@@ -47,10 +52,7 @@ def test_a_family_is_what_its_file_says(name: Family) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
-    model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), family_named(name)
-    assert family is not None
-    assert family.parts is not None
-    assert family.dropouts is not None
+    model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), known(name)
     block = playing(model, "layer")[0]
     parts = family.parts(block)
     assert {id(p) for p in parts.parameters()} == {id(p) for p in block.parameters()}
@@ -72,8 +74,7 @@ def _has(module: nn.Module, path: str) -> bool:
 @EVERY
 @pytest.mark.parametrize("head", HEADS)
 def test_what_the_usual_heads_read(name: Family, head: Any) -> None:
-    model, family = tiny_model(name, head, classifier_pooling="cls"), family_named(name)
-    assert family is not None
+    model, family = tiny_model(name, head, classifier_pooling="cls"), known(name)
     expected = {"classification": Reads.FIRST_TOKEN, "mlm": Reads.LABELLED_TOKENS}[head]
     assert family.reads(type(model).__name__, model.config) is expected
     assert family.reads("MyOwnModel", model.config) is Reads.UNKNOWN
@@ -81,9 +82,7 @@ def test_what_the_usual_heads_read(name: Family, head: Any) -> None:
 
 
 def test_heads_of_single_families() -> None:
-    electra, modernbert = family_named("electra"), family_named("modernbert")
-    assert electra is not None
-    assert modernbert is not None
+    electra, modernbert = known("electra"), known("modernbert")
     assert electra.reads("ElectraForPreTraining", None) is Reads.REAL_TOKENS
     pooled = tiny_model("modernbert", classifier_pooling="mean")
     assert modernbert.reads(type(pooled).__name__, pooled.config) is Reads.REAL_TOKENS
@@ -104,8 +103,7 @@ def test_the_blocks_of_a_known_encoder_come_before_a_longer_list_and_others_are_
 def test_an_unknown_family_is_none_and_a_subclass_plays_no_role() -> None:
     assert family_named("gpt2") is None
     assert family_of(nn.Linear) is None
-    bert = family_named("bert")
-    assert bert is not None
+    bert = known("bert")
     assert family_of(type("Mine", (BertModel,), {})) is bert
     layer = type(BertModel(BertConfig(num_hidden_layers=1)).encoder.layer[0])
     assert bert.has("layer", layer)

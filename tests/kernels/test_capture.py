@@ -30,8 +30,7 @@ def test_the_model_has_its_own_parameters_back_and_shared_ones_get_the_whole_gra
     reference, model = Tied(), Tied()
     model.load_state_dict(reference.state_dict())
     own = dict(model.named_parameters(remove_duplicate=False))
-    calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
-    calls.install("forward")
+    calls = graphed(model)
     for length in (3, 5):
         for each in (reference, model):
             each.zero_grad()
@@ -45,8 +44,7 @@ def test_a_parameter_that_no_module_holds_is_refused() -> None:
     model = nn.Linear(3, 3)
     weight = model.weight
     model.forward = lambda x: x @ weight  # type: ignore[method-assign]
-    calls = GraphedCalls(model, model.forward, 1, recorder=Rerun)
-    calls.install("forward")
+    graphed(model)
     with pytest.raises(CaptureError, match="a parameter is used that its module does not hold"):
         model(torch.ones(2, 3))
 
@@ -102,8 +100,7 @@ def test_any_outputs_may_be_differentiated_and_any_parameters_unused() -> None:
     reference = copy.deepcopy(model)
     for each in (model, reference):
         each.forward = lambda x, each=each: (each["a"](x), each["b"](x), x.sum(-1))
-    calls = GraphedCalls(model, model.forward, 1, recorder=Rerun)
-    calls.install("forward")
+    calls = graphed(model)
     for pick in ([0], [1], [0, 1]):
         for each in (model, reference):
             each.zero_grad()
