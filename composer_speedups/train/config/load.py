@@ -60,7 +60,7 @@ def load_with_origins(
     Raises:
         ConfigError: One line that names the key, the nearest known key, and the file.
     """
-    merged = _defaults()
+    merged = copy.deepcopy(_defaults())
     origin_of = Origins(COMMAND_LINE if file is None else str(file))
     if file is not None:
         merged = _merge(merged, _read_yaml(file), str(file), origin_of)
@@ -154,12 +154,11 @@ def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin)
         if not raw["algorithms"]:
-            base = copy.deepcopy(base)  # the defaults are there for others too
             base.algorithms = {}
     _check_keys(raw, Config, "", origin)
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
     try:
-        return OmegaConf.merge(base, raw)
+        return OmegaConf.unsafe_merge(base, raw)
     except (OmegaConfBaseException, OverflowError, TypeError, ValueError) as error:
         raise _explain(error, origin, raw) from error
 
