@@ -38,8 +38,9 @@ from benchmarks.micro import gemm_floor, linear_shapes
 from benchmarks.rows import RESULTS, Row, append_row, call_time
 from benchmarks.tables import table
 from composer_speedups.callbacks.engagement import EngagementReport
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.settings import key
 from composer_speedups.core.technique import screen
 from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.data.loader import build_data
@@ -130,9 +131,9 @@ def by_name(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
 class Counts:
     """Batches of each phase; the profiler itself takes two more to warm up."""
 
-    warmup: int = 12
-    timed: int = 20
-    active: int = 5
+    warmup: int = key(12, ge=1)
+    timed: int = key(20, ge=1)
+    active: int = key(5, ge=1)
 
     @property
     def batches(self) -> int:
@@ -197,21 +198,8 @@ class StepProfiler(Callback):
         self.found = sorted(operators, key=lambda entry: -entry[1])
 
 
-def _split(arguments: Sequence[str]) -> tuple[list[str], Counts]:
-    counts, rest = Counts(), []
-    for argument in arguments:
-        name, _, value = argument.removeprefix(_PREFIX).partition("=")
-        if not argument.startswith(_PREFIX):
-            rest.append(argument)
-        elif name not in vars(counts) or not value.isdecimal() or int(value) < 1:
-            raise ConfigError(f"{argument}: profile takes {', '.join(vars(counts))}, each with a number of batches")
-        else:
-            setattr(counts, name, int(value))
-    return rest, counts
-
-
 def main(arguments: list[str], results: Path = RESULTS) -> Row:
-    rest, counts = _split(arguments)
+    counts, rest = read_settings(Counts, arguments, _PREFIX)
     config, origins = read_command_line(rest)
     config.trainer.max_duration = f"{counts.batches}ba"
     config.callbacks.throughput = config.callbacks.memory = None

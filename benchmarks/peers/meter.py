@@ -16,8 +16,8 @@ from composer.core import Callback, Event, Precision, State
 from composer.devices import Device
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.engagement import numerics_of
 from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_atomically
 from composer_speedups.families.flops import batch_lengths
@@ -36,14 +36,9 @@ class Meter:
     """
 
     def __init__(self, config: Config, model: FinetuneModel, device: Device, precision: str = "fp32") -> None:
-        throughput = config.callbacks.throughput or ThroughputConfig()
-        callbacks: list[Callback] = [
-            ThroughputMonitor(**dataclasses.asdict(throughput)),
-            MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
-        ]
         self.config = config
         self.state = State(
-            model=model, rank_zero_seed=config.seed, run_name=config.run_name, device=device, callbacks=callbacks
+            model=model, rank_zero_seed=config.seed, run_name=config.run_name, device=device, callbacks=monitors(config)
         )
         self.state.precision = Precision(precision)
         self.losses: list[torch.Tensor] | None = [] if config.loggers.file is not None else None
@@ -107,6 +102,14 @@ class Meter:
         write_report(self.state, self.config, folder, peer, evidence, self.losses, {"metrics": metrics})
 
 
+def monitors(config: Config) -> list[Callback]:
+    """The suite's, with the config's settings; they measure where the config turns them off, too."""
+    return [
+        ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput or ThroughputConfig())),
+        MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
+    ]
+
+
 def write_report(
     state: State,
     config: Config,
@@ -122,11 +125,7 @@ def write_report(
     were kept; ``more`` has sections in place of the report's own.
     """
     report = build_report(state, config, time.time() - psutil.Process().create_time()) | dict(more or {})
-    report["numerics"] = {  # as EngagementReport tells them of a run of the suite
-        "precision": state.precision.value,
-        "matmul": precision_in_force(state),
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-    }
+    report["numerics"] = numerics_of(state)
     optimizer = type(state.optimizers[0])
     evidence = {**evidence, "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}"}
     report["algorithms"] = {peer: {"engaged": True, "settings": peer, "evidence": evidence}}

@@ -8,7 +8,6 @@ callbacks of ``composer_speedups.distributed``, as ``examples/own_trainer.py`` s
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 import torch
@@ -18,15 +17,13 @@ from composer.devices import DeviceCPU, DeviceGPU
 from composer.utils import dist
 
 from benchmarks.peers.job import build_job, read_arguments
+from benchmarks.peers.meter import monitors
 from composer_speedups import recommended
 from composer_speedups.callbacks.engagement import EngagementReport
-from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.distributed import FreezeGarbage, OverlappedDDP, share_cores
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config.schema import MemoryConfig, ThroughputConfig
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.report import write_report
 from composer_speedups.train.run_folder import RunFolder
@@ -52,12 +49,7 @@ def main(arguments: list[str]) -> None:
             optimizers=build_optimizer(job.model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
             algorithms=recommended(config.on_unavailable),
-            callbacks=[
-                *distributed,
-                EngagementReport(),
-                ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput or ThroughputConfig())),
-                MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
-            ],
+            callbacks=[*distributed, EngagementReport(), *monitors(config)],
             run_name=config.run_name,
             progress_bar=False,
             device=device,

@@ -11,7 +11,6 @@ What the post could not have is transformers' default of today, SDPA.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import Any
 
@@ -23,14 +22,11 @@ from composer.devices import DeviceCPU, DeviceGPU
 from composer.loggers import Logger
 
 from benchmarks.peers.job import build_job, read_arguments, set_attention
-from benchmarks.peers.meter import write_report
-from composer_speedups.callbacks.memory import MemoryAnatomy
-from composer_speedups.callbacks.throughput import ThroughputMonitor
+from benchmarks.peers.meter import monitors, write_report
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.data.loader import real_tokens
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config.schema import MemoryConfig, ThroughputConfig
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.run_folder import RunFolder
 
@@ -77,11 +73,7 @@ def main(arguments: list[str]) -> None:
             optimizers=optimizer,
             schedulers=build_scheduler(config.scheduler),
             algorithms=[] if clip is None else [GradientClipping("norm", clipping_threshold=clip)],
-            callbacks=[
-                ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput or ThroughputConfig())),
-                MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
-                *([] if config.loggers.file is None else [losses]),
-            ],
+            callbacks=[*monitors(config), *([] if config.loggers.file is None else [losses])],
             run_name=config.run_name,
             progress_bar=False,
             device=DeviceGPU() if on_gpu else DeviceCPU(),

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.core.technique import resume_error, techniques_of
 
-__all__ = ["EngagementReport"]
+__all__ = ["EngagementReport", "numerics_of"]
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,7 @@ class EngagementReport(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._reported:
-            self.numerics = {  # flags are given back before the end of the run
-                "precision": state.precision.value,
-                "matmul": precision_in_force(state),
-                "float32_matmul_precision": torch.get_float32_matmul_precision(),
-            }
+            self.numerics = numerics_of(state)  # flags are given back before the end of the run
             self._log(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -79,3 +75,12 @@ class EngagementReport(Callback):
 
     def _current(self) -> list[str]:
         return sorted(map(repr, techniques_of(self._algorithms)))
+
+
+def numerics_of(state: State) -> dict[str, str]:
+    """Composer's precision, what matmuls compute in, and torch's float32 flag, as they are now."""
+    return {
+        "precision": state.precision.value,
+        "matmul": precision_in_force(state),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }

@@ -9,13 +9,16 @@ For a Composer Trainer of one's own; ``examples/own_trainer.py`` uses them all, 
 - :func:`reads_no_gradients`: lets a callback of one's own that hears AFTER_BACKWARD or AFTER_TRAIN_BATCH go with early
   steps.
 
-They are imported when first asked for: the config keys here should not wait for torch.
+They are imported when first asked for: :class:`FSDPConfig`, the keys under ``trainer.fsdp``, should not wait for torch.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from composer_speedups.core.settings import key
 
 _NAMES = {
     "BalancedSampler": "balanced_sampling",
@@ -24,6 +27,16 @@ _NAMES = {
     "reads_no_gradients": "gradient_readers",
     "share_cores": "host",
 }
+
+
+@dataclass
+class FSDPConfig:
+    shard: Literal["grad_op", "full"] = "full"
+    """Gradients and optimizer state are shared out over the ranks (ZeRO-2), or the weights too (ZeRO-3)."""
+    replicas: int = key(1, ge=1)
+    """Copies of the sharded model (HSDP): with the number of nodes, shards stay within a node."""
+    cpu_offload: bool = False
+    """Keep the shards and the optimizer's state in host memory; needs GPUs, and is slow."""
 
 
 def __getattr__(name: str) -> Any:

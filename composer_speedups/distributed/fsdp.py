@@ -26,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.replaced import replaced
 from composer_speedups.core.trainer_state import local_shard
-from composer_speedups.distributed.config import FSDPConfig
+from composer_speedups.distributed import FSDPConfig
 from composer_speedups.families.blocks import repeated_blocks
 
 __all__ = [

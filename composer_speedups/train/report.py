@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from composer_speedups.callbacks.finite_loss import FiniteLoss
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
-from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.files import write_atomically, write_json
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.ddp import sums_of
@@ -195,15 +196,15 @@ def plot_throughput(monitor: ThroughputMonitor, title: str, path: Path, *, world
     """
     batches = monitor.batches
     index = [b.index for b in batches]
-    rates = [world * b.samples / b.seconds for b in batches]
+
+    def rate(some: Sequence[Batch]) -> float:
+        return world * sum(b.samples for b in some) / sum(b.seconds for b in some)
+
     figure = Figure(figsize=(9, 4), dpi=120, layout="constrained")
     axes = figure.subplots()
-    axes.plot(index, rates, color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
+    axes.plot(index, [rate([b]) for b in batches], color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
     window = min(monitor.window, max(1, len(batches) // 4))
-    smooth = []
-    for i in range(len(batches)):
-        recent = batches[max(0, i - window + 1) : i + 1]
-        smooth.append(world * sum(b.samples for b in recent) / sum(b.seconds for b in recent))
+    smooth = [rate(batches[max(0, i - window + 1) : i + 1]) for i in range(len(batches))]
     axes.plot(index, smooth, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
     steady = monitor.summary().get("samples_per_sec")
     if steady:

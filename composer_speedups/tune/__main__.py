@@ -39,9 +39,11 @@ def main(arguments: list[str]) -> None:
 def tune(config: Config, settings: TuneConfig, output: Path, file: str, overrides: list[str]) -> None:
     """Search for the fastest techniques of a run, and write its YAML with them."""
     # They import torch, which a mistyped key does not wait for.
+    from composer_speedups.core.catalogue import technique_names
+    from composer_speedups.core.registry import technique_class
     from composer_speedups.train.environment import environment
     from composer_speedups.train.trainer import context_of, open_device
-    from composer_speedups.tune.candidates import CHOICES, candidates_for
+    from composer_speedups.tune.candidates import candidates_for
     from composer_speedups.tune.search import Search
     from composer_speedups.tune.trials import GivenRun
     from composer_speedups.tune.write import write_tuned
@@ -61,7 +63,7 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
     sizes = device == "cuda" if settings.batch_sizes is None else settings.batch_sizes
     result = Search(run, candidates, allow, settings, config.data.batch_size if sizes else None).run()
     result.unengaged.update(run.unengaged)
-    result.never = {name: choice.never for name, choice in CHOICES.items() if choice.never is not None}
+    result.never = {name: why for name in technique_names() if (why := technique_class(name).never_tried)}
     write_tuned(output, file, overrides, result, environment(), settings.budget_seconds)
     told = f"{result.speedup:.2f} times as fast" if result.speedup else f"given techniques kept: {result.kept_given}"
     print(f"{output}: {told}; {', '.join(result.chosen) or 'no technique'}", flush=True)

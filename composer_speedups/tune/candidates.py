@@ -10,17 +10,14 @@ from typing import Any
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.technique import Exactness, Technique, Variant, refuse_clashes
+from composer_speedups.core.technique import Exactness, Technique, refuse_clashes
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.tune.results import Algorithms
 
 __all__ = [
-    "CHOICES",
     "KINDS",
     "Candidate",
-    "Choice",
     "Refused",
-    "Variant",
     "apply_candidate",
     "candidates_for",
     "forbidden",
@@ -31,30 +28,6 @@ __all__ = [
 ]
 
 KINDS: tuple[Exactness, ...] = typing.get_args(Exactness)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a technique's class says of it.
-
-    Attributes:
-        kind: What it does to the numbers.
-        gain: Expected samples/s with it over those without it. It decides which trials come first, nothing else: those
-            of BERT-base on one H200 (benchmarks/results), by the tables waterfall and modules; 1.0 where there is none.
-        variants: What of it is tried.
-        never: Why nothing of it is.
-    """
-
-    kind: Exactness
-    gain: float
-    variants: tuple[Variant, ...]
-    never: str | None
-
-
-CHOICES: dict[str, Choice] = {
-    name: Choice(cls.exactness, cls.gain, cls.trials, cls.never_tried)
-    for name, cls in ((name, technique_class(name)) for name in technique_names())
-}
 
 
 @dataclass(frozen=True)
@@ -83,7 +56,7 @@ def candidates_for(given: Mapping[str, Any], device: str, *, autocast_by_config:
     left = {"mixed_precision"} if autocast_by_config else set()
     whole = {name: settings for name, settings in RECOMMENDED.items() if name not in left}
     kind = worst(*(kind_of(name, settings, device) for name, settings in whole.items()))
-    singles = [c for name, choice in CHOICES.items() if name not in left for c in _variants(name, choice, device)]
+    singles = [c for name in technique_names() if name not in left for c in _variants(technique_class(name), device)]
     singles.sort(key=lambda candidate: -candidate.gain)
     taken_out = [name for name in given if kind_of(name, given[name], device) != "recipe"]
     return [
@@ -93,16 +66,16 @@ def candidates_for(given: Mapping[str, Any], device: str, *, autocast_by_config:
     ]
 
 
-def _variants(name: str, choice: Choice, device: str) -> Iterator[Candidate]:
-    before = None
-    for variant in choice.variants:
+def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
+    name, before = technique.name, None
+    for variant in technique.trials:
         if variant.device not in (None, device):
             continue
         told = ", ".join(f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu")
         label = name + (f" ({told})" if told else "") + "".join(f" with {other}" for other in variant.beside)
         adds = {**variant.beside, name: variant.settings}
         kind = worst(*(kind_of(n, s, device) for n, s in adds.items()))
-        gain = choice.gain if variant.gain is None else variant.gain
+        gain = technique.gain if variant.gain is None else variant.gain
         yield Candidate(label, adds, kind=kind, fallback_of=before if variant.fallback else None, gain=gain)
         before = label
 

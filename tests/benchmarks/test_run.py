@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import yaml
 
 from benchmarks import run as runner
+from benchmarks import worker
 from benchmarks.peers.job import read_arguments
 from benchmarks.rows import error_report
 from benchmarks.worker import Worker, Workers
@@ -19,6 +22,7 @@ from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.technique import refuse_clashes, techniques_of
 from composer_speedups.train.cli import read_command_line
 from tests.conftest import ROOT
+from tests.helpers.forks import Fork
 
 REPORT: dict[str, Any] = {
     "throughput": {"samples_per_sec": 100.0, "warmup_seconds": 2.0, "step_seconds_p10_p50_p90": [1, 2, 3]},
@@ -236,9 +240,9 @@ def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
+def test_a_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
-    workers = Workers(ahead=2)
+    workers = Workers()
     arm = runner.Arm("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
     asked = time.perf_counter()
     report = runner.run_once("yamls/quickstart.yaml", arm, workers)
@@ -247,15 +251,58 @@ def test_each_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     assert 0 < report["run_seconds"] < time.perf_counter() - asked - 1  # the imports came before its turn
     assert "wall_seconds" not in report
     assert report["training"]["batches"] == 1
-    error = runner.run_once("yamls/quickstart.yaml", runner.Arm("typo", {}, ["data.bach_size=1"]), workers)["error"]
-    assert error.startswith("exit status 2: ")
-    assert "data.bach_size" in error
     workers.close()
     ended = Worker()
     ended._process.kill()
     with pytest.raises(RuntimeError, match="a worker ended with status -9 before its run"):
         ended.wait_until_ready()
     ended.close()
+
+
+def test_a_ready_worker_ends_as_train_py_does() -> None:
+    log = Path("run.log")
+    log.touch()
+    arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), "data.bach_size=1"]
+
+    def job() -> None:
+        sys.stdin = io.StringIO(json.dumps([worker.TRAIN, arguments, {}, str(log)]))
+        worker._main()
+
+    done = Fork(job).wait()
+    assert (done.status, done.stderr) == (2, "ready\n")
+    assert "unknown key 'data.bach_size'" in log.read_text()
+    assert log.read_text().startswith("train.py: ")
+
+
+def test_workers_get_ready_so_many_at_a_time_and_each_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+
+    class Fake:
+        def __init__(self) -> None:
+            self.did: list[str] = []
+            started.append(self)
+
+        def wait_until_ready(self) -> None:
+            self.did.append("ready")
+
+        def run(self, *_: Any) -> tuple[int, str]:
+            assert self.did == ["ready"]
+            assert all(other.did for other in started), "none runs while another imports"
+            self.did.append("run")
+            return 0, ""
+
+        def close(self) -> None:
+            self.did.append("close")
+
+    monkeypatch.setattr(worker, "Worker", Fake)
+    workers = Workers(ahead=2)
+    for _ in range(3):
+        status, _, seconds = workers.run(worker.TRAIN, [], {})
+        assert (status, [*seconds]) == (0, ["run_seconds"])
+    assert len(started) == 4
+    workers.close()
+    assert sorted("run" in each.did for each in started) == [False, True, True, True]
+    assert all(each.did[-1] == "close" for each in started)
 
 
 @pytest.mark.long

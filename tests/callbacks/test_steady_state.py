@@ -23,7 +23,7 @@ def test_batches_that_compile_are_no_steady_state() -> None:
     monitor = ThroughputMonitor(warmup_batches=1)
     shapes = [batch([length] * 4) for length in (8, 8, 8, 16, 16, 16)]
     trainer = make_trainer(
-        [TorchCompile(backend="aot_eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled()
+        [TorchCompile(backend="eager", dynamic=False)], batches=shapes, callbacks=[monitor], model=labelled()
     )
     trainer.fit()
     trainer.close()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
-from composer.core import Callback
+from composer import Trainer
+from composer.core import Callback, State
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.train.checkpoints.structure import conforming
+from composer_speedups.train import fit
+from composer_speedups.train.checkpoints.reading import admit
+from composer_speedups.train.checkpoints.saver import plain_generators
+from composer_speedups.train.checkpoints.structure import MalformedError, conforming
 from composer_speedups.train.cli import exit_codes
 from tests.helpers.forks import Fork
 from tests.helpers.jobs import run, short_checkpoint
@@ -26,6 +32,24 @@ WEIGHT = f"state/model/{EMBEDDINGS}"
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return short_checkpoint(tmp_path_factory.mktemp("honest"))
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[State]:
+    """Of the run that the checkpoint is for, as its Trainer was built; no test changes it."""
+    trainers: list[Trainer] = []
+
+    def stop(trainer: Trainer, _: Any) -> NoReturn:
+        trainers.append(trainer)
+        raise SystemExit
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("state"))
+        patch.setattr(fit, "train_to_end", stop)
+        with pytest.raises(SystemExit):
+            run(*BRIEF)
+    yield trainers[0].state
+    trainers[0].close()
 
 
 def changed(honest: Path, change: Change, name: str = "changed.pt") -> str:
@@ -144,6 +168,16 @@ def test_what_no_run_can_use_is_refused_before_anything_is_touched(change: Chang
 
 
 @pytest.mark.parametrize(("change", "said"), UNFIT, ids=[said for _, said in UNFIT])
+def test_what_does_not_fit_the_run_is_named(change: Change, said: str, honest: Path, state: State) -> None:
+    held = torch.load(honest, weights_only=False)
+    plain_generators(held)
+    admit(copy.deepcopy(held), state, weights_only=False)
+    change(held)
+    with pytest.raises(MalformedError, match=f"^{re.escape(said)}"):
+        admit(held, state, weights_only=False)
+
+
+@pytest.mark.parametrize(("change", "said"), [UNFIT[0], UNFIT[-1]])
 def test_what_does_not_fit_the_run_is_refused_and_an_earlier_run_stays(change: Change, said: str, honest: Path) -> None:
     Path("runs/quickstart").mkdir(parents=True)
     Path("runs/quickstart/report.json").touch()
@@ -194,18 +228,17 @@ def test_weights_alone_are_taken_from_a_checkpoint_whose_rest_is_malformed(hones
     assert run(changed(honest, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
 
 
-@pytest.mark.parametrize("weights_only", ["false", "true"])
-def test_a_masked_lm_is_no_classifier_and_other_vocabularies_are_other_models(weights_only: str) -> None:
+def test_a_masked_lm_is_no_classifier_and_other_vocabularies_are_other_models() -> None:
     saved = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false"]
     run(*saved, "model.task=mlm", "run_name=mlm")
     run(*saved, "data.vocab_size=300", "run_name=small")
-    only = f"checkpoint.weights_only={weights_only}"
-    with pytest.raises(
-        ConfigError, match=r"state/model has no model\.\w+\.pooler\S+ and has 'model\.cls\S+', which .*model\.task"
+    for name, said in (
+        ("mlm", r"state/model has no model\.\w+\.pooler\S+ and has 'model\.cls\S+', which .*model\.task"),
+        ("small", r"word_embeddings.weight has the shape \(300, 128\), .*data\.vocab_size"),
     ):
-        run("checkpoint.load=runs/mlm/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
-    with pytest.raises(ConfigError, match=r"word_embeddings.weight has the shape \(300, 128\), .*data\.vocab_size"):
-        run("checkpoint.load=runs/small/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
+        for only in ("checkpoint.weights_only=false", "checkpoint.weights_only=true"):
+            with pytest.raises(ConfigError, match=said):
+                run(f"checkpoint.load=runs/{name}/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
 
 
 def test_a_name_that_lies_about_its_batch_is_no_newest_checkpoint(honest: Path) -> None:

@@ -69,7 +69,7 @@ def test_it_runs(name: str) -> None:
     overrides = list(BRIEF)
     techniques = load_config(ROOT / "yamls" / f"{name}.yaml").algorithms
     if "torch_compile" in techniques:
-        overrides.append("algorithms.torch_compile.backend=aot_eager")
+        overrides.append("algorithms.torch_compile.backend=eager")
     report = run(*overrides, yaml=name, short=False)
     assert report["training"]["batches"] == 2
     assert 0 <= report["metrics"]["accuracy"] <= 1

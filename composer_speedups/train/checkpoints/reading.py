@@ -288,7 +288,7 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
             mine["optimizers"] = _of_optimizers(mine["optimizers"], state)
     if not weights_only:
         mine["schedulers"] = _by_class("schedulers", mine["schedulers"], state.schedulers)
-        scalers = [scaler for scaler in [state.scaler] if scaler is not None and scaler.state_dict()]
+        scalers = [state.scaler] if state.scaler is not None and state.scaler.state_dict() else []
         mine["scaler"] = _by_class("scaler", mine["scaler"], scalers) or {type(state.scaler).__qualname__: {}}
         mine["callbacks"] = _of_callbacks(mine["callbacks"], state.callbacks)
     held.clear()
@@ -356,13 +356,15 @@ def _of_callbacks(recorded: dict[str, Any], callbacks: list[Callback]) -> dict[s
     return states
 
 
-def _by_class(what: str, recorded: dict[str, Any], own: Any) -> dict[str, Any]:
+def _by_class(
+    what: str, recorded: dict[str, Any], own: Any, state_of: Callable[[Any], Any] = lambda each: each.state_dict()
+) -> dict[str, Any]:
     states = {}
     for each in own:
         name = type(each).__qualname__
         if name not in recorded:
             raise MalformedError(f"state/{what}", f"has no {name}, which this run has")
-        states[name] = like(recorded[name], each.state_dict(), f"state/{what}/{name}")
+        states[name] = like(recorded[name], state_of(each), f"state/{what}/{name}")
     return states
 
 
@@ -378,17 +380,14 @@ def _check_weights(recorded: dict[str, Tensor], state: State) -> None:
 
 
 def _of_optimizers(recorded: dict[str, Any], state: State) -> dict[str, Any]:
-    states = {}
-    for optimizer in state.optimizers:
-        name = type(optimizer).__qualname__
-        if name not in recorded:
-            raise MalformedError("state/optimizers", f"has no {name}, which this run has")
-        own = get_optimizer_state_dict(state.model, optimizer)  # torch takes the step for it that it takes at loading
-        where = f"state/optimizers/{name}"
-        states[name] = like(recorded[name], own, where)
-        for i, (theirs, ours) in enumerate(zip(states[name]["param_groups"], own["param_groups"], strict=True)):
+    # torch takes the step for an optimizer without a state that it takes at loading
+    own = {type(each).__qualname__: get_optimizer_state_dict(state.model, each) for each in state.optimizers}
+    states = _by_class("optimizers", recorded, state.optimizers, lambda each: own[type(each).__qualname__])
+    for name, held in states.items():
+        for i, (theirs, ours) in enumerate(zip(held["param_groups"], own[name]["param_groups"], strict=True)):
             if set(theirs["params"]) != set(ours["params"]):  # type: ignore[arg-type, index]
-                raise MalformedError(f"{where}/param_groups/{i}/params", "names other parameters than this run's")
+                where = f"state/optimizers/{name}/param_groups/{i}/params"
+                raise MalformedError(where, "names other parameters than this run's")
     return states
 
 

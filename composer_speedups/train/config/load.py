@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from composer_speedups.core.command_line import COMMAND_LINE
-from composer_speedups.core.errors import MASK, ConfigError, UserError, first_line, mask
+from composer_speedups.core.errors import MASK, ConfigError, first_line, mask
 from composer_speedups.core.files import with_working_directory, write_atomically
 from composer_speedups.core.settings import Origins
 from composer_speedups.train.config.checks import check_bounds, check_together
@@ -60,7 +60,7 @@ def load_with_origins(
     Raises:
         ConfigError: One line that names the key, the nearest known key, and the file.
     """
-    merged = _defaults()
+    merged = copy.deepcopy(_defaults())
     origin_of = Origins(COMMAND_LINE if file is None else str(file))
     if file is not None:
         merged = _merge(merged, _read_yaml(file), str(file), origin_of)
@@ -120,13 +120,12 @@ def written(config: Config) -> dict[str, Any]:
 
 
 def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
+    text = _read_text(file)
     try:
-        text = _read_yaml_text(file)
+        _check_nesting(text)
         loaded = OmegaConf.load(io.StringIO(text))
         empty = not loaded and not isinstance(yaml.compose(text, yaml.SafeLoader), yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if empty:  # OmegaConf's {} would train the default model on the default dataset
         raise ConfigError(f"{file}: the file is empty, or has comments only; start from yamls/quickstart.yaml")
@@ -154,12 +153,11 @@ def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin)
         if not raw["algorithms"]:
-            base = copy.deepcopy(base)  # the defaults are there for others too
             base.algorithms = {}
     _check_keys(raw, Config, "", origin)
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
     try:
-        return OmegaConf.merge(base, raw)
+        return OmegaConf.unsafe_merge(base, raw)
     except (OmegaConfBaseException, OverflowError, TypeError, ValueError) as error:
         raise _explain(error, origin, raw) from error
 
@@ -223,13 +221,8 @@ def _explain(error: Exception, origin: Any, raw: Mapping[Any, Any] | None = None
     return ConfigError(f"{origin}: {name}: {first_line(error)}")
 
 
-def _read_yaml_text(file: str | os.PathLike[str]) -> str:
-    """The file's text, at most 1 MiB of UTF-8 (or of UTF-16 with a byte order mark).
-
-    Raises:
-        ConfigError: One line that names the file: it is not there, cannot be read, or is no such text.
-        yaml.YAMLError: It is no YAML, or nests more than 50 levels deep.
-    """
+def _read_text(file: str | os.PathLike[str]) -> str:
+    """The file's text, at most 1 MiB of UTF-8 (or of UTF-16 with a byte order mark)."""
     try:
         with open(file, "rb") as stream:
             data = stream.read(_MOST_BYTES + 1)  # of a device there is no end
@@ -241,11 +234,9 @@ def _read_yaml_text(file: str | os.PathLike[str]) -> str:
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"{file}: cannot be a config: it has more than {_MOST_BYTES} bytes")
     try:
-        text = data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
+        return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from error
-    _check_nesting(text)
-    return text
 
 
 def _check_nesting(text: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from composer_speedups.core.settings import LENGTH, key
 from composer_speedups.data.config import DataConfig
-from composer_speedups.distributed.config import FSDPConfig
+from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
 
 __all__ = [
