@@ -24,7 +24,7 @@ from transformers import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.families.flops import batch_lengths, training_flops
-from composer_speedups.tasks.config import SIZES, resolve_name
+from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.models import FinetuneModel, build_model
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
