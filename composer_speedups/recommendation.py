@@ -58,7 +58,7 @@ def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
         ``sdpa_attention`` takes its place.
 
     Raises:
-        ValueError: None of them can serve the model.
+        ValueError: There is no model of transformers in it, or none of the techniques can serve it.
 
     Warns:
         UserWarning: One of them cannot serve the model, and why.
@@ -67,10 +67,14 @@ def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
         ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see
         ``examples/``.
     """
+    from transformers import PreTrainedModel  # here, so that the set itself stays plain data
+
     from composer_speedups.algorithms.fused_layers.functional import apply_fused_layers
     from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
     from composer_speedups.algorithms.unpadding.functional import apply_unpadding
 
+    if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
+        raise ValueError(f"apply_recommended found no model of transformers in {type(model).__name__}; give it one")
     try:
         done = {"unpadding": apply_unpadding(model)}
     except ValueError as error:
