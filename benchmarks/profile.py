@@ -46,6 +46,7 @@ from composer_speedups.core.trainer_state import device_of, torch_device
 from composer_speedups.data.loader import build_data
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.tasks.models import build_model, resolve_name
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.environment import environment
 from composer_speedups.train.run_folder import RunFolder
@@ -210,11 +211,10 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     join_ranks(config.trainer, device)
     with RunFolder(config) as folder:
         name = resolve_name(config.model.name)
-        data = build_data(
-            config.data, model_name=name, task=config.model.task, on_gpu=where.type == "cuda", seed=config.seed
-        )
+        task = build_task(config.model, config.data)
+        data = build_data(config.data, task, model_name=name, on_gpu=where.type == "cuda", seed=config.seed)
         reproducibility.seed_all(config.seed)
-        model = build_model(config.model, data.tokenizer, config.data.max_length)
+        model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         shapes = linear_shapes(model)
         trainer = build_trainer(config, model, data._replace(eval=None), techniques, device, folder)
         profiler = StepProfiler(counts)

@@ -8,6 +8,8 @@ dropout, AdamW's settings, learning rate of every batch, clipping and evaluation
   do not wait, nothing logged; off a GPU, none of those that need one. ``plain``: the flags' own defaults.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
+- ``peer.apply_recommended``: :func:`composer_speedups.apply_recommended` changes the model before HF Trainer gets it.
+  Default false.
 - ``peer.grad_norm``: the norm of the gradients, which HF Trainer takes at every step, clipping or not; no flag turns it
   off. Default true; false takes it out in a subclass.
 - ``peer.NAME`` for every other name: the TrainingArguments of that name, such as
@@ -35,13 +37,20 @@ from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments, 
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
 from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.recommendation import apply_recommended
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.run_folder import RunFolder
 
 _BEST = {"optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
 _BEST_ON_GPU = {"bf16": True, "tf32": True, "torch_compile": True, "accelerator_config": {"non_blocking": True}}
-_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa", "regional_compile": False, "grad_norm": True}
+_OWN_FLAGS: dict[str, Any] = {
+    "preset": "best",
+    "attention": "sdpa",
+    "regional_compile": False,
+    "apply_recommended": False,
+    "grad_norm": True,
+}
 
 
 def main(arguments: list[str]) -> None:
@@ -60,6 +69,8 @@ def main(arguments: list[str]) -> None:
         device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
         meter = Meter(config, job.model, device, _precision(args))
         set_attention(job.model, own["attention"])
+        if own["apply_recommended"]:
+            own["apply_recommended"] = {name: len(names) for name, names in apply_recommended(job.model.model).items()}
         trainer = _Peer(job, plan, meter, args, config, grad_norm=own["grad_norm"])
         before = compile_counts()
         trainer.train()

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import FinetuneModel, build_model, resolve_name
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.cli import read_command_line
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.optimization import build_scheduler
@@ -84,9 +85,10 @@ def _refuse_the_rest(config: Config) -> None:
 def build_job(config: Config, *, on_gpu: bool) -> Job:
     """The reviews in train.py's order, and the model with the weights that train.py starts from."""
     name = resolve_name(config.model.name)
-    data = build_data(config.data, model_name=name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
+    task = build_task(config.model, config.data)
+    data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
     reproducibility.seed_all(config.seed)
-    model = build_model(config.model, data.tokenizer, config.data.max_length)
+    model = build_model(config.model, task, data.tokenizer, config.data.max_length)
     train, evaluation = data.train.dataloader, data.eval and data.eval.dataloader
     assert isinstance(train, DataLoader)
     assert evaluation is None or isinstance(evaluation, DataLoader)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import random
 
-__all__ = ["builtin_reviews"]
+__all__ = ["builtin_reviews", "builtin_samples"]
 
 # IMDB's lengths are close to log-normal; these give a mean of about 230 words and a tail beyond 1,000.
 _MEDIAN_WORDS, _SIGMA, _LEAST_WORDS = 173, 0.76, 16
@@ -46,6 +46,12 @@ _NARRATION = [
     "It opens with a view of {where}.",
     "A letter arrives and the family leaves for {where}.",
 ]
+
+
+def builtin_samples(task: str, count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list]:
+    """Samples of a task, in the columns that it reads by default; arguments as those of :func:`builtin_reviews`."""
+    reviews = builtin_reviews(count, seed, split, length_scale)
+    return {**reviews, "label": [("negative", "positive")[label] for label in reviews["label"]]}
 
 
 def builtin_reviews(count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list]:

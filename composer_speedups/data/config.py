@@ -11,51 +11,70 @@ __all__ = ["DataConfig"]
 @dataclass
 class DataConfig:
     source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
-    """Hub, local parquet/csv/jsonl files, MDS shards, generated reviews, or random tokens (nothing to learn)."""
+    """Hub, local files, MDS shards, generated samples, or random tokens (nothing to learn)."""
     streaming: bool = False
-    """With source hub or files: read the training reviews as training goes (docs/DATA.md)."""
+    """With source hub or files: read the training samples as training goes (docs/DATA.md)."""
     shuffle_buffer: int = key(10_000, ge=1, le=10_000_000)
-    """With streaming: reviews held in memory, from which the next one is drawn."""
+    """With streaming: samples held in memory, from which the next one is drawn."""
     hub_name: str = "stanfordnlp/imdb"
     """Dataset on the hub, with source: hub."""
+    hub_config: str | None = None
+    """Configuration of the hub dataset, such as mrpc of nyu-mll/glue."""
+    hub_revision: str | None = None
+    """Branch, tag or commit of the hub dataset; null takes the newest."""
     train_split: str = "train"
     """Split of the hub dataset to train on."""
-    eval_split: str = "test"
-    """Split of the hub dataset to validate on."""
+    eval_split: str | None = "test"
+    """Split of the hub dataset to validate on; null trains without validation."""
     train_file: str | None = None
-    """Local .parquet, .csv or .jsonl file to train on, with source: files; folder or address of shards, with mds."""
+    """With source: files, a .parquet, .csv, .tsv, .jsonl, .conll or .txt file, a pattern of several (train-*.parquet),
+    or a folder that datasets.save_to_disk wrote; with mds, the folder or address of the shards."""
     eval_file: str | None = None
-    """Local file to validate on, with source: files or mds; null trains without validation."""
-    text_column: str = "text"
-    """Column of the reviews."""
-    label_column: str = "label"
-    """Column of the labels: 0 or 1."""
+    """Likewise to validate on; null trains without validation."""
+    eval_fraction: float | None = key(None, gt=0, lt=1)
+    """Validate on this share of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
+    text_columns: list[str] | None = None
+    """Columns of the text, two for pairs; null takes the task's own (docs/DATA.md), [text] for classification."""
+    label_column: str | None = None
+    """Column of the label; null takes the task's own, label for classification."""
+    label_columns: list[str] | None = None
+    """Task multilabel: columns that hold 0 or 1, one for each label, in place of label_column."""
+    labels: list[str] | None = None
+    """Names of the classes, in the order of the head's outputs; null takes those of the training samples."""
+    label_all_pieces: bool = False
+    """Task token_classification: label every word piece of a word, not only the first."""
+    truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
+    """Which text of a pair is cut to data.max_length: token by token the longer one, the first or the second."""
     train_samples: int | None = key(8000, ge=1)
-    """Reviews to train on, drawn at random with data.seed; null takes all of them."""
+    """Samples to train on, drawn at random with data.seed; null takes all of them."""
     eval_samples: int | None = key(8000, ge=1)
-    """Reviews to validate on, drawn likewise."""
+    """Samples to validate on, drawn likewise."""
     seed: int = key(17, ge=0, lt=2**31)
-    """Seed of the draw and of the built-in reviews."""
+    """Seed of the draw and of the built-in samples."""
     length_scale: float = key(1.0, gt=0, le=10)
     """Built-in reviews: length as a multiple of IMDB's (mean about 230 words at 1.0)."""
     tokenizer: str | None = None
-    """Hub id or local folder; null takes the model's; `wordpiece` trains one on the training reviews."""
+    """Hub id or local folder; null takes the model's; `wordpiece` trains one on the training samples."""
     vocab_size: int = key(4096, ge=128, le=200_000)
     """Size of the vocabulary with tokenizer: wordpiece."""
     max_length: int = key(256, ge=3, le=100_000)
-    """Tokens a review is cut to."""
+    """Tokens that a sample is cut to."""
     padding: Literal["max_length", "longest"] = "max_length"
-    """Pad each batch to max_length, or to its longest review."""
+    """Pad each batch to max_length, or to its longest sample."""
     pad_to_multiple_of: int = key(8, ge=1, le=1024)
     """With padding: longest, round the length up to this multiple (never past max_length)."""
     length_batching: int | None = key(None, ge=2, le=100_000)
-    """Batches of reviews of like length, sorted within pools of this many batches; null draws each batch at random."""
+    """Batches of samples of like length, sorted within pools of this many batches; null draws each batch at random."""
     mlm_probability: float = key(0.15, gt=0, lt=1)
-    """Share of the tokens masked, with model.task: mlm."""
+    """Task mlm: share of the tokens (or words) that are masked."""
+    whole_word_masking: bool = False
+    """Task mlm: mask all word pieces of a word together."""
+    packing: bool = False
+    """Task mlm: join the texts and cut them into rows of max_length tokens, so that no row is padded."""
     batch_size: int = key(40, ge=1, le=1_000_000)
-    """Reviews an optimizer step, over all ranks together."""
+    """Samples per optimizer step, over all ranks together."""
     eval_batch_size: int | None = key(None, ge=1, le=1_000_000)
-    """Reviews a validation batch, over all ranks together; null takes data.batch_size."""
+    """Samples per validation batch, over all ranks together; null takes data.batch_size."""
     workers: int = key(0, ge=0, le=256)
     """DataLoader worker processes a rank; 0 loads in the training process."""
     pin_memory: bool = True
@@ -69,4 +88,4 @@ class DataConfig:
     drop_last: bool = False
     """Drop the last training batch of an epoch when it is short."""
     cache_dir: str = ".cache/composer_speedups"
-    """Folder of tokenized reviews and trained tokenizers."""
+    """Folder of tokenized samples and trained tokenizers."""

@@ -1,10 +1,11 @@
-"""Token ids of all reviews in one flat array: a batch is taken out at once, not row by row.
+"""Token ids of all samples in one flat array: a batch is taken out at once, not row by row.
 
-Letters in names of arrays: N reviews, R rows of a batch, T tokens.
+Letters in names of arrays: N samples, R rows of a batch, T tokens, Q texts of a sample.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,54 +16,96 @@ from datasets import Dataset
 
 __all__ = ["FlatTokens", "Ragged"]
 
-Integers = npt.NDArray[Any]
+Arrays = npt.NDArray[Any]
+
+# Columns with a number for each token → their name in a batch. Every other column has a number for each sample, or a
+# list of one length.
+PER_TOKEN = {
+    "input_ids": "input_ids",
+    "token_type_ids": "token_type_ids",
+    "token_labels": "labels",
+    "word_starts": "word_starts",
+}
 
 
 class Ragged(NamedTuple):
     """Rows of a batch before they are padded."""
 
-    ids_T: Integers  # of all rows, one after another
-    lengths_R: Integers
-    labels_R: Integers
+    tokens: dict[str, Arrays]  # (T,) each, of all rows, one after another
+    lengths: Arrays  # (R,), or (R, Q) where a sample has several texts
+    rows: dict[str, Arrays]  # (R,) or (R, K) each
 
     @classmethod
-    def of(cls, rows: Sequence[Mapping[str, Any]]) -> Ragged:
-        """From rows with ``input_ids`` (list of int) and ``label``."""
-        return cls(
-            np.fromiter((i for row in rows for i in row["input_ids"]), np.int64),
-            np.fromiter((len(row["input_ids"]) for row in rows), np.int64),
-            np.fromiter((row["label"] for row in rows), np.int64),
-        )
+    def of(cls, columns: Mapping[str, Sequence[Any]]) -> Ragged:
+        """From columns as :meth:`Task.encode` gives them."""
+        tokens = {
+            PER_TOKEN[name]: np.fromiter((x for row in values for x in row), np.int64)
+            for name, values in columns.items()
+            if name in PER_TOKEN
+        }
+        rows = {name: _values(values) for name, values in columns.items() if name not in PER_TOKEN}
+        lengths = np.fromiter(map(len, columns["input_ids"]), np.int64)
+        return cls(tokens, rows.pop("lengths", lengths), rows)
 
 
-class FlatTokens(torch.utils.data.Dataset[dict[str, Any]]):
-    """Tokenized reviews in memory: 4 bytes a token. DataLoader workers that are forked share it.
+class FlatTokens(torch.utils.data.Dataset[Ragged]):
+    """Tokenized samples in memory: 4 bytes a token. DataLoader workers that are forked share it.
 
     A DataLoader asks for a whole batch by ``__getitems__`` and hands the :class:`Ragged` on to its ``collate_fn``.
 
     Args:
-        tokens: Columns ``input_ids`` (lists of int) and ``label``, as :func:`.tokens.tokenize` returns them.
+        dataset: As :func:`.tokens.tokenize` returns it: ``input_ids`` (lists of int) and what else the task encodes.
+            ``lengths`` divides the tokens of each sample among its texts.
+
+    Attributes:
+        lengths: Tokens of each sample, (N,).
     """
 
-    def __init__(self, tokens: Dataset) -> None:
-        table = tokens.with_format("arrow")[:]
-        chunks = table.column("input_ids").chunks
-        self.ids: Integers = np.concatenate([c.flatten().to_numpy() for c in chunks]).astype(np.int32, copy=False)
-        self.lengths: Integers = np.concatenate([np.diff(c.offsets.to_numpy()) for c in chunks]).astype(np.int64)
-        self.labels: Integers = table.column("label").to_numpy().astype(np.int64)
+    def __init__(self, dataset: Dataset) -> None:
+        table = dataset.with_format("arrow")[:]
+        self.tokens: dict[str, Arrays] = {}
+        self.rows: dict[str, Arrays] = {}
+        for name in table.column_names:
+            if name in PER_TOKEN:
+                chunks = [chunk.flatten().to_numpy() for chunk in table.column(name).chunks]
+                self.tokens[PER_TOKEN[name]] = np.concatenate(chunks).astype(np.int32, copy=False)
+            else:
+                self.rows[name] = _values(table.column(name).to_pylist())
+        offsets = [chunk.offsets.to_numpy() for chunk in table.column("input_ids").chunks]
+        self.lengths: Arrays = np.concatenate([np.diff(each) for each in offsets]).astype(np.int64)
         self._starts_N = np.cumsum(self.lengths) - self.lengths
+
+    def packed(self, length: int) -> FlatTokens:
+        """The same tokens in rows of ``length``, the last one shorter; what belongs to samples is left out."""
+        packed = copy.copy(self)
+        total = int(self.lengths.sum())
+        packed.lengths = np.array(
+            [length] * (total // length) + [total % length] * (total % length > 0), dtype=np.int64
+        )
+        packed._starts_N = np.cumsum(packed.lengths) - packed.lengths
+        packed.rows = {}
+        return packed
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        start = self._starts_N[index]
-        ids = self.ids[start : start + self.lengths[index]].tolist()
-        return {"input_ids": ids, "label": int(self.labels[index])}
+    def __getitem__(self, index: int) -> Ragged:
+        return self.__getitems__([index])
 
     def __getitems__(self, indices: Sequence[int]) -> Ragged:
         rows_R = np.asarray(indices)
         lengths_R = self.lengths[rows_R]
         first_R = np.cumsum(lengths_R) - lengths_R  # where each row begins in the batch
         places_T = np.arange(lengths_R.sum()) + np.repeat(self._starts_N[rows_R] - first_R, lengths_R)
-        return Ragged(self.ids[places_T], lengths_R, self.labels[rows_R])
+        rows = {name: values[rows_R] for name, values in self.rows.items()}
+        return Ragged({k: v[places_T] for k, v in self.tokens.items()}, rows.pop("lengths", lengths_R), rows)
+
+    def arrays(self) -> list[Arrays]:
+        """Everything that it holds."""
+        return [self.lengths, *self.tokens.values(), *self.rows.values()]
+
+
+def _values(values: Sequence[Any]) -> Arrays:
+    """Numbers, or lists of one length; integers as int64 and the others as float32, as torch's losses take them."""
+    found = np.asarray(values)
+    return found.astype(np.float32 if found.dtype.kind == "f" else np.int64)

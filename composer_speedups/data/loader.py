@@ -1,9 +1,8 @@
-"""DataLoaders: padding, masking, and the real tokens of each batch."""
+"""DataLoaders: padding, and the real tokens of each batch."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,24 +11,22 @@ from composer.core import DataSpec
 from composer.utils import dist
 from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
-from transformers import DataCollatorForLanguageModeling
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
-from composer_speedups.data.sources import load_reviews, load_validation, random_rows
-from composer_speedups.data.streams import Tokenized, stream_of_reviews
+from composer_speedups.data.sources import load_samples, load_validation, random_rows
+from composer_speedups.data.streams import Tokenized, stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.data.watched import WatchedDataLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
+from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.tasks.task import Task
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]
 
-_DRAWS = 20  # of masks, after which a batch is taken to hold special tokens only
-
-Rows = Ragged | Sequence[Mapping[str, Any]]
 Batch = dict[str, torch.Tensor]
 
 
@@ -40,7 +37,10 @@ class Data(NamedTuple):
 
 
 class Pad:
-    """Rows of token ids → ``input_ids`` and ``attention_mask``, (rows, length), and ``labels``, (rows,).
+    """Rows of token ids → ``input_ids`` and ``attention_mask``, (rows, length), and what else the rows have.
+
+    Where a sample has several texts, these are (rows, texts, length). Token types are padded with 0, labels of tokens
+    with -100. Labels of samples keep their shape.
 
     Args:
         pad_id: Token id of the padding.
@@ -50,57 +50,33 @@ class Pad:
     """
 
     def __init__(self, pad_id: int, max_length: int, *, longest: bool, multiple: int = 1) -> None:
-        self.pad_id, self.max_length, self.longest, self.multiple = pad_id, max_length, longest, multiple
+        self.max_length, self.longest, self.multiple = max_length, longest, multiple
+        self.fill = {"input_ids": pad_id, "labels": IGNORED}
 
-    def __call__(self, rows: Rows) -> Batch:
-        ids_T, lengths_R, labels_R = rows if isinstance(rows, Ragged) else Ragged.of(rows)
+    def __call__(self, rows: Ragged) -> Batch:
         width = self.max_length
         if self.longest:
-            width = min(width, -(-int(lengths_R.max()) // self.multiple) * self.multiple)
+            width = min(width, -(-int(rows.lengths.max()) // self.multiple) * self.multiple)
         # NumPy: torch would wake all its threads for so small a copy
-        mask = np.arange(width) < lengths_R[:, None]
-        ids = np.full(mask.shape, self.pad_id)
-        ids[mask] = ids_T
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask.astype(np.int64)),
-            "labels": torch.from_numpy(labels_R),
-        }
+        mask = np.arange(width) < rows.lengths[..., None]
+        arrays = {"attention_mask": mask.astype(np.int64)}
+        for name, values_T in rows.tokens.items():
+            arrays[name] = np.full(mask.shape, self.fill.get(name, 0))
+            arrays[name][mask] = values_T
+        return {name: torch.from_numpy(values) for name, values in {**arrays, **rows.rows}.items()}
 
 
-class MaskTokens:
-    """A :class:`Pad` batch with ``labels`` for masked language modelling, (rows, length), -100 elsewhere.
+def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0) -> Data:
+    """Samples, tokens and loaders as the config says, sharded over the ranks.
+
+    The first process of a node prepares the caches; the others find them.
 
     Args:
-        pad: Makes the batch.
-        tokenizer: Has the mask token, and says which tokens are special and never masked.
-        probability: Share of the tokens masked.
-        fixed: The same batch gets the same mask each time, so that one evaluation compares with the next, and
-            evaluating draws no random numbers that training would otherwise get.
-    """
-
-    def __init__(self, pad: Pad, tokenizer: Any, probability: float, *, fixed: bool = False) -> None:
-        self.pad, self.fixed = pad, fixed
-        self.collator = DataCollatorForLanguageModeling(tokenizer, mlm=True, mlm_probability=probability)
-        self._special = np.array(tokenizer.all_special_ids)
-
-    def __call__(self, rows: Rows) -> Batch:
-        batch = self.pad(rows)
-        if self.fixed:
-            seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
-            self.collator.generator = torch.Generator().manual_seed(seed)
-        special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
-        for _ in range(_DRAWS):  # a batch without a masked token has no loss
-            ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special_tokens_mask=special)
-            if (labels != -100).any():
-                break
-        return {**batch, "input_ids": ids, "labels": labels}
-
-
-def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, seed: int = 0) -> Data:
-    """Reviews, tokens and loaders as the config says, sharded over the ranks.
-
-    The first process of a node prepares the caches; the others find them. ``seed`` is that of the shuffling.
+        config: The keys under ``data``.
+        task: Reads and encodes the samples; it learns the names of its labels here.
+        model_name: Hub id or folder of the model, whose tokenizer is taken where the config names none.
+        on_gpu: Batches go to a GPU, so their memory may be page-locked.
+        seed: That of the shuffling.
 
     Raises:
         DataError: Rows or files that cannot be used.
@@ -110,12 +86,14 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
     for name in ("batch_size", "eval_batch_size"):
         size = getattr(config, name)
         if size is not None and size % world:
-            raise ConfigError(f"data.{name}: {size} reviews cannot be shared by {world} ranks; use a multiple")
+            raise ConfigError(f"data.{name}: {size} samples cannot be shared by {world} ranks; use a multiple")
     with dist.run_local_rank_zero_first():
-        tokenizer, train_tokens, eval_tokens = _tokens(config, model_name)
+        tokenizer, train_tokens, eval_tokens = _tokens(config, task, model_name)
 
-    train = None if train_tokens is None else FlatTokens(train_tokens)
-    evaluation = None if eval_tokens is None else FlatTokens(eval_tokens)
+    train, evaluation = (
+        None if tokens is None else task.arranged(FlatTokens(tokens), config.max_length, training=training)
+        for tokens, training in ((train_tokens, True), (eval_tokens, False))
+    )
     _check_same(train, evaluation)
     pad = Pad(
         tokenizer.pad_token_id,
@@ -123,11 +101,6 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         longest=config.padding == "longest",
         multiple=config.pad_to_multiple_of,
     )
-
-    def collate(training: bool) -> Callable[[Rows], Batch]:
-        if task != "mlm":
-            return pad
-        return MaskTokens(pad, tokenizer, config.mlm_probability, fixed=not training)
 
     def batches(
         rows: Any, size: int, collator: Any, *, drop_last: bool, sampler: Sampler[int] | None = None
@@ -144,11 +117,11 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
             persistent_workers=config.persistent_workers,
             worker_timeout=config.worker_timeout,
         )
-        return DataSpec(dataloader, get_num_tokens_in_batch=masked_tokens if task == "mlm" else real_tokens)
+        return DataSpec(dataloader, get_num_tokens_in_batch=labelled_tokens if task.loss_per_token else real_tokens)
 
     def sampler(tokens: FlatTokens, batch_size: int, training: bool) -> Sampler[int]:
         if not training:
-            # Composer asks the device how many reviews a distributed sampler's batch has, and waits, at each batch.
+            # Composer asks the device how many samples a distributed sampler's batch has, and waits, at each batch.
             return SequentialSampler(tokens) if world == 1 else dist.get_sampler(tokens)
         rank, drop_last = dist.get_global_rank(), config.drop_last
         settings: dict[str, Any] = {"ranks": world, "rank": rank, "seed": seed, "drop_last": drop_last}
@@ -160,53 +133,59 @@ def build_data(config: DataConfig, *, model_name: str, task: str, on_gpu: bool, 
         drop_last = training and config.drop_last
         if drop_last and len(tokens) < batch_size:
             raise ConfigError(
-                f"data.drop_last: the {len(tokens)} training reviews do not fill one batch of {batch_size}"
+                f"data.drop_last: the {len(tokens)} training samples do not fill one batch of {batch_size}"
             )
-        return batches(
-            tokens, batch_size, collate(training), drop_last=drop_last, sampler=sampler(tokens, batch_size, training)
-        )
+        collate = task.collator(pad, tokenizer, training=training)
+        return batches(tokens, batch_size, collate, drop_last=drop_last, sampler=sampler(tokens, batch_size, training))
 
-    def stream(rows: Any) -> DataSpec:
-        collator = Tokenized(collate(True), tokenizer, config)
+    def stream() -> DataSpec:
+        rows, declared = stream_of_samples(config, seed)
+        collate = task.collator(pad, tokenizer, training=True)
+        collator = Tokenized(collate, tokenizer, task, config.max_length, declared)
         return batches(rows, config.batch_size, collator, drop_last=config.drop_last)
 
     return Data(
-        stream(stream_of_reviews(config, seed)) if train is None else loader(train, config.batch_size, training=True),
+        stream() if train is None else loader(train, config.batch_size, training=True),
         None if evaluation is None else loader(evaluation, config.eval_batch_size or config.batch_size, training=False),
         tokenizer,
     )
 
 
 def _check_same(*tokens: FlatTokens | None) -> None:
-    """A file may be written between the readings of two ranks, which would then train on different reviews."""
+    """A file may be written between the readings of two ranks, which would then train on different samples."""
     if dist.get_world_size() == 1:
         return
-    mine = [zlib.crc32(part.tobytes()) for each in tokens if each for part in (each.ids, each.lengths, each.labels)]
+    mine = [zlib.crc32(values.tobytes()) for each in tokens if each for values in each.arrays()]
     if any(theirs != mine for theirs in dist.all_gather_object(mine)):
-        raise DataError("data: the ranks read different reviews, so a file changed meanwhile; start again")
+        raise DataError("data: the ranks read different samples, so a file changed meanwhile; start again")
 
 
-def _tokens(config: DataConfig, model_name: str) -> tuple[Any, Dataset | None, Dataset | None]:
+def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Dataset | None, Dataset | None]:
     """The tokenizer, and the tokens to train on (None for a stream) and to validate on."""
+    words = task.splits_words
     if config.source == "random":
-        tokenizer = load_tokenizer(config, model_name, None)
+        tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
         counts = {"train": config.train_samples, "eval": config.eval_samples}
+        classes = len(config.labels or ("0", "1"))
         train, evaluation = (
-            random_rows(count or 8000, config.seed, split, config.max_length, tokenizer)
+            random_rows(count or 8000, config.seed, split, config.max_length, tokenizer, classes)
             for split, count in counts.items()
         )
         return tokenizer, train, evaluation
     if config.streaming or config.source == "mds":
-        tokenizer = load_tokenizer(config, model_name, None)
-        held = load_validation(config)
-        return tokenizer, None, None if held is None else tokenize(held, tokenizer, config)
-    reviews, validation = load_reviews(config)
-    tokenizer = load_tokenizer(config, model_name, reviews)
-    return (
-        tokenizer,
-        tokenize(reviews, tokenizer, config),
-        (None if validation is None else tokenize(validation, tokenizer, config)),
-    )
+        tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
+        train, validation = None, load_validation(config, task)
+    else:
+        train, validation = load_samples(config, task)
+        tokenizer = load_tokenizer(config, model_name, _texts(train), splits_words=words)
+    encoded = [None if each is None else tokenize(each, tokenizer, config, task) for each in (train, validation)]
+    return tokenizer, encoded[0], encoded[1]
+
+
+def _texts(samples: Dataset) -> list[str]:
+    """All texts of the samples, words joined."""
+    columns = [samples[name] for name in samples.column_names if name.startswith("text_")]
+    return [" ".join(text) if isinstance(text, list) else text for column in columns for text in column]
 
 
 def real_tokens(batch: Any) -> int:
@@ -215,6 +194,6 @@ def real_tokens(batch: Any) -> int:
     return 0 if lengths is None else int(lengths.sum())
 
 
-def masked_tokens(batch: Any) -> dict[str, int]:
-    """Real tokens, and those that a masked LM's loss is the mean of: by these Composer weighs parts of a batch."""
-    return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != -100).sum())}
+def labelled_tokens(batch: Any) -> dict[str, int]:
+    """Real tokens, and those that the loss is the mean of: by these Composer weighs micro-batches."""
+    return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != IGNORED).sum())}

@@ -1,12 +1,13 @@
-"""Reviews from the hub, from local files, or built in, checked row by row; and rows of random tokens."""
+"""Samples from the hub, from local files, or built in, checked row by row; and rows of random tokens."""
 
 from __future__ import annotations
 
 import codecs
 import contextlib
+import glob
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,49 +16,87 @@ import pyarrow
 import pyarrow.csv
 import pyarrow.json
 import pyarrow.parquet
-from datasets import Dataset, load_dataset
+from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, load_from_disk
 
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
-from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.builtin import builtin_samples
 from composer_speedups.data.config import DataConfig
+from composer_speedups.data.conll import read_conll
+from composer_speedups.tasks.task import Task
 
-__all__ = ["load_reviews", "load_validation", "random_rows", "unreadable"]
+__all__ = ["class_names", "load_samples", "load_validation", "named", "random_rows", "unreadable"]
 
+_LINES_IN_VALUES = pyarrow.csv.ParseOptions(newlines_in_values=True)
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
-    ".csv": lambda path: pyarrow.csv.read_csv(path, parse_options=pyarrow.csv.ParseOptions(newlines_in_values=True)),
+    ".csv": lambda path: pyarrow.csv.read_csv(path, parse_options=_LINES_IN_VALUES),
+    # GLUE's and most other people's: quotes are letters there
+    ".tsv": lambda path: pyarrow.csv.read_csv(
+        path, parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
+    ),
     ".jsonl": pyarrow.json.read_json,
+    ".conll": read_conll,
+    ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
 }
-_TEXT = (".csv", ".jsonl")
+_TEXT = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
-def load_reviews(config: DataConfig) -> tuple[Dataset, Dataset | None]:
-    """Training and validation reviews with the columns ``text`` (str) and ``label`` (0 or 1).
+def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | None]:
+    """Training and validation samples as :meth:`.Task.example` gives them; the task learns its labels of the former.
 
     Raises:
         DataError: One line naming the file or dataset, the row, and what is wrong with it.
     """
-    if config.source == "builtin":
-        return _builtin(config, "train", config.train_samples), _builtin(config, "eval", config.eval_samples)
-    if config.source == "hub":
-        train = _from_hub(config, config.train_split)
-    else:
-        assert config.train_file is not None  # the schema's checks saw to it
-        train = _from_file(config, "train_file", config.train_file)
-    return _sample(train, config, config.train_samples), load_validation(config)
+    table, where = _training_table(config, task)
+    held, held_where = _validation_table(config, task)
+    if config.eval_fraction is not None:
+        order = np.random.default_rng(config.seed).permutation(table.num_rows)
+        count = min(max(round(config.eval_fraction * table.num_rows), 1), table.num_rows - 1)
+        if count < 1:
+            raise DataError(f"{where} has one row only, which data.eval_fraction cannot divide")
+        held, held_where = table.take(np.sort(order[:count])), f"{where}, held out by data.eval_fraction"
+        table = table.take(np.sort(order[count:]))
+    train = _checked(table, task, where, training=True)
+    validation = None if held is None else _checked(held, task, held_where, training=False)
+    return (
+        _sample(train, config, config.train_samples),
+        None if validation is None else _sample(validation, config, config.eval_samples),
+    )
 
 
-def load_validation(config: DataConfig) -> Dataset | None:
-    """The validation reviews of the hub or of a file, held in memory; None without any."""
-    if config.source == "hub":
-        return _sample(_from_hub(config, config.eval_split), config, config.eval_samples)
-    if config.eval_file is None:
+def load_validation(config: DataConfig, task: Task) -> Dataset | None:
+    """The validation samples of the hub or of a file, held in memory; None without any.
+
+    The task learns its labels of them: those of a stream of training samples are not known beforehand.
+    """
+    table, where = _validation_table(config, task)
+    if table is None:
         return None
-    return _sample(_from_file(config, "eval_file", config.eval_file), config, config.eval_samples)
+    _learn(table, task, where)
+    return _sample(_checked(table, task, where, training=False), config, config.eval_samples)
 
 
-def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any) -> Dataset:
+def _training_table(config: DataConfig, task: Task) -> tuple[pyarrow.Table, str]:
+    if config.source == "builtin":
+        return _builtin(config, task, "train", config.train_samples)
+    if config.source == "hub":
+        return _from_hub(config, config.train_split)
+    assert config.train_file is not None  # the schema's checks saw to it
+    return _from_files(config.train_file, "train_file")
+
+
+def _validation_table(config: DataConfig, task: Task) -> tuple[pyarrow.Table | None, str]:
+    if config.source == "builtin":
+        return _builtin(config, task, "eval", config.eval_samples)
+    if config.eval_fraction is None and config.source == "hub" and config.eval_split is not None:
+        return _from_hub(config, config.eval_split)
+    if config.source != "hub" and config.eval_file is not None:
+        return _from_files(config.eval_file, "eval_file")
+    return None, ""
+
+
+def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, classes: int = 2) -> Dataset:
     """Rows of random token ids, all of one length, to measure memory and speed; the same ones for the same arguments.
 
     Args:
@@ -66,57 +105,101 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any) 
         split: ``"train"`` or ``"eval"``; other rows each.
         length: Tokens of every row, none of them padding.
         tokenizer: Its vocabulary, special tokens left out, is what is drawn from, each token as likely as any other.
+        classes: Number of labels.
 
     Returns:
-        Columns ``input_ids`` (list of int) and ``label`` (0 or 1, at random), as :func:`.tokens.tokenize` has them.
+        Columns ``input_ids`` (list of int) and ``labels`` (one of ``classes``, at random), as :func:`.tokens.tokenize`
+        has them.
     """
     generator = np.random.default_rng([seed, zlib.crc32(split.encode())])
     plain = np.setdiff1d(np.arange(len(tokenizer), dtype=np.int32), tokenizer.all_special_ids)
     ids = generator.choice(plain, size=count * length)
     starts = np.arange(0, count * length + 1, length, dtype=np.int32)
     rows = pyarrow.ListArray.from_arrays(starts, ids.astype(np.int32))
-    return Dataset(pyarrow.table({"input_ids": rows, "label": generator.integers(0, 2, count)}))
+    return Dataset(pyarrow.table({"input_ids": rows, "labels": generator.integers(0, classes, count)}))
 
 
-def _builtin(config: DataConfig, split: str, samples: int | None) -> Dataset:
-    return Dataset.from_dict(builtin_reviews(samples or 8000, config.seed, split, config.length_scale))
+def _builtin(config: DataConfig, task: Task, split: str, samples: int | None) -> tuple[pyarrow.Table, str]:
+    columns = builtin_samples(task.name, samples or 8000, config.seed, split, config.length_scale)
+    return pyarrow.table(columns), "data.source: builtin"
 
 
-def _from_hub(config: DataConfig, split: str) -> Dataset:
+def _from_hub(config: DataConfig, split: str) -> tuple[pyarrow.Table, str]:
     where = f"data.hub_name {config.hub_name!r}, split {split!r}"
     try:
-        dataset = load_dataset(config.hub_name, split=split)
+        dataset = load_dataset(config.hub_name, config.hub_config, split=split, revision=config.hub_revision)
     except Exception as error:  # network, authentication, a missing split: each its own class
         raise DataError(
             f"{where}: cannot be loaded ({type(error).__name__}: {first_line(error)}); "
             "use data.source=files with a local file, or data.source=builtin"
         ) from error
-    return _checked(dataset.data.table, config, where)
+    return dataset.data.table, where
 
 
-def _from_file(config: DataConfig, key: str, name: str) -> Dataset:
-    path = Path(os.path.expanduser(name))
+def _from_files(name: str, key: str) -> tuple[pyarrow.Table, str]:
+    """The rows of a file, of all files of a pattern, or of a folder of ``datasets``."""
+    path, where = Path(os.path.expanduser(name)), f"data.{key}: {name}"
+    if os.path.isdir(path):
+        return _saved_dataset(path, where), where
+    paths = [path]
+    if not os.path.isfile(path) and glob.has_magic(str(path)):  # pathlib's raises where a name is too long
+        paths = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
+        if not paths:
+            raise DataError(f"data.{key}: no file is called {with_working_directory(name)}")
+    tables = [read_file(each, f"data.{key}") for each in paths]
+    try:
+        return pyarrow.concat_tables(tables, promote_options="permissive"), where
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{where}: the files have different columns ({first_line(error)})") from error
+
+
+def _saved_dataset(path: Path, where: str) -> pyarrow.Table:
+    try:
+        saved = load_from_disk(str(path))
+    except Exception as error:  # FileNotFoundError, pyarrow's and JSON's
+        raise DataError(
+            f"{where} is not a folder that datasets.save_to_disk wrote ({first_line(error)}); for files in it give a "
+            f"pattern, such as {path}/*.parquet"
+        ) from error
+    if isinstance(saved, DatasetDict):
+        raise DataError(
+            f"{where} holds the splits {', '.join(saved)}; give the folder of one, such as {path}/{next(iter(saved))}"
+        )
+    return saved.flatten_indices().data.table
+
+
+def read_file(path: Path, key: str) -> pyarrow.Table:
+    """The rows of one file.
+
+    Args:
+        path: Its suffix names the format.
+        key: The config key that names it, for errors.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    name = str(path)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"data.{key}: {name} must end in {', '.join(_READERS)}")
+        raise DataError(f"{key}: {name} must end in {', '.join(_READERS)}")
     if not os.path.isfile(path):  # pathlib's raises where a name is too long
-        raise DataError(f"data.{key}: {with_working_directory(name)} is not a file; give the path of one")
+        raise DataError(f"{key}: {with_working_directory(name)} is not a file; give the path of one")
     if path.stat().st_size == 0:
-        raise DataError(f"data.{key}: {name} is empty; give a file with reviews in it")
+        raise DataError(f"{key}: {name} is empty; give a file with samples in it")
     before = _version(path)
     try:
         table = reader(path)
+        if path.suffix.lower() in _TEXT:
+            table.schema.names  # noqa: B018 - a header that is not UTF-8 raises here
+            table.validate(full=True)  # bytes that are no UTF-8 are read, and are no text
         after = _version(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise unreadable(f"data.{key}: {name}", [path], error) from error
+        raise unreadable(f"{key}: {name}", [path], error) from error
     if before != after:
-        raise DataError(f"data.{key}: {name} changed while it was read; start again when it is written")
-    try:
-        return _checked(table, config, f"data.{key}: {name}")
-    except ValueError as error:  # bytes that are no UTF-8 are read, and are no text
-        if fault := not_utf8(path):
-            raise DataError(f"data.{key}: {fault}") from error
-        raise
+        raise DataError(f"{key}: {name} changed while it was read; start again when it is written")
+    if path.suffix.lower() in _TEXT and any(pyarrow.types.is_binary(kind) for kind in table.schema.types):
+        raise unreadable(f"{key}: {name}", [path], ValueError("it holds bytes that are no text"))
+    return table
 
 
 def unreadable(where: str, paths: Sequence[Path], error: Exception) -> DataError:
@@ -147,34 +230,64 @@ def not_utf8(path: Path) -> str | None:
     return None
 
 
-def _checked(table: pyarrow.Table, config: DataConfig, where: str) -> Dataset:
-    """Refuse rows that would train silently on nothing, and keep the two columns."""
-    for key in ("text_column", "label_column"):
-        column = getattr(config, key)
+def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> Dataset:
+    """Refuse rows that would train silently on nothing, and keep what the task reads."""
+    columns = _columns(table, task, where, training=training)
+    if training:
+        task.learn(columns, _declared(table), where)
+    names = list(columns)
+    rows = zip(*columns.values(), strict=True)
+    examples = [
+        task.example(dict(zip(names, row, strict=True)), f"{where}, row {number}", training=training)
+        for number, row in enumerate(rows, start=1)
+    ]
+    return Dataset.from_list(task.prepared(examples, training=training))
+
+
+def _learn(table: pyarrow.Table, task: Task, where: str) -> None:
+    task.learn(_columns(table, task, where, training=False), _declared(table), where)
+
+
+def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> dict[str, list[Any]]:
+    """The columns that the task reads, with the names of classes in place of the integers that stand for them."""
+    needed = task.columns(training=training)
+    for column, key in needed:
         if column not in table.column_names:
             has = ", ".join(table.column_names) or "none"
-            raise DataError(f"{where} has no column {column!r} (it has: {has}); set data.{key}")
+            raise DataError(f"{where} has no column {column!r} (it has: {has}); set {key}")
     if table.num_rows == 0:
-        raise DataError(f"{where} has no rows; give a file with reviews in it")
+        raise DataError(f"{where} has no rows; give a file with samples in it")
+    declared = _declared(table)
     try:
-        texts, labels = (table.column(getattr(config, key)).to_pylist() for key in ("text_column", "label_column"))
+        columns = {column: table.column(column).to_pylist() for column, _ in needed}
     except (pyarrow.ArrowException, KeyError, ValueError, OverflowError) as error:  # two of one name, no UTF-8, …
         raise DataError(f"{where}: its columns cannot be read ({first_line(error)})") from error
-    for row, (text, label) in enumerate(zip(texts, labels, strict=True), start=1):
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"{where}, row {row}: {config.text_column} is {_show(text)}; every review needs text")
-        if not isinstance(label, (int, float)) or label not in (0, 1):
-            raise DataError(f"{where}, row {row}: {config.label_column} is {_show(label)}; it must be 0 or 1")
-    return Dataset.from_dict({"text": texts, "label": [int(label) for label in labels]})
+    return {
+        column: [named(value, declared[column]) for value in values] if column in declared else values
+        for column, values in columns.items()
+    }
+
+
+def _declared(table: pyarrow.Table) -> dict[str, list[str]]:
+    return class_names(Features.from_arrow_schema(table.schema))
+
+
+def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Column → the names that ``datasets`` keeps for its integers, in a file or on the hub."""
+    inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
+    return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}
+
+
+def named(value: Any, names: list[str]) -> Any:
+    """The name of a class, or of each in a list, for its integer; None for -1, which GLUE's test sets hold."""
+    if isinstance(value, list):
+        return [named(each, names) for each in value]
+    return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
 
 def _version(path: Path) -> tuple[int, int, int]:
     found = os.stat(path)
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _show(value: Any) -> str:
-    return "empty" if value is None or (isinstance(value, str) and not value.strip()) else repr(value)[:60]
 
 
 def _sample(dataset: Dataset, config: DataConfig, samples: int | None) -> Dataset:

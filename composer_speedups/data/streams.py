@@ -1,7 +1,8 @@
-"""Training reviews read as training goes: a dataset may be larger than memory and than the disk."""
+"""Training samples read as training goes: a dataset may be larger than memory and than the disk."""
 
 from __future__ import annotations
 
+import csv
 import glob
 import importlib.util
 import os
@@ -18,15 +19,23 @@ from datasets.distributed import split_dataset_by_node
 from composer_speedups.core.errors import ConfigError, DataError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.config import DataConfig
-from composer_speedups.data.sources import unreadable
+from composer_speedups.data.flat import Ragged
+from composer_speedups.data.sources import class_names, named, unreadable
+from composer_speedups.tasks.task import Task
 
-__all__ = ["EndlessReviews", "Tokenized", "stream_of_reviews"]
+__all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
 
-_FORMATS = {".parquet": "parquet", ".csv": "csv", ".jsonl": "json"}
+# Extension → the reader of datasets and its arguments
+_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", {}),
+    ".tsv": ("csv", {"sep": "\t", "quoting": csv.QUOTE_NONE}),
+    ".jsonl": ("json", {}),
+}
 _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli python-snappy xxhash zstd"
 
 
-class EndlessReviews(torch.utils.data.IterableDataset[dict[str, Any]]):
+class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
     """A stream of rows that begins anew, in another order, when it is over.
 
     It has no end, because ranks whose shares differ by a row would end at different batches and wait for each other.
@@ -60,60 +69,69 @@ class EndlessReviews(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 class Tokenized:
-    """Rows of text → token ids, then the batch of another collator. Rows with ``input_ids`` pass as they are.
+    """Raw rows → checked samples → token ids, then the batch of another collator. Rows with ``input_ids`` pass as they
+    are.
 
     Args:
-        collate: Makes a batch of rows with ``input_ids`` and ``label``.
+        collate: Makes a batch of :class:`.Ragged` rows.
         tokenizer: Of the model.
-        config: Names of the columns, and the length that reviews are cut to.
+        task: Checks and encodes the rows.
+        max_length: Tokens that samples are cut to.
+        declared: Column → the names of classes that the dataset keeps for its integers.
 
     Raises:
-        DataError: A row without text, or with a label other than 0 and 1.
+        DataError: A row without text, or with a label outside the classes.
     """
 
-    def __init__(self, collate: Any, tokenizer: Any, config: DataConfig) -> None:
-        self.collate, self.tokenizer, self.config = collate, tokenizer, config
+    def __init__(
+        self, collate: Any, tokenizer: Any, task: Task, max_length: int, declared: Mapping[str, list[str]]
+    ) -> None:
+        self.collate, self.tokenizer, self.task, self.max_length = collate, tokenizer, task, max_length
+        self.declared = dict(declared)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         if "input_ids" in rows[0]:
-            ids = [list(row["input_ids"])[: self.config.max_length] for row in rows]
-        else:
-            ids = self.tokenizer([self._text(row) for row in rows], truncation=True, max_length=self.config.max_length)[
-                "input_ids"
-            ]
-        labels = [self._label(row) for row in rows]
-        return self.collate([{"input_ids": i, "label": label} for i, label in zip(ids, labels, strict=True)])
+            return self.collate(Ragged.of(self._tokenized(rows)))
+        examples = [self.task.example(self._named(row), "a streamed row", training=True) for row in rows]
+        columns = {key: [each[key] for each in examples] for key in examples[0]}
+        return self.collate(Ragged.of(self.task.encode(columns, self.tokenizer, self.max_length)))
 
-    def _text(self, row: Mapping[str, Any]) -> str:
-        text = row.get(self.config.text_column)
-        if not isinstance(text, str) or not text.strip():
-            raise DataError(f"a streamed row has {text!r:.60} as data.text_column {self.config.text_column!r}, no text")
-        return text
+    def _tokenized(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+        columns = {"input_ids": [list(row["input_ids"])[: self.max_length] for row in rows]}
+        label = self.task.label_column
+        if label is not None:
+            columns["labels"] = [self.task.label(row.get(label), "a streamed row") for row in rows]
+        return columns
 
-    def _label(self, row: Mapping[str, Any]) -> int:
-        label = row.get(self.config.label_column)
-        if label is None or label not in (0, 1):
-            raise DataError(
-                f"a streamed row has {label!r:.60} as data.label_column {self.config.label_column!r}; it must be 0 or 1"
-            )
-        return int(label)
+    def _named(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {**row, **{name: named(row.get(name), names) for name, names in self.declared.items()}}
 
 
-def stream_of_reviews(config: DataConfig, seed: int) -> Any:
+def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:
     """This rank's share of the training rows; every row goes to one rank and one worker.
+
+    Returns:
+        The rows, and column → the names of classes that the dataset keeps for its integers.
 
     Raises:
         DataError: It cannot be opened.
         ConfigError: ``source: mds`` without its package.
     """
     if config.source == "mds":
-        return _mds(config, seed)
+        return _mds(config, seed), {}
     file = None if config.source == "hub" else os.path.expanduser(str(config.train_file))
     try:
         if file is None:
-            rows = load_dataset(config.hub_name, split=config.train_split, streaming=True)
+            rows = load_dataset(
+                config.hub_name,
+                config.hub_config,
+                split=config.train_split,
+                revision=config.hub_revision,
+                streaming=True,
+            )
         else:
-            rows = load_dataset(_format_of(file), data_files=file, split="train", streaming=True)
+            kind, settings = _format_of(file)
+            rows = load_dataset(kind, data_files=file, split="train", streaming=True, **settings)
     except DataError:
         raise
     except Exception as error:  # network, authentication, a missing split: each its own class
@@ -121,11 +139,13 @@ def stream_of_reviews(config: DataConfig, seed: int) -> Any:
         if file is not None:
             where = f"data.train_file: {with_working_directory(file)}"
         raise DataError(f"{where} cannot be opened ({type(error).__name__}: {first_line(error)})") from error
+    declared = class_names(rows.features or {})
     rows = rows.shuffle(seed=seed, buffer_size=config.shuffle_buffer)
-    return EndlessReviews(split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size()), file)
+    shared = split_dataset_by_node(rows, dist.get_global_rank(), dist.get_world_size())
+    return EndlessSamples(shared, file), declared
 
 
-def _format_of(name: str) -> str:
+def _format_of(name: str) -> tuple[str, dict[str, Any]]:
     kind = _FORMATS.get(Path(name).suffix)
     if kind is None:
         raise DataError(f"data.train_file: {name} must end in {', '.join(_FORMATS)}")

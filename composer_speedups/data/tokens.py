@@ -1,9 +1,10 @@
-"""Tokenizer and tokenized reviews, both cached on disk."""
+"""Tokenizer and tokenized samples, both cached on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +16,36 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
 from composer_speedups.data.config import DataConfig
+from composer_speedups.tasks.task import Task
 
 __all__ = ["load_tokenizer", "tokenize"]
 
 _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 
 
-def load_tokenizer(config: DataConfig, model_name: str, train: Dataset | None) -> Any:
-    """The model's tokenizer, another one from the hub or a folder, or a WordPiece of the training reviews.
+def load_tokenizer(
+    config: DataConfig, model_name: str, texts: Sequence[str] | None, *, splits_words: bool = False
+) -> Any:
+    """The model's tokenizer, another one from the hub or a folder, or a WordPiece of the training samples.
 
     Args:
         config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` serve ``wordpiece``.
         model_name: Hub id or folder of the model, taken when ``tokenizer`` is null.
-        train: Reviews with a ``text`` column, for ``wordpiece``.
+        texts: Those to train on, for ``wordpiece``.
+        splits_words: Texts are lists of words. RoBERTa's tokenizers take those only with a space before each.
 
     Raises:
         ConfigError: It cannot be loaded, or has no padding token.
     """
     if config.tokenizer == "wordpiece":
-        assert train is not None  # the schema's checks saw to it
-        return _trained(config, train["text"])
+        assert texts is not None  # the schema's checks saw to it
+        return _trained(config, list(texts))
     key = "model.name" if config.tokenizer is None else "data.tokenizer"
     name = check_folder(config.tokenizer or model_name, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        if splits_words and getattr(tokenizer, "add_prefix_space", True) is False:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, add_prefix_space=True)
     except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
         fix = "give a local folder, or wordpiece to train one"
         raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
@@ -70,7 +77,9 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     tokenizer = _wordpiece(_vocabulary(texts, vocab_size, inner))  # a new one, where those are not special
     cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", cls), ("[SEP]", sep)]
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in _SPECIAL.items()}
@@ -93,23 +102,20 @@ def _wordpiece(vocab: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
-    """Token ids of each review, cut to ``max_length``; columns ``input_ids`` (list of int) and ``label``.
+def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Dataset:
+    """Token ids of each sample, cut to ``max_length``, and its labels: the columns of :meth:`.Task.encode`.
 
-    The result is kept in ``cache_dir`` under a hash of the reviews, the tokenizer and the length.
+    The result is kept in ``cache_dir`` under a hash of the samples, the tokenizer, the length and the task's settings.
     """
-    name = _digest(dataset["text"], dataset["label"], _identity(tokenizer), config.max_length)
+    columns = [part for name in dataset.column_names for part in (name, dataset[name])]
+    name = _digest(*columns, _identity(tokenizer), config.max_length, repr(task))
     cache = make_folder(Path(config.cache_dir) / "tokens", "data.cache_dir") / f"{name}.arrow"
-
-    def encode(rows: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        encoded = tokenizer(rows["text"], truncation=True, max_length=config.max_length)
-        return {"input_ids": encoded["input_ids"]}
 
     def run() -> Dataset:
         return dataset.map(
-            encode,
+            lambda rows: task.encode(rows, tokenizer, config.max_length),
             batched=True,
-            remove_columns=["text"],
+            remove_columns=dataset.column_names,
             cache_file_name=str(cache),
             load_from_cache_file=True,
             new_fingerprint=name[:32],
@@ -120,10 +126,15 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig) -> Dataset:
         tokens = run()
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         tokens = None
-    if tokens is None or len(tokens) != len(dataset) or tokens["label"] != dataset["label"]:
-        cache.unlink()  # a file cut between two of its batches reads as a shorter one
+    # A file cut between two of its batches reads as a shorter one.
+    if tokens is None or len(tokens) != len(dataset) or _labels(tokens) != _labels(dataset):
+        cache.unlink()
         return run()
     return tokens
+
+
+def _labels(dataset: Dataset) -> list[Any]:
+    return list(dataset["labels"]) if "labels" in dataset.column_names else []
 
 
 def _identity(tokenizer: Any) -> str:

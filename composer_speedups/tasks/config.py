@@ -1,19 +1,38 @@
-"""The config keys under ``model``."""
+"""The config keys under ``model``, and which keys belong to which task."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from composer_speedups.core.settings import key
 
-__all__ = ["ModelConfig"]
+__all__ = ["TASK_KEYS", "ModelConfig"]
+
+# Keys that only some tasks read. Setting one for another task would silently do nothing, so it is an error.
+TASK_KEYS: dict[str, tuple[str, ...]] = {
+    "model.label_smoothing": ("classification",),
+    "model.class_weights": ("classification",),
+    "model.loss": ("reranking", "embedding"),
+    "model.temperature": ("embedding",),
+    "model.pooling": ("embedding",),
+    "model.gradient_cache": ("embedding",),
+    "data.labels": ("classification", "multilabel", "token_classification"),
+    "data.label_columns": ("multilabel",),
+    "data.label_all_pieces": ("token_classification",),
+    "data.truncation": ("classification", "multilabel", "regression", "reranking"),
+    "data.mlm_probability": ("mlm",),
+    "data.whole_word_masking": ("mlm",),
+    "data.packing": ("mlm",),
+}
 
 
 @dataclass
 class ModelConfig:
     name: str = "google-bert/bert-base-uncased"
     """Hub id or local folder of a BERT-family model, or `minilm` (the weights of the minilm extra)."""
-    task: Literal["classification", "mlm"] = "classification"
-    """Two-class classification head, or masked language modelling."""
+    task: Literal[
+        "classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"
+    ] = "classification"
+    """What is trained: the head, the loss, the metrics and the columns that are read."""
     init: Literal["pretrained", "random"] = "pretrained"
     """Load the weights, or start from random ones (needs no hub when model.size is given)."""
     size: Literal["tiny", "mini", "base", "large"] | None = None
@@ -22,3 +41,17 @@ class ModelConfig:
     """Hidden and attention dropout; null keeps the model's own (0.1 in BERT)."""
     train_metrics: bool = True
     """Compute accuracy on each training batch; costs a host synchronisation a step."""
+    label_smoothing: float = key(0.0, ge=0, lt=1)
+    """Task classification: probability that the loss spreads over all classes."""
+    class_weights: list[float] | None = key(None, gt=0)
+    """Task classification: weight of each class in the loss, in the order of the labels; null weighs all alike."""
+    loss: Literal["bce", "pairwise", "ranking", "cosine"] | None = None
+    """Task reranking: bce (default) or pairwise. Task embedding: ranking (default; in-batch negatives), or cosine
+    (regression on scores)."""
+    temperature: float = key(0.05, gt=0, le=10)
+    """Task embedding, loss ranking: cosine similarities are divided by it."""
+    pooling: Literal["mean", "cls"] = "mean"
+    """Task embedding: mean of the token vectors, or the first token's."""
+    gradient_cache: int | None = key(None, ge=1)
+    """Task embedding: encode this many texts at a time and recompute their activations in the backward pass, so that
+    the batch of in-batch negatives may exceed memory; null encodes the whole batch at once."""

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from composer_speedups.core.files import replace_folder
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import model_of
+from composer_speedups.tasks.models import FinetuneModel
 
 __all__ = ["export_model"]
 
@@ -21,9 +22,10 @@ def export_model(state: State, folder: Path) -> Path:
     """``save_pretrained`` of the model and its tokenizer, as safetensors, complete or not at all.
 
     ``transformers.AutoModelForSequenceClassification.from_pretrained(folder)`` loads it without this package:
-    names and shapes are the stock model's. Call it on every rank: FSDP gathers its shards. An earlier export
-    in ``folder`` is replaced. A technique may turn its weights back into the stock model's, and write more beside
-    ``folder``: LoRA merges its adapters, and leaves them in ``adapter/``.
+    names and shapes are the stock model's. A model of the embedding task loads in sentence-transformers too. Call it on
+    every rank: FSDP gathers its shards. An earlier export in ``folder`` is replaced. A technique may turn its weights
+    back into the stock model's, and write more beside ``folder``: LoRA merges its adapters, and leaves them in
+    ``adapter/``.
 
     Raises:
         ValueError: The trained model is not a HuggingFaceModel.
@@ -44,5 +46,7 @@ def export_model(state: State, folder: Path) -> Path:
             wrapped.model.save_pretrained(str(partial), state_dict=weights)
             if wrapped.tokenizer is not None:
                 wrapped.tokenizer.save_pretrained(partial)
+            if isinstance(wrapped, FinetuneModel):
+                wrapped.task.export(partial, wrapped.config.hidden_size, wrapped.max_length)
     dist.barrier()
     return folder

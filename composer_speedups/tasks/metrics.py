@@ -1,25 +1,49 @@
-"""Loss and accuracy: over all ranks, and at the end of a run under the names that reports and dashboards share."""
+"""Losses and scores: over all ranks, and at the end of a run under the names that reports and dashboards share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from composer.core import State
 from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.utilities import dim_zero_cat
 
-__all__ = ["final_metrics", "gather_alike"]
+from composer_speedups.families.packed_tokens import IGNORED
+
+__all__ = ["EntityF1", "MeanLoss", "Recall", "final_metrics", "gather_alike"]
+
+_CHUNK = 1024  # anchors compared at a time
+_EQUAL = 1e-5  # cosine similarities that differ by less are equal
 
 _NAMES = {
     "MulticlassAccuracy": "accuracy",
     "CrossEntropy": "loss",
     "MaskedAccuracy": "accuracy",
     "LanguageCrossEntropy": "loss",
+    "LanguagePerplexity": "perplexity",
+    "MulticlassF1Score": "macro_f1",
+    "MulticlassMatthewsCorrCoef": "matthews",
+    "BinaryCrossEntropy": "loss",
+    "MicroF1": "micro_f1",
+    "MacroF1": "macro_f1",
+    "MeanAveragePrecision": "map",
+    "MeanSquaredError": "loss",
+    "PearsonCorrCoef": "pearson",
+    "SpearmanCorrCoef": "spearman",
+    "EntityF1": "entity_f1",
+    "MRR@10": "mrr@10",
+    "NDCG@10": "ndcg@10",
+    "Recall@1": "recall@1",
+    "Recall@10": "recall@10",
 }
 
 
 def final_metrics(state: State) -> dict[str, float]:
-    """Loss and accuracy of the last training batch (``train_``) and of the last evaluation.
+    """The metrics of the last training batch (``train_``) and of the last evaluation.
 
     With several ranks, every rank must call: a metric is computed over all of them.
     """
@@ -45,3 +69,82 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, tensor.contiguous(), group)
     return gathered
+
+
+class MeanLoss(MeanMetric):
+    """The mean over samples of a loss that is itself the mean over a batch's.
+
+    Args:
+        function: (logits, labels) → scalar.
+    """
+
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__(nan_strategy="disable")
+        self.function = function
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:  # type: ignore[override]
+        super().update(self.function(logits, labels), weight=len(labels))
+
+
+class EntityF1(Metric):
+    """F1 of whole entities, micro-averaged, as CoNLL-2003 scores them; by seqeval.
+
+    Args:
+        names: Of the tags, such as ``B-PER``, by their ids.
+    """
+
+    full_state_update = False
+    predicted: list[Tensor]
+    expected: list[Tensor]
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names = list(names)
+        self.add_state("predicted", default=[], dist_reduce_fx="cat")
+        self.add_state("expected", default=[], dist_reduce_fx="cat")
+
+    def update(self, logits_RSK: Tensor, labels_RS: Tensor) -> None:
+        """Tokens with the label -100 are left out."""
+        # One list for all sentences; -1 stands between two of them, where no entity goes on.
+        held_RS = F.pad(labels_RS != IGNORED, (0, 1), value=True)
+        self.predicted.append(F.pad(logits_RSK.argmax(-1), (0, 1), value=-1)[held_RS])
+        self.expected.append(F.pad(labels_RS, (0, 1), value=-1)[held_RS])
+
+    def compute(self) -> Tensor:
+        from seqeval.metrics import f1_score
+
+        predicted, expected = (
+            [self.names[i] if i >= 0 else "O" for i in dim_zero_cat(ids).tolist()]
+            for ids in (self.predicted, self.expected)
+        )
+        return torch.tensor(f1_score([expected], [predicted], zero_division=0))
+
+
+class Recall(Metric):
+    """The share of anchors whose own positive is among the nearest ``k`` of all positives, by cosine similarity.
+
+    A positive that is as near as the anchor's own, such as the same text, does not push that back.
+    """
+
+    full_state_update = False
+    anchors: list[Tensor]
+    positives: list[Tensor]
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+        self.add_state("anchors", default=[], dist_reduce_fx="cat")
+        self.add_state("positives", default=[], dist_reduce_fx="cat")
+
+    def update(self, anchors_RH: Tensor, positives_RH: Tensor) -> None:
+        """Unit vectors; row i of the one belongs to row i of the other."""
+        self.anchors.append(anchors_RH)
+        self.positives.append(positives_RH)
+
+    def compute(self) -> Tensor:
+        anchors, positives = dim_zero_cat(self.anchors), dim_zero_cat(self.positives)
+        found = torch.zeros((), device=anchors.device)
+        for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True):
+            nearer = chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL
+            found += (nearer.sum(-1) < self.k).sum()
+        return found / len(anchors)

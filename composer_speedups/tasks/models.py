@@ -1,15 +1,14 @@
-"""Hugging Face classifier or masked LM → ComposerModel that knows its FLOPs."""
+"""A task's model: transformers' own with the task's head, as a ComposerModel that knows its FLOPs."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from composer.metrics import CrossEntropy, LanguageCrossEntropy, MaskedAccuracy
+import transformers
 from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertConfig
+from transformers import AutoConfig, BertConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -19,9 +18,11 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.replaced import replaced
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
+from composer_speedups.families.packed_tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import gather_alike
 from composer_speedups.tasks.model_names import SIZES, resolve_name
+from composer_speedups.tasks.task import Task
 
 __all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
@@ -36,70 +37,97 @@ _SAFE: dict[str, Any] = {"trust_remote_code": False}
 
 
 class FinetuneModel(HuggingFaceModel):
-    """Composer's HuggingFaceModel with the FLOPs of a training step on real tokens."""
+    """Composer's HuggingFaceModel with a task's loss and metrics, and the FLOPs of a training step on real tokens.
+
+    Args:
+        model: A model of transformers with the task's head.
+        task: What is trained.
+        tokenizer: Saved with checkpoints and exports.
+        max_length: Tokens that samples are cut to.
+        train_metrics: Compute the metrics of training at each batch.
+    """
 
     _block_weights: list[torch.Tensor] | None = None  # found once: it takes as long as launching a layer
 
+    def __init__(
+        self, model: Any, task: Task, tokenizer: Any = None, max_length: int = 512, *, train_metrics: bool = True
+    ) -> None:
+        # To find out whether a model is a causal LM, Composer imports all of transformers' 180, for seconds.
+        with replaced(huggingface, "_is_registered_causal_lm", lambda model: False):
+            super().__init__(model, tokenizer=tokenizer, use_logits=True)  # metrics get logits, not the whole output
+        self.task, self.max_length = task, max_length
+        self.train_metrics = _metrics(task, training=True) if train_metrics else None
+        self.val_metrics = _metrics(task, training=False)
+
+    def forward(self, batch: Any) -> Any:
+        return self.task.outputs(self.model, {k: v for k, v in batch.items() if k in self.model_forward_args})
+
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The model's own; 0 for a micro-batch without a masked token, which would be the mean of nothing."""
-        loss = super().loss(outputs, batch)
-        labels = batch.get("labels")
-        if isinstance(loss, torch.Tensor) and labels is not None and labels.ndim == 2:
-            return torch.where((labels != -100).any(), loss, torch.zeros_like(loss))
+        """The task's; 0 for a micro-batch without a labelled token, which would be the mean of nothing."""
+        loss = self.task.loss(outputs, batch)
+        if self.task.loss_per_token and isinstance(loss, torch.Tensor):
+            return torch.where((batch["labels"] != IGNORED).any(), loss, torch.zeros_like(loss))
         return loss
+
+    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
+        if "labels" not in batch:  # Composer's takes them out of the batch
+            batch = {**batch, "labels": None}
+        return super().eval_forward(batch, outputs)
+
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> dict[str, Any]:
+        labels: Any = self.labels
+        if metric.device.type == "cpu" and labels is not None:
+            self.labels = labels = labels.cpu()
+        self.task.update_metric(metric, outputs, labels, batch)
+        return {}
 
     def flops_per_batch(self, batch: Any) -> int:
         """FLOPs of a forward and backward pass over ``batch``, padding left out; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
-        is_mlm = type(self.model).__name__.endswith("ForMaskedLM")
-        flops = training_flops(self.model.config, lengths, "mlm" if is_mlm else "classification")
+        flops = training_flops(self.model.config, lengths, "mlm" if self.task.name == "mlm" else "classification")
         if self._block_weights is None:
             self._block_weights = block_weights(self.model)
         return flops - frozen_flops(self._block_weights, lengths)
 
 
-def build_model(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
+def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
+    metrics = task.metrics(training=training)
+    for metric in metrics.values():
+        if not any(isinstance(state, list) for state in metric._defaults.values()):  # sums, of one shape on all ranks
+            metric.dist_sync_fn = gather_alike
+    return metrics
+
+
+def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int) -> FinetuneModel:
     """The model of the config, with eager attention: SDPA is a technique, not a hidden default.
 
     Args:
-        config: Name or size, task, and how to initialise.
+        config: Name or size, and how to initialise.
+        task: What is trained, with its labels.
         tokenizer: Saved with checkpoints and exports; its vocabulary sizes a random model.
         max_length: Tokens a row, which a random model must have positions for.
 
     Raises:
-        ConfigError: It cannot be loaded, is no encoder, has a head for another number of labels, or lacks encoder
-            weights, vocabulary or positions.
+        ConfigError: It cannot be loaded, is no encoder, has a head for other labels, or lacks encoder weights,
+            vocabulary or positions.
     """
-    auto = AutoModelForMaskedLM if config.task == "mlm" else AutoModelForSequenceClassification
-    settings: dict[str, Any] = {} if config.dropout is None else _dropout(config.dropout)
-    if config.task == "classification":
-        # transformers would set it in the first forward pass, and torch.compile would compile that pass anew.
-        settings |= {"problem_type": "single_label_classification"}
-        settings |= {"id2label": {0: "negative", 1: "positive"}, "label2id": {"negative": 0, "positive": 1}}
+    auto = getattr(transformers, task.auto_class)
+    settings: dict[str, Any] = ({} if config.dropout is None else _dropout(config.dropout)) | task.head_settings()
     name = resolve_name(config.name)
     if config.size is not None:
         bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
-        model = auto.from_config(bert, attn_implementation="eager")
+        model = _from_config(auto, bert, task)
     else:
-        model = _loaded(auto, name, config, settings)
+        model = _loaded(auto, name, config, task, settings)
     _check_fit(model.config, name, tokenizer, max_length)
-    # Its check of the labels, which the data's own has seen to, would wait for the device at each batch.
-    accuracy = MulticlassAccuracy(num_classes=2, average="micro", validate_args=False)
-    metrics: list[Metric] = [accuracy, CrossEntropy()]
-    if config.task == "mlm":
-        metrics = [MaskedAccuracy(), LanguageCrossEntropy()]
-    for metric in metrics:  # counts and sums, of one shape on all ranks
-        metric.dist_sync_fn = gather_alike
-    # To find out whether a model is a causal LM, Composer imports all of transformers' 180, for seconds.
-    with replaced(huggingface, "_is_registered_causal_lm", lambda model: False):
-        return FinetuneModel(
-            model,
-            tokenizer=tokenizer,
-            use_logits=True,  # without it, eval metrics would get the whole output object
-            metrics=metrics if config.train_metrics else None,
-            eval_metrics=metrics,
-        )
+    return FinetuneModel(model, task, tokenizer, max_length, train_metrics=config.train_metrics)
+
+
+def _from_config(auto: Any, config: Any, task: Task) -> Any:
+    return auto.from_config(
+        config, attn_implementation="eager", **task.model_arguments(auto._model_mapping[type(config)])
+    )
 
 
 def _dropout(rate: float) -> dict[str, float]:
@@ -120,7 +148,7 @@ def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str,
     )
 
 
-def _loaded(auto: Any, name: str, asked: ModelConfig, settings: dict[str, Any]) -> Any:
+def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict[str, Any]) -> Any:
     try:
         stored = AutoConfig.from_pretrained(name, **_SAFE)
         _check_encoder(stored, name)
@@ -128,9 +156,9 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, settings: dict[str, Any]) 
         if asked.init == "random":
             config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
             config.name_or_path = ""  # the weights are not those of that name
-            return auto.from_config(config, attn_implementation="eager")
-        if asked.task == "classification":
-            _check_labels(stored, name)
+            return _from_config(auto, config, task)
+        _check_labels(stored, name, task, settings)
+        settings |= task.model_arguments(auto._model_mapping[type(stored)])
         settings = {**settings, **_SAFE, "weights_only": True, "ignore_mismatched_sizes": True}
         model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
     except ConfigError:
@@ -170,13 +198,23 @@ def _check_encoder(config: Any, name: str) -> None:
         )
 
 
-def _check_labels(config: Any, name: str) -> None:
-    """Refuse a classifier that was trained for another number of labels; of an encoder alone the number is nothing."""
-    is_classifier = any(each.endswith("ForSequenceClassification") for each in config.architectures or ())
-    if is_classifier and config.num_labels != 2:
+def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) -> None:
+    """Refuse a head that was trained for other labels; of an encoder alone the labels say nothing."""
+    needed = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels")
+    head = task.auto_class.removeprefix("AutoModel")
+    if needed is None or not any(each.endswith(head) for each in config.architectures or ()):
+        return
+    if config.num_labels != needed:
         labels = f"{config.num_labels} label{'s' if config.num_labels != 1 else ''}"
         raise ConfigError(
-            f"model.name: {name!r} is a classifier of {labels}, and model.task: classification needs 2; {_WITHOUT_HEAD}"
+            f"model.name: {name!r} is a classifier of {labels}, and model.task: {task.name} needs {needed} for this "
+            f"data; {_WITHOUT_HEAD}"
+        )
+    stored, given = list(config.id2label.values()), list(settings.get("id2label", {}).values())
+    if stored != given and sorted(stored) == sorted(given):
+        raise ConfigError(
+            f"model.name: the head of {name!r} has its labels in another order than the data; set "
+            f"data.labels=[{','.join(stored)}]"
         )
 
 

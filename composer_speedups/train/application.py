@@ -56,6 +56,7 @@ def train(
         from composer_speedups.data.loader import build_data
         from composer_speedups.tasks.export import export_model
         from composer_speedups.tasks.models import build_model, resolve_name
+        from composer_speedups.tasks.task import build_task
         from composer_speedups.train.fit import StopSignals, train_to_end
         from composer_speedups.train.report import StartupTimes, write_report
         from composer_speedups.train.run_folder import RunFolder
@@ -71,11 +72,12 @@ def train(
 
     with StopSignals() as stop, RunFolder(config, named="run_name" in origins) as folder:
         model_name = resolve_name(config.model.name)
+        task = build_task(config.model, config.data)
         on_gpu = torch_device(device).type == "cuda"
-        data = build_data(config.data, model_name=model_name, task=config.model.task, on_gpu=on_gpu, seed=config.seed)
+        data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
         clock.lap("data")
         reproducibility.seed_all(config.seed)
-        model = build_model(config.model, data.tokenizer, config.data.max_length)
+        model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         clock.lap("model")
         cpu.join()
         if early is not None:

@@ -14,7 +14,6 @@ from composer import Trainer
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
-from composer.models import ComposerModel
 from composer.utils import dist
 
 from composer_speedups.callbacks.divergence import DivergenceGuard
@@ -35,6 +34,7 @@ from composer_speedups.data.loader import Data
 from composer_speedups.distributed.ddp import OverlappedDDP
 from composer_speedups.distributed.fsdp import GradientClipping, check_sharding, fsdp_parallelism, sharded_blocks
 from composer_speedups.distributed.host import share_cores
+from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config.load import written
@@ -109,7 +109,7 @@ def context_of(config: TrainerConfig, device: Device) -> Context:
 
 def build_trainer(
     config: Config,
-    model: ComposerModel,
+    model: FinetuneModel,
     data: Data,
     techniques: Sequence[Technique],
     device: Device,
@@ -131,9 +131,9 @@ def build_trainer(
     everyone = [*callbacks_of(config, techniques), *callbacks]
     if checkpoint.interval is not None:  # last: it saves what the others have seen
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
-    # A masked LM's loss is a mean over masked tokens, and reviews differ in how many they have. Counting them waits for
-    # the GPU, so one whole batch on one rank, which is its own mean, is left out.
-    by_tokens = config.model.task == "mlm"
+    # Where the loss is a mean over labelled tokens, samples differ in how many they have. Counting them waits for the
+    # GPU, so one whole batch on one rank, which is its own mean, is left out.
+    by_tokens = model.task.loss_per_token
     several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:
@@ -169,7 +169,9 @@ def build_trainer(
             load_path=folder.load,
             load_weights_only=checkpoint.weights_only and not folder.resumed,
         )
-    trainer.on_out_of_memory, trainer.by_tokens = settings.on_out_of_memory, by_tokens
+    # Half a batch would be another loss where its samples take part in one another's.
+    trainer.on_out_of_memory = "stop" if model.task.needs_whole_batch else settings.on_out_of_memory
+    trainer.by_tokens = by_tokens
     trainer.go_on()
     if folder.load is not None and (folder.resumed or not checkpoint.weights_only):
         _check_rates(trainer, config.optimizer.lr)

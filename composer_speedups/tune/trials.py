@@ -28,6 +28,7 @@ from composer_speedups.core.settings import Origins
 from composer_speedups.core.technique import screen
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.checks import check_together
 from composer_speedups.train.config.load import save_config
 from composer_speedups.train.config.schema import (
@@ -84,7 +85,7 @@ class GivenRun:
         data, model = self.config.data, self.config.model
         on_gpu = self.context.device.type == "cuda"
         built = build_data(
-            data, model_name=resolve_name(model.name), task=model.task, on_gpu=on_gpu, seed=self.config.seed
+            data, build_task(model, data), model_name=resolve_name(model.name), on_gpu=on_gpu, seed=self.config.seed
         )
         return len(built.train.dataloader)  # type: ignore[arg-type]
 

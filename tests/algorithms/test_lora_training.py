@@ -19,6 +19,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.lora.adapters import adapted_layers, trained_copies
 from composer_speedups.core.errors import NotEngagedError
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from tests.helpers.adapters import two_groups
 from tests.helpers.common import batch, final_weights, make_trainer, plain_batches, tiny_bert
@@ -152,7 +153,7 @@ def test_adapters_stay_float32_under_autocast() -> None:
 
 
 def test_the_flops_leave_out_the_gradients_of_frozen_weights() -> None:
-    full, adapted = FinetuneModel(tiny_bert()), FinetuneModel(tiny_bert())
+    full, adapted = FinetuneModel(tiny_bert(), Classification()), FinetuneModel(tiny_bert(), Classification())
     apply_lora(adapted)
     inputs = batch([16] * 4)
     linear = 2 * (4 * 32 * 32 + 2 * 32 * 64)  # weights of two blocks

@@ -20,6 +20,7 @@ from composer_speedups import SparseUpcycling, apply_sparse_upcycling, load_bala
 from composer_speedups.algorithms.sparse_upcycling.loss import sparse_layers
 from composer_speedups.core.errors import ConfigError, TechniqueError
 from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import _loaded
 from composer_speedups.train.config.schema import ModelConfig
 from tests.algorithms.test_sparse_upcycling import balance_of, family, mlm_logits, set_apart, upcycled
@@ -106,7 +107,7 @@ def test_an_export_loads_again_and_stock_loading_is_refused(tmp_path: Path) -> N
     torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
     assert_near(eval_logits(again, awkward_batches()), eval_logits(model, awkward_batches()), what="logits")
     with pytest.raises(ConfigError, match=r"lacks .* encoder weights, bert\.encoder\.layer\.0\.intermediate"):
-        _loaded(AutoModelForSequenceClassification, str(tmp_path), ModelConfig(), {})
+        _loaded(AutoModelForSequenceClassification, str(tmp_path), ModelConfig(), Classification(), {})
     tiny_bert().save_pretrained(tmp_path / "dense")
     with pytest.raises(ValueError, match="no exported model with experts"):
         load_sparse_upcycling(tmp_path / "dense")

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from datasets import Dataset
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.dashboards import as_text, layout
 from composer_speedups.dashboards.__main__ import main, read_request
 from composer_speedups.dashboards.layout import COLUMNS, Request
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import build_model
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
@@ -35,9 +35,10 @@ def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
 
 
 def test_masked_language_models_have_metrics_of_their_own() -> None:
-    reviews = Dataset.from_dict({"text": ["a review of a film"], "label": [1]})
+    reviews = ["a review of a film"]
     tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", reviews)
-    model = build_model(ModelConfig(init="random", size="tiny", task="mlm"), tokenizer, 64)
+    config = ModelConfig(init="random", size="tiny", task="mlm")
+    model = build_model(config, MaskedLanguageModelling(), tokenizer, 64)
     measured = {f"metrics/eval/{name}" for name in model.get_metrics(is_train=False)}
     named = {m for section in layout("mlm") for chart in section.charts for m in chart.metrics}
     assert {m for m in named if m.startswith("metrics/")} == measured

@@ -14,8 +14,9 @@ from datasets import Dataset
 from composer_speedups.core.errors import DataError
 from composer_speedups.data import sources
 from composer_speedups.data.loader import build_data
-from composer_speedups.data.sources import load_reviews
+from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import DataConfig
 from tests.data.test_data import ROWS, files, save
@@ -24,7 +25,7 @@ from tests.helpers.jobs import run
 
 
 def _build(config: DataConfig) -> Dataset:
-    return build_data(config, model_name="unused", task="classification", on_gpu=False).train.dataloader.dataset
+    return build_data(config, Classification(), model_name="unused", on_gpu=False).train.dataloader.dataset
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
@@ -37,39 +38,39 @@ def test_a_changed_file_is_tokenized_anew_even_with_its_old_date_and_size(suffix
     os.utime(name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert suffix == "parquet" or os.stat(name).st_size == stat.st_size
     second = _build(config)
-    assert len(second.ids) == len(first.ids)
-    assert not np.array_equal(second.ids, first.ids)
+    assert len(second.tokens["input_ids"]) == len(first.tokens["input_ids"])
+    assert not np.array_equal(second.tokens["input_ids"], first.tokens["input_ids"])
 
 
 @pytest.mark.pins
 def test_a_cut_or_swapped_cache_of_tokens_is_made_again() -> None:
     rows = {"text": ROWS["text"] * 300, "label": ROWS["label"] * 300}
     config = files(save(rows, "a.parquet"), train_samples=None)
-    train, _ = load_reviews(config)
-    tokenizer = load_tokenizer(config, "unused", train)
-    expected = tokenize(train, tokenizer, config)[:]
+    train, _ = load_samples(config, Classification())
+    tokenizer = load_tokenizer(config, "unused", train["text_1"])
+    expected = tokenize(train, tokenizer, config, Classification())[:]
     (cache,) = Path("cache/tokens").glob("*.arrow")
     whole = cache.read_bytes()
     table = pyarrow.ipc.open_stream(whole).read_all()
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table.slice(0, 1000))  # reads well, and is short
-    assert tokenize(train, tokenizer, config)[:] == expected
+    assert tokenize(train, tokenizer, config, Classification())[:] == expected
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table.take([*range(1, 6000), 0]))
-    assert tokenize(train, tokenizer, config)[:] == expected
+    assert tokenize(train, tokenizer, config, Classification())[:] == expected
     for size in (0, 100, len(whole) // 2, len(whole) - 100):
         cache.write_bytes(whole[:size])
-        assert tokenize(train, tokenizer, config)[:] == expected
+        assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
 def test_a_damaged_tokenizer_is_one_line() -> None:
     config = files(save(ROWS, "a.parquet"))
-    train, _ = load_reviews(config)
-    load_tokenizer(config, "unused", train)
+    train, _ = load_samples(config, Classification())
+    load_tokenizer(config, "unused", train["text_1"])
     for file in Path("cache/tokenizers").rglob("tokenizer.json"):
         file.write_bytes(file.read_bytes()[:500])
     with pytest.raises(DataError, match=r"data\.cache_dir: the tokenizer in cache/tokenizers/\w+ is damaged; remove"):
-        load_tokenizer(config, "unused", train)
+        load_tokenizer(config, "unused", train["text_1"])
 
 
 def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.
 
     monkeypatch.setitem(sources._READERS, ".parquet", read)
     with pytest.raises(DataError, match=r"data\.train_file: a\.parquet changed while it was read; start again"):
-        load_reviews(files(save({"text": ["a"], "label": [1]}, "a.parquet")))
+        load_samples(files(save({"text": ["a", "b"], "label": [1, 0]}, "a.parquet")), Classification())
 
     def remove(path: Path) -> pyarrow.Table:
         table = pyarrow.parquet.read_table(path)
@@ -89,7 +90,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.
 
     monkeypatch.setitem(sources._READERS, ".parquet", remove)
     with pytest.raises(DataError, match=r"a\.parquet cannot be read \(\[Errno 2\]"):
-        load_reviews(files(save(ROWS, "a.parquet")))
+        load_samples(files(save(ROWS, "a.parquet")), Classification())
 
 
 def test_files_and_caches_that_go_under_a_run_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,7 @@ def test_ranks_that_read_different_files_are_refused() -> None:
 
     for done in on_ranks(read):
         assert done.status == 2
-        assert done.stderr.splitlines()[-1].startswith("train.py: data: the ranks read different reviews")
+        assert done.stderr.splitlines()[-1].startswith("train.py: data: the ranks read different samples")
 
 
 NO_TEXT = pyarrow.StringArray.from_buffers(1, pyarrow.py_buffer(b"\0\0\0\0\2\0\0\0"), pyarrow.py_buffer(b"\xff\xfe"))
@@ -137,10 +138,10 @@ def test_columns_that_cannot_be_read_are_one_line(name: str) -> None:
     with pytest.raises(
         DataError, match=rf"data\.train_file: {name}: (its columns )?cannot be read|{name} cannot be read"
     ):
-        load_reviews(files(name))
+        load_samples(files(name), Classification())
 
 
 def test_a_home_that_is_nobodys_and_a_name_too_long_are_one_line() -> None:
     for name in ("~nobody-at-all/x.csv", "x" * 5000 + ".csv"):
         with pytest.raises(DataError, match="is not a file"):
-            load_reviews(files(name))
+            load_samples(files(name), Classification())

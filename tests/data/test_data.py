@@ -13,13 +13,15 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
-from datasets import Dataset
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad, build_data
-from composer_speedups.data.sources import load_reviews
+from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.train.config.schema import DataConfig
 
 ROWS = {
@@ -47,8 +49,10 @@ def files(train: str, evaluation: str | None = None, **kwargs: Any) -> DataConfi
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 @pytest.mark.pins
 def test_local_files_of_each_kind_are_read(suffix: str) -> None:
-    train, evaluation = load_reviews(files(save(ROWS, f"a.{suffix}"), save(ROWS, f"b.{suffix}"), train_samples=None))
-    assert train[:] == ROWS
+    train, evaluation = load_samples(
+        files(save(ROWS, f"a.{suffix}"), save(ROWS, f"b.{suffix}"), train_samples=None), Classification()
+    )
+    assert train[:] == {"text_1": ROWS["text"], "labels": ROWS["label"]}
     assert evaluation is not None
     assert len(evaluation) == 20
 
@@ -56,17 +60,17 @@ def test_local_files_of_each_kind_are_read(suffix: str) -> None:
 def test_columns_may_have_other_names_and_text_may_have_line_breaks() -> None:
     rows = {"review": ['one\n"two", three'] * 2, "y": [1, 0], "more": [3, 4]}
     for name in ("a.csv", "a.parquet", "a.jsonl"):
-        train, _ = load_reviews(files(save(rows, name), text_column="review", label_column="y"))
-        assert train[:] == {"text": rows["review"], "label": rows["y"]}
+        train, _ = load_samples(files(save(rows, name)), Classification(text_columns=["review"], label_column="y"))
+        assert train[:] == {"text_1": rows["review"], "labels": rows["y"]}
 
 
 def test_a_draw_is_random_seeded_and_without_repeats() -> None:
     name = save(ROWS, "a.parquet")
-    first, _ = load_reviews(files(name, train_samples=8))
-    again, _ = load_reviews(files(name, train_samples=8))
-    other, _ = load_reviews(files(name, train_samples=8, seed=3))
-    assert len(set(first["text"])) == 8
-    assert first["text"] == again["text"] != other["text"]
+    first, _ = load_samples(files(name, train_samples=8), Classification())
+    again, _ = load_samples(files(name, train_samples=8), Classification())
+    other, _ = load_samples(files(name, train_samples=8, seed=3), Classification())
+    assert len(set(first["text_1"])) == 8
+    assert first["text_1"] == again["text_1"] != other["text_1"]
 
 
 @pytest.mark.pins
@@ -75,30 +79,35 @@ def test_the_hub_code_reads_a_local_folder() -> None:
     folder.mkdir(parents=True)
     save(ROWS, str(folder / "train-00000.parquet"))
     save({"text": ["Test."], "label": [1]}, str(folder / "test-00000.parquet"))
-    train, evaluation = load_reviews(DataConfig(hub_name="stanfordnlp/imdb", train_samples=5))
+    train, evaluation = load_samples(DataConfig(hub_name="stanfordnlp/imdb", train_samples=5), Classification())
     assert len(train) == 5
     assert evaluation is not None
-    assert evaluation[:] == {"text": ["Test."], "label": [1]}
+    assert evaluation[:] == {"text_1": ["Test."], "labels": [1]}
 
 
 def test_an_unreachable_hub_names_the_key_and_the_ways_out() -> None:
     with pytest.raises(
         DataError, match=r"data\.hub_name 'no/such', split 'train': cannot be loaded .*data\.source=files"
     ):
-        load_reviews(DataConfig(hub_name="no/such"))
+        load_samples(DataConfig(hub_name="no/such"), Classification())
 
 
 BAD_ROWS: list[tuple[dict[str, Any], str]] = [
-    ({"txt": ["a"], "label": [1]}, r"has no column 'text' \(it has: txt, label\); set data\.text_column"),
+    ({"txt": ["a"], "label": [1]}, r"has no column 'text' \(it has: txt, label\); set data\.text_columns"),
     ({"text": ["a"], "lable": [1]}, r"has no column 'label'"),
     ({"text": ["a", ""], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": ["a", " \n"], "label": [1, 0]}, "row 2: text is empty"),
     ({"text": ["a", None], "label": [1, 0]}, "row 2: text is empty"),
-    ({"text": ["a", "b", "c"], "label": [1, 0, 2]}, "row 3: label is 2; it must be 0 or 1"),
-    ({"text": ["a", "b"], "label": [0, -1]}, "row 2: label is -1"),
-    ({"text": ["a", "b"], "label": [0, None]}, "row 2: label is empty"),
-    ({"text": ["a", "b"], "label": ["pos", "neg"]}, "row 1: label is 'pos'"),
-    ({"text": ["a", "b"], "label": [0.5, 1.0]}, r"row 1: label is 0\.5"),
+    ({"text": ["a", "b", "c"], "label": [1, 0, -1]}, "row 3: label is -1; it must be one of 0, 1"),
+    ({"text": ["a", "b", "c"], "label": [0, 1, None]}, "row 3: label is empty; it must be one of 0, 1"),
+    (
+        {"text": ["a", "b"], "label": ["pos", "pos"]},
+        "the column label has the one class pos; there must be two or more",
+    ),
+    (
+        {"text": ["a", "b", "c"], "label": [1.0, 0.0, 0.5]},
+        r"row 3: label is 0\.5, and no class; .* model\.task=regression",
+    ),
     ({"text": [3, 4], "label": [0, 1]}, "row 1: text is 3"),
     (
         {"text": pyarrow.array([], pyarrow.string()), "label": pyarrow.array([], pyarrow.int64())},
@@ -111,7 +120,7 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.pins
 def test_bad_rows_are_named(rows: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message) as error:
-        load_reviews(files(save(rows, "bad.parquet")))
+        load_samples(files(save(rows, "bad.parquet")), Classification())
     assert "bad.parquet" in str(error.value)
 
 
@@ -129,11 +138,11 @@ def test_bad_files_are_named() -> None:
         "corrupt.parquet": "cannot be read",
         "corrupt.jsonl": "cannot be read",
         "cut.parquet": "cannot be read",
-        "a.txt": "must end in .parquet, .csv, .jsonl",
+        "a.txt": "must end in .parquet, .csv, .tsv, .jsonl, .conll",
         "missing.csv": rf"\(relative to {Path.cwd()}\) is not a file",
     }.items():
         with pytest.raises(DataError, match=rf"data\.train_file: {name} {message}"):
-            load_reviews(files(name))
+            load_samples(files(name), Classification())
 
 
 NOT_UTF8 = {
@@ -156,60 +165,63 @@ def test_a_file_that_is_not_utf8_is_named_with_the_place_and_the_fix(name: str) 
     Path(name).write_bytes(text.encode(encoding))
     fix = rf"save it as UTF-8, as with: iconv -f {conversion} -t utf-8"
     with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{place}.*{fix}"):
-        load_reviews(files(name))
+        load_samples(files(name), Classification())
     with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{place}.*{fix}"):
-        load_reviews(files(save(ROWS, "good.csv"), name))
+        load_samples(files(save(ROWS, "good.csv"), name), Classification())
 
 
 def test_text_beyond_ascii_is_read_with_and_without_a_byte_order_mark() -> None:
-    text = "text,label\nun café noir,1\n"
+    text = "text,label\nun café noir,1\nb,0\n"
     for encoding in ("utf-8", "utf-8-sig"):
         Path("a.csv").write_bytes(text.encode(encoding))
-        assert load_reviews(files("a.csv"))[0][:] == {"text": ["un café noir"], "label": [1]}
+        assert load_samples(files("a.csv"), Classification())[0][:] == {
+            "text_1": ["un café noir", "b"],
+            "labels": [1, 0],
+        }
 
 
 @pytest.mark.pins
 def test_tokens_and_tokenizer_are_cached_and_the_cache_is_checked() -> None:
     config = files(save(ROWS, "a.parquet"))
-    train, _ = load_reviews(config)
-    tokenizer = load_tokenizer(config, "unused", train)
+    train, _ = load_samples(config, Classification())
+    tokenizer = load_tokenizer(config, "unused", train["text_1"])
     assert tokenizer.decode(tokenizer("it is good")["input_ids"]) == "[CLS] it is good [SEP]"
-    tokens = tokenize(train, tokenizer, config)
+    tokens = tokenize(train, tokenizer, config, Classification())
     assert max(map(len, tokens["input_ids"])) <= 16
     made = {p: p.stat().st_mtime_ns for p in Path("cache").rglob("*") if p.is_file()}
-    again = tokenize(train, load_tokenizer(config, "unused", train), config)
+    again = tokenize(train, load_tokenizer(config, "unused", train["text_1"]), config, Classification())
     assert again[:] == tokens[:]
     assert {p: p.stat().st_mtime_ns for p in Path("cache").rglob("*") if p.is_file()} == made
-    shorter = tokenize(train, tokenizer, dataclasses.replace(config, max_length=4))
+    shorter = tokenize(train, tokenizer, dataclasses.replace(config, max_length=4), Classification())
     assert max(map(len, shorter["input_ids"])) == 4
     expected = tokens[:]
     for cached in Path("cache/tokens").glob("*.arrow"):
         cached.write_bytes(b"not arrow")
-    assert tokenize(train, tokenizer, config)[:] == expected
+    assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
     with pytest.raises(
         ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; give a local folder"
     ):
-        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
+        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
     with pytest.raises(
         ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); give a local folder"
     ):
-        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", Dataset.from_dict(ROWS))
+        load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
     with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is no folder"):
-        load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", Dataset.from_dict(ROWS))
+        load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", ROWS["text"])
 
 
 def test_a_cache_that_cannot_be_written_is_one_line() -> None:
     Path("file").write_text("")
     config = files("a.csv", cache_dir="file/cache", tokenizer="wordpiece")
     with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers \(relative to /.*\) cannot be made"):
-        load_tokenizer(config, "x", Dataset.from_dict(ROWS))
+        load_tokenizer(config, "x", ROWS["text"])
 
 
 def test_padding_to_max_length_and_to_the_longest() -> None:
-    rows = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [8], "label": 0}]
+    rows = Ragged.of({"input_ids": [[5, 6, 7], [8]], "labels": [1, 0]})
     full = Pad(0, 6, longest=False)(rows)
     torch.testing.assert_close(full["input_ids"], torch.tensor([[5, 6, 7, 0, 0, 0], [8, 0, 0, 0, 0, 0]]))
     torch.testing.assert_close(full["attention_mask"], torch.tensor([[1, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]]))
@@ -222,26 +234,28 @@ def test_padding_to_max_length_and_to_the_longest() -> None:
 def test_loaders_count_real_tokens_and_follow_the_keys() -> None:
     name = save(ROWS, "a.parquet")
     config = files(name, name, batch_size=8, eval_batch_size=5, drop_last=True, padding="longest", workers=1)
-    data = build_data(config, model_name="unused", task="classification", on_gpu=False)
+    data = build_data(config, Classification(), model_name="unused", on_gpu=False)
     assert data.eval is not None
     batches = list(data.train.dataloader)
     assert [len(b["labels"]) for b in batches] == [8, 8]
     assert len(list(data.eval.dataloader)) == 4
     assert data.train.get_num_tokens_in_batch(batches[0]) == int(batches[0]["attention_mask"].sum())
     assert data.train.dataloader.num_workers == 1
-    with pytest.raises(ConfigError, match=r"data\.drop_last: the 20 training reviews do not fill one batch of 64"):
-        build_data(dataclasses.replace(config, batch_size=64), model_name="", task="classification", on_gpu=False)
+    with pytest.raises(ConfigError, match=r"data\.drop_last: the 20 training samples do not fill one batch of 64"):
+        build_data(dataclasses.replace(config, batch_size=64), Classification(), model_name="", on_gpu=False)
 
 
 def test_ranks_that_cannot_share_a_batch_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer.utils.dist.get_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"data\.batch_size: 7 reviews cannot be shared by 2 ranks"):
-        build_data(files("a.csv", batch_size=7), model_name="", task="classification", on_gpu=False)
+    with pytest.raises(ConfigError, match=r"data\.batch_size: 7 samples cannot be shared by 2 ranks"):
+        build_data(files("a.csv", batch_size=7), Classification(), model_name="", on_gpu=False)
 
 
 def test_masked_lm_batches_mask_real_tokens_only() -> None:
     config = files(save(ROWS, "a.parquet"), batch_size=20, mlm_probability=0.5)
-    data = build_data(config, model_name="unused", task="mlm", on_gpu=False)
+    data = build_data(
+        config, MaskedLanguageModelling(mlm_probability=config.mlm_probability), model_name="unused", on_gpu=False
+    )
     batch = next(iter(data.train.dataloader))
     chosen = batch["labels"] != -100
     assert chosen.any()

@@ -12,6 +12,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.loader import build_data
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
@@ -19,7 +20,7 @@ from tests.conftest import ROOT
 
 def test_random_rows_are_as_long_as_asked_and_hold_no_special_token() -> None:
     reviews = Dataset.from_dict(builtin_reviews(20, 1, "train", 0.1))
-    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=200), "", reviews)
+    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=200), "", reviews["text"])
     tokenizer.save_pretrained("tokenizer")
     settings: dict[str, Any] = {
         "tokenizer": "tokenizer",
@@ -29,19 +30,19 @@ def test_random_rows_are_as_long_as_asked_and_hold_no_special_token() -> None:
         "batch_size": 4,
     }
     config = DataConfig(source="random", **settings)
-    data, again = (build_data(config, model_name="", task="classification", on_gpu=False) for _ in range(2))
-    other = build_data(dataclasses.replace(config, seed=3), model_name="", task="classification", on_gpu=False)
+    data, again = (build_data(config, Classification(), model_name="", on_gpu=False) for _ in range(2))
+    other = build_data(dataclasses.replace(config, seed=3), Classification(), model_name="", on_gpu=False)
     assert data.eval is not None
     drawn: list[Any] = [spec.dataloader.dataset for spec in (data.train, data.eval, other.train, again.train)]
     train, evaluation, elsewhere, again_train = drawn
     assert (len(train), len(evaluation)) == (40, 8)
     assert set(train.lengths.tolist()) == {12}
-    assert set(train.labels.tolist()) == {0, 1}
-    assert not set(train.ids.tolist()) & set(tokenizer.all_special_ids)
-    assert len(set(train.ids.tolist())) > 40
-    assert train.ids.tolist() == again_train.ids.tolist()
-    assert train.ids.tolist()[:96] != evaluation.ids.tolist()
-    assert train.ids.tolist() != elsewhere.ids.tolist()
+    assert set(train.rows["labels"].tolist()) == {0, 1}
+    assert not set(train.tokens["input_ids"].tolist()) & set(tokenizer.all_special_ids)
+    assert len(set(train.tokens["input_ids"].tolist())) > 40
+    assert train.tokens["input_ids"].tolist() == again_train.tokens["input_ids"].tolist()
+    assert train.tokens["input_ids"].tolist()[:96] != evaluation.tokens["input_ids"].tolist()
+    assert train.tokens["input_ids"].tolist() != elsewhere.tokens["input_ids"].tolist()
     batch = next(iter(data.train.dataloader))
     assert batch["input_ids"].shape == (4, 12)
     assert bool(batch["attention_mask"].all())

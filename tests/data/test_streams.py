@@ -18,9 +18,10 @@ from torch.utils.data import DataLoader
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data import streams
 from composer_speedups.data.builtin import builtin_reviews
-from composer_speedups.data.streams import EndlessReviews, Tokenized, stream_of_reviews
+from composer_speedups.data.streams import EndlessSamples, Tokenized, stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.data.watched import WatchedDataLoader
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers.jobs import run
 
@@ -48,8 +49,8 @@ def one_pass(monkeypatch: pytest.MonkeyPatch, config: DataConfig, ranks: int, wo
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     for rank in range(ranks):
         monkeypatch.setattr(dist, "get_global_rank", lambda rank=rank: rank)
-        stream = stream_of_reviews(config, seed=3)
-        assert isinstance(stream, EndlessReviews)
+        stream, _ = stream_of_samples(config, seed=3)
+        assert isinstance(stream, EndlessSamples)
         loader: Any = DataLoader(stream.rows, batch_size=None, num_workers=workers)
         found.append([row["text"] for row in loader])
     return found
@@ -68,7 +69,7 @@ def test_a_stream_begins_anew_in_another_order_and_the_same_seed_repeats_it() ->
     config = shards(2)
     passes = []
     for seed in (3, 3, 4):
-        rows = iter(stream_of_reviews(config, seed))
+        rows = iter(stream_of_samples(config, seed)[0])
         passes.append([[next(rows)["text"] for _ in range(ROWS)] for _ in range(2)])
     assert sorted(passes[0][0]) == sorted(passes[0][1])
     assert passes[0][0] != passes[0][1]
@@ -83,12 +84,12 @@ def test_a_worker_without_rows_ends() -> None:
         def __iter__(self) -> Any:
             return iter(())
 
-    assert list(EndlessReviews(Empty())) == []
+    assert list(EndlessSamples(Empty())) == []
 
 
 def tokenizer_in(folder: str) -> Any:
     reviews = Dataset.from_dict(builtin_reviews(40, 1, "train", 0.1))
-    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=200), "", reviews)
+    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=200), "", reviews["text"])
     tokenizer.save_pretrained(folder)
     return tokenizer
 
@@ -96,20 +97,22 @@ def tokenizer_in(folder: str) -> Any:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": " ", "label": 1}, r"has ' ' as data\.text_column 'text', no text"),
-        ({"words": "a", "label": 1}, r"has None as data\.text_column 'text'"),
-        ({"text": "a", "label": 2}, r"has 2 as data\.label_column 'label'; it must be 0 or 1"),
-        ({"text": "a"}, r"has None as data\.label_column"),
+        ({"text": " ", "label": 1}, r"a streamed row: text is empty; every sample needs text there"),
+        ({"words": "a", "label": 1}, r"a streamed row: text is empty"),
+        ({"text": "a", "label": 2}, r"a streamed row: label is 2; it must be one of 0, 1 \(data\.labels\)"),
+        ({"text": "a"}, r"a streamed row: label is empty"),
     ],
 )
 def test_a_bad_row_is_one_line(row: dict[str, Any], message: str) -> None:
-    collate = Tokenized(lambda rows: rows, tokenizer_in("words"), DataConfig())
+    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
     good = collate([{"text": "it was not dull", "label": 1.0}, {"text": "a", "label": False}])
-    assert [r["label"] for r in good] == [1, 0]
-    assert len(good[0]["input_ids"]) > len(good[1]["input_ids"]) >= 3
+    assert good.rows["labels"].tolist() == [1, 0]
+    assert good.lengths[0] > good.lengths[1] >= 3
     with pytest.raises(DataError, match=message):
         collate([row])
-    assert collate([{"input_ids": [2, 9, 3], "label": 1}]) == [{"input_ids": [2, 9, 3], "label": 1}]
+    tokenized = collate([{"input_ids": [2, 9, 3], "label": 1}])
+    assert tokenized.tokens["input_ids"].tolist() == [2, 9, 3]
+    assert tokenized.rows["labels"].tolist() == [1]
 
 
 def refusal_of(rows: Any) -> str:
@@ -127,7 +130,7 @@ def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffi
     Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))
     Path(f"b.{suffix}").write_bytes(text.encode("latin-1"))
     config = DataConfig(source="files", train_file=f"*.{suffix}", streaming=True)
-    loader = WatchedDataLoader(stream_of_reviews(config, 1), worker_timeout=60, num_workers=workers, batch_size=None)
+    loader = WatchedDataLoader(stream_of_samples(config, 1)[0], worker_timeout=60, num_workers=workers, batch_size=None)
     said = refusal_of(loader)
     line = 2 if suffix == "csv" else 1
     assert said.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")
@@ -140,7 +143,7 @@ def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffi
 def test_a_stream_that_cannot_be_parsed_is_one_line() -> None:
     Path("a.csv").write_text('text,label\nfine,1\n"never closed,0\nfine,1,2,3\n')
     config = DataConfig(source="files", train_file="a.csv", streaming=True)
-    assert refusal_of(stream_of_reviews(config, 1)).startswith("data.train_file: a.csv cannot be read (")
+    assert refusal_of(stream_of_samples(config, 1)[0]).startswith("data.train_file: a.csv cannot be read (")
     gc.collect()
 
 
@@ -195,7 +198,7 @@ def test_mds_without_its_package_or_its_shards_is_one_line(monkeypatch: pytest.M
     config = DataConfig(source="mds", train_file="nowhere")
     monkeypatch.setattr(streams.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"data\.source: mds needs the package 'streaming'; pip install"):
-        stream_of_reviews(config, 0)
+        stream_of_samples(config, 0)
 
 
 def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,10 +207,10 @@ def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None
         for row in range(ROWS):
             writer.write({"text": f"review {row}", "label": row % 2})
     config = DataConfig(source="mds", train_file="shards", batch_size=4)
-    rows = [row["text"] for row in stream_of_reviews(config, 1)]
+    rows = [row["text"] for row in stream_of_samples(config, 1)[0]]
     assert sorted(rows) == sorted(f"review {row}" for row in range(ROWS))
     with pytest.raises(DataError, match=r"nowhere has no index\.json"):
-        stream_of_reviews(DataConfig(source="mds", train_file="nowhere"), 0)
+        stream_of_samples(DataConfig(source="mds", train_file="nowhere"), 0)
     tokenizer_in("words")
     mds = [
         "data.streaming=false",

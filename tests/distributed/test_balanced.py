@@ -10,6 +10,7 @@ from torch.utils.data import DistributedSampler
 
 from composer_speedups.data.loader import build_data
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
+from composer_speedups.tasks.classification import Classification
 from tests.data.test_length_batching import builtin
 from tests.helpers.ranks import on_ranks
 
@@ -72,7 +73,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
 
 def test_the_loader_shares_by_tokens() -> None:
     def tokens() -> list[int]:
-        data = build_data(builtin(drop_last=True), model_name="", task="classification", on_gpu=False, seed=3)
+        data = build_data(builtin(drop_last=True), Classification(), model_name="", on_gpu=False, seed=3)
         return [int(batch["attention_mask"].sum()) for batch in data.train.dataloader]
 
     alone, (one, two) = np.array(tokens()), map(np.array, on_ranks(tokens))

@@ -33,6 +33,7 @@ from composer_speedups.distributed import composer_loop
 from composer_speedups.distributed.ddp import GradientSums, OverlappedDDP, _by_buckets, sums_of
 from composer_speedups.distributed.fsdp import GradientClipping
 from composer_speedups.distributed.gradient_readers import reader_of_gradients, reads_no_gradients
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from tests.helpers.common import Batches, in_turn, make_trainer, plain_batches, tiny_bert
@@ -53,7 +54,7 @@ class LastGradients(Callback):
 
 def make(*, callbacks: Sequence[Callback] = (), bucket_mib: float = 64, **settings: Any) -> Any:
     """A trainer of five batches of four reviews, which the ranks share, in micro-batches that are told apart."""
-    model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+    model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
     model.model.config.problem_type = "single_label_classification"
     given = 2 * batches(dist.get_world_size())
     loader = DataLoader(Batches(given), batch_size=None, sampler=in_turn(given))
@@ -87,7 +88,7 @@ def test_gradients_lie_in_the_buckets_and_are_those_of_one_process(microbatch: i
 @pytest.mark.parametrize("state", [False, True])
 def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
     def seen() -> list[Any]:
-        model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+        model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
         model.model.register_buffer("mine", torch.tensor(1.0 + dist.get_global_rank()), persistent=state)
         trainer = fit(make(model=model))
         return [trainer.state.model.broadcast_buffers, float(model.model.mine)]
@@ -186,7 +187,7 @@ def test_gradients_that_something_may_read_are_waited_for() -> None:
             {"cls": Plain},
             {"callbacks": [Hooked("step")]},
             {"callbacks": [Hooked("gradient")]},
-            {"optimizer": torch.optim.SGD(FinetuneModel(tiny_bert()).parameters())},
+            {"optimizer": torch.optim.SGD(FinetuneModel(tiny_bert(), Classification()).parameters())},
         )
     )
     assert found == other

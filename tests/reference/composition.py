@@ -13,6 +13,7 @@ from composer.utils import dist
 
 from composer_speedups.core.errors import UserError
 from composer_speedups.distributed.fsdp import GradientClipping, fsdp_parallelism, sharded_blocks
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.config.schema import FSDPConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
@@ -49,7 +50,7 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
     """Losses of the four batches, the mean over ranks."""
     recorder = Recorder()
     recorder.first_gradients = {"": torch.empty(0)}  # shards are no gradients to compare
-    model: Any = FinetuneModel(tiny_bert(), use_logits=True)
+    model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
     model.model.config.problem_type = "single_label_classification"
     if fsdp is not None:
         sharded_blocks(model)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from composer.utils import dist
-from datasets import Dataset
 from torch import distributed
 
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
@@ -30,9 +30,10 @@ def _counting(name: str, calls: Counter[str]) -> Any:
 
 def _both_ways(task: str) -> dict[str, tuple[float, float]]:
     """Name → this project's value and torchmetrics' own, of other rows on each rank."""
-    text = Dataset.from_dict({"text": ["a review of a film"], "label": [1]})
+    text = ["a review of a film"]
     tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", text)
-    model = build_model(ModelConfig(size="tiny", init="random", task=task), tokenizer, 32)  # type: ignore[arg-type]
+    config = ModelConfig(size="tiny", init="random", task=task)  # type: ignore[arg-type]
+    model = build_model(config, build_task(config, DataConfig()), tokenizer, 32)
     found = {}
     drawn = torch.Generator().manual_seed(dist.get_global_rank())
     classes = len(tokenizer) if task == "mlm" else 2

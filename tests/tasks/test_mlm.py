@@ -13,6 +13,7 @@ from transformers import AutoModelForMaskedLM
 from benchmarks import run as runner
 from composer_speedups import FastLayerNorm, FusedOptimizer, MixedPrecision, SDPAAttention, TorchCompile
 from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
@@ -39,7 +40,7 @@ def test_an_evaluation_masks_the_same_tokens_each_time_and_training_does_not() -
         max_length=32,
         batch_size=8,
     )
-    data = build_data(config, model_name="unused", task="mlm", on_gpu=False)
+    data = build_data(config, MaskedLanguageModelling(), model_name="unused", on_gpu=False)
     assert data.eval is not None
     drew, passes = [], []
     for loader in (data.eval, data.train):

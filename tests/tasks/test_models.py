@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from composer.models import huggingface
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
@@ -25,8 +24,9 @@ from transformers import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.families.flops import batch_lengths, training_flops
-from composer_speedups.tasks.model_names import SIZES
-from composer_speedups.tasks.models import build_model, resolve_name
+from composer_speedups.tasks.model_names import SIZES, resolve_name
+from composer_speedups.tasks.models import FinetuneModel, build_model
+from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import batch, tiny_bert, tiny_config
 
@@ -34,7 +34,11 @@ from tests.helpers.common import batch, tiny_bert, tiny_config
 @pytest.fixture
 def tokenizer() -> Any:
     config = DataConfig(tokenizer="wordpiece", vocab_size=128)
-    return load_tokenizer(config, "unused", Dataset.from_dict({"text": ["a review of a film"], "label": [1]}))
+    return load_tokenizer(config, "unused", ["a review of a film"])
+
+
+def built(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel:
+    return build_model(config, build_task(config, DataConfig()), tokenizer, max_length)
 
 
 def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64) -> str:
@@ -51,7 +55,7 @@ def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64)
 @pytest.mark.pins
 def test_a_local_folder_is_loaded_with_its_weights_and_eager_attention(task: Any, tokenizer: Any) -> None:
     name = folder(tokenizer, task=task)
-    model: Any = build_model(ModelConfig(name=name, task=task), tokenizer, 16).model
+    model: Any = built(ModelConfig(name=name, task=task), tokenizer, 16).model
     saved = load_file("model/model.safetensors")
     loaded = dict(model.named_parameters())
     torch.testing.assert_close(
@@ -64,12 +68,12 @@ def test_a_local_folder_is_loaded_with_its_weights_and_eager_attention(task: Any
 def test_random_models_have_their_size_and_follow_the_seed(size: Any, tokenizer: Any) -> None:
     if size in ("base", "large"):
         with torch.device("meta"):
-            model: Any = build_model(ModelConfig(init="random", size=size), tokenizer, 16).model
+            model: Any = built(ModelConfig(init="random", size=size), tokenizer, 16).model
     else:
         torch.manual_seed(1)
-        model = build_model(ModelConfig(init="random", size=size, dropout=0.25), tokenizer, 600).model
+        model = built(ModelConfig(init="random", size=size, dropout=0.25), tokenizer, 600).model
         torch.manual_seed(1)
-        again = build_model(ModelConfig(init="random", size=size), tokenizer, 600).model
+        again = built(ModelConfig(init="random", size=size), tokenizer, 600).model
         torch.testing.assert_close(dict(model.named_parameters()), dict(again.named_parameters()), rtol=0, atol=0)
         assert model.config.hidden_dropout_prob == model.config.attention_probs_dropout_prob == 0.25
         assert model.config.max_position_embeddings == 600
@@ -82,7 +86,7 @@ def test_a_folder_without_encoder_weights_is_refused(tokenizer: Any) -> None:
     missing = "bert.encoder.layer.1.output.dense.weight"
     save_file({k: v for k, v in weights.items() if k != missing}, "model/model.safetensors", {"format": "pt"})
     with pytest.raises(ConfigError, match=rf"'model' lacks 1 encoder weights, {missing}"):
-        build_model(ModelConfig(name=name), tokenizer, 16)
+        built(ModelConfig(name=name), tokenizer, 16)
 
 
 QUANTISED: list[dict[str, Any]] = [
@@ -105,25 +109,25 @@ def test_a_folder_of_quantised_weights_is_refused(settings: dict[str, Any], init
         match=rf"model\.name: 'model' holds quantised weights \({settings['quant_method']}\), which cannot be trained; "
         "give the folder of the model before it was quantised",
     ):
-        build_model(ModelConfig(name=name, init=init), tokenizer, 16)
+        built(ModelConfig(name=name, init=init), tokenizer, 16)
 
 
 def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
     name = folder(tokenizer, positions=32)
     with pytest.raises(ConfigError, match=r"data\.max_length: 64 is more than the 32 positions of 'model'"):
-        build_model(ModelConfig(name=name), tokenizer, 64)
+        built(ModelConfig(name=name), tokenizer, 64)
     tokenizer.add_tokens([f"new{i}" for i in range(300)])
     with pytest.raises(ConfigError, match=r"use the model's own tokenizer"):
-        build_model(ModelConfig(name=name), tokenizer, 16)
+        built(ModelConfig(name=name), tokenizer, 16)
     with pytest.raises(
         ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*no folder nowhere \(relative to /.*\)"
     ):
-        build_model(ModelConfig(name="nowhere"), tokenizer, 16)
+        built(ModelConfig(name="nowhere"), tokenizer, 16)
     with pytest.raises(ConfigError, match=r"model\.name: \./nowhere \(relative to /.*\) is no folder"):
-        build_model(ModelConfig(name="./nowhere"), tokenizer, 16)
+        built(ModelConfig(name="./nowhere"), tokenizer, 16)
     Path("model/model.safetensors").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded") as error:
-        build_model(ModelConfig(name="model"), tokenizer, 16)
+        built(ModelConfig(name="model"), tokenizer, 16)
     assert "no folder" not in str(error.value)
 
 
@@ -137,22 +141,21 @@ def test_a_head_for_other_labels_is_refused_and_an_encoder_whose_config_has_them
     AutoModelForTokenClassification.from_config(config).save_pretrained("tokens")
     encoder = AutoModel.from_config(config)
     encoder.save_pretrained("encoder")
-    told = (
-        f"'head' is a classifier of {labels} label{'s' if labels > 1 else ''}, and model.task: classification needs 2"
-    )
+    number = f"{labels} label{'s' if labels > 1 else ''}"
+    told = f"'head' is a classifier of {number}, and model.task: classification needs 2 for this data"
     with pytest.raises(ConfigError, match=rf"^model\.name: {told}; .*AutoModel"):
-        build_model(ModelConfig(name="head"), tokenizer, 16)
+        built(ModelConfig(name="head"), tokenizer, 16)
     with pytest.raises(
         ConfigError, match=rf"^model\.name: 'tokens' has classifier\.\w+ of shape \[{labels}\b.* not \[2\b"
     ):
-        build_model(ModelConfig(name="tokens"), tokenizer, 16)
-    built: Any = build_model(ModelConfig(name="encoder"), tokenizer, 16).model
-    assert built.classifier.weight.shape[0] == built.config.num_labels == 2
+        built(ModelConfig(name="tokens"), tokenizer, 16)
+    new: Any = built(ModelConfig(name="encoder"), tokenizer, 16).model
+    assert new.classifier.weight.shape[0] == new.config.num_labels == 2
     expected = encoder.embeddings.word_embeddings.weight
-    torch.testing.assert_close(built.bert.embeddings.word_embeddings.weight, expected, rtol=0, atol=0)
-    drawn: Any = build_model(ModelConfig(name="head", init="random"), tokenizer, 16).model
+    torch.testing.assert_close(new.bert.embeddings.word_embeddings.weight, expected, rtol=0, atol=0)
+    drawn: Any = built(ModelConfig(name="head", init="random"), tokenizer, 16).model
     assert drawn.classifier.weight.shape[0] == 2, "random weights have no head of their own"
-    build_model(ModelConfig(name="head", task="mlm"), tokenizer, 16)
+    built(ModelConfig(name="head", task="mlm"), tokenizer, 16)
 
 
 NO_ENCODERS: dict[str, PreTrainedConfig] = {
@@ -171,7 +174,7 @@ def test_a_model_that_is_no_encoder_is_refused(kind: str, task: Any, init: Any, 
     with pytest.raises(
         ConfigError, match=rf"^model\.name: 'model' \({name}\) is .*decoder, .*encoder of the BERT family"
     ):
-        build_model(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
+        built(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
 
 
 def test_a_model_whose_tokenizer_cannot_pad_is_refused_by_the_key_that_names_it(tokenizer: Any) -> None:
@@ -195,10 +198,10 @@ def test_a_path_in_the_home_folder_is_expanded(tokenizer: Any, monkeypatch: pyte
 @pytest.mark.pins
 def test_minilm_has_real_weights_and_bert_base_uncaseds_vocabulary() -> None:
     name = resolve_name("minilm")
-    tokens = load_tokenizer(DataConfig(), name, Dataset.from_dict({"text": ["x"], "label": [1]}))
+    tokens = load_tokenizer(DataConfig(), name, ["x"])
     assert len(tokens) == 30522
     assert tokens.tokenize("unbelievable!") == ["unbelievable", "!"]
-    model = build_model(ModelConfig(name="minilm"), tokens, 256)
+    model = built(ModelConfig(name="minilm"), tokens, 256)
     assert sum(p.numel() for p in model.parameters()) > 22e6
 
 
@@ -211,7 +214,7 @@ def test_minilm_without_its_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("task", ["classification", "mlm"])
 @pytest.mark.pins
 def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer: Any) -> None:
-    model = build_model(ModelConfig(init="random", size="tiny", task=task), tokenizer, 64)
+    model = built(ModelConfig(init="random", size="tiny", task=task), tokenizer, 64)
     full = batch([24, 24, 24])
     full["input_ids"] %= len(tokenizer)
     if task == "mlm":
@@ -247,5 +250,5 @@ def test_composer_is_told_that_a_classifier_is_no_causal_lm(tokenizer: Any, monk
 
     assert huggingface._is_registered_causal_lm(tiny_bert()) is False, "which is what Composer would find"
     monkeypatch.setattr(huggingface, "_is_registered_causal_lm", slow)
-    assert build_model(ModelConfig(init="random", size="tiny"), tokenizer, 16).shift_labels is False
+    assert built(ModelConfig(init="random", size="tiny"), tokenizer, 16).shift_labels is False
     assert huggingface._is_registered_causal_lm is slow, "for other models it asks"

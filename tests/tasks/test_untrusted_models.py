@@ -15,6 +15,7 @@ from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
@@ -48,10 +49,10 @@ def test_a_models_own_code_is_never_run(model_type: str, monkeypatch: pytest.Mon
     if model_type == "bert":  # transformers' own class
         words = WordPiece({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]")
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="[PAD]")
-        assert build_model(ModelConfig(name="model"), tokenizer, 16).model.config.model_type == "bert"
+        assert build_model(ModelConfig(name="model"), Classification(), tokenizer, 16).model.config.model_type == "bert"
     else:
         with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded"):
-            build_model(ModelConfig(name="model"), None, 16)
+            build_model(ModelConfig(name="model"), Classification(), None, 16)
     with contextlib.suppress(ConfigError):
         load_tokenizer(DataConfig(), "model", None)
     assert not MARKER.exists()
@@ -67,5 +68,5 @@ def test_a_models_pickled_weights_are_never_run() -> None:
     model.config.save_pretrained("model")
     torch.save({**model.state_dict(), "payload": Payload()}, "model/pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded"):
-        build_model(ModelConfig(name="model"), None, 16)
+        build_model(ModelConfig(name="model"), Classification(), None, 16)
     assert not MARKER.exists()

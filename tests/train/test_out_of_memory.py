@@ -15,7 +15,8 @@ from transformers import BertForMaskedLM
 
 from composer_speedups import SDPAAttention, Unpadding
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.data.loader import masked_tokens
+from composer_speedups.data.loader import labelled_tokens
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import out_of_memory
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
@@ -69,7 +70,8 @@ def train(
     if mlm:
         torch.manual_seed(0)
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        model = FinetuneModel(BertForMaskedLM(tiny_config(initializer_range=0.2, **none)), use_logits=True)
+        masked_lm = BertForMaskedLM(tiny_config(initializer_range=0.2, **none))
+        model = FinetuneModel(masked_lm, MaskedLanguageModelling(), train_metrics=False)
     trainer = make_trainer(
         algorithms,
         model=model,
@@ -78,7 +80,7 @@ def train(
         train_dataloader=DataSpec(
             DataLoader(Batches(batches), batch_size=None),
             get_num_samples_in_batch=lambda b: len(b["labels"]),
-            get_num_tokens_in_batch=masked_tokens if mlm else None,
+            get_num_tokens_in_batch=labelled_tokens if mlm else None,
         ),
         max_duration=f"{len(batches)}ba",
         device_train_microbatch_size=size,
@@ -119,7 +121,7 @@ def test_it_halves_as_often_as_it_must_and_stays_there() -> None:
 
 
 @SAID
-def test_a_masked_lm_is_weighed_by_its_masked_tokens() -> None:
+def test_a_masked_lm_is_weighed_by_its_labelled_tokens() -> None:
     """Reviews have 0 to 5 of them; a mean over reviews would be another loss, and one of none would be NaN."""
     whole, losses, _ = train(batches=MASKED, mlm=True, size=5)
     given, by_config, _ = train(batches=MASKED, mlm=True, size=2)

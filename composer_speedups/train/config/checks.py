@@ -14,6 +14,7 @@ from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import Origins, check_value
+from composer_speedups.tasks.config import TASK_KEYS
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
@@ -46,6 +47,7 @@ def check_together(config: Config, origin_of: Origins) -> None:
         where = origin_of[name]
         raise ConfigError(f"{where}: {name} {text}")
 
+    _check_task(config, refuse)
     if model.size is not None and model.init != "random":
         refuse("model.size", "goes with model.init: random; a pretrained model has its own size")
     if data.source == "files" and data.train_file is None:
@@ -94,6 +96,35 @@ def check_together(config: Config, origin_of: Origins) -> None:
         refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
 
 
+def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
+    """Refuse what the task would not read, and what it cannot do."""
+    task, data = config.model.task, config.data
+    for name, tasks in TASK_KEYS.items():
+        section, field = name.split(".")
+        default = next(f.default for f in dataclasses.fields(getattr(config, section)) if f.name == field)
+        if task not in tasks and getattr(getattr(config, section), field) != default:
+            refuse(name, f"is for model.task: {' or '.join(tasks)}, not {task}; leave it out")
+    if data.source == "random" and task not in ("classification", "mlm"):
+        refuse("data.source", f"random has no labels for model.task: {task}; use builtin")
+    if data.packing and (data.streaming or data.source == "mds"):
+        refuse("data.packing", "joins all texts, which a stream has not; leave it out")
+    if task == "reranking" and config.model.loss == "pairwise" and (data.streaming or data.source == "mds"):
+        refuse(
+            "model.loss", "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
+        )
+    whole_batch = task == "embedding" and config.model.loss != "cosine"
+    if whole_batch and config.trainer.microbatch_size is not None:
+        refuse(
+            "trainer.microbatch_size",
+            "would take in-batch negatives from a micro-batch only; set model.gradient_cache instead",
+        )
+    if data.eval_fraction is not None:
+        if data.eval_file is not None:
+            refuse("data.eval_fraction", "and data.eval_file both say what to validate on; remove one of them")
+        if data.source not in ("hub", "files") or data.streaming:
+            refuse("data.eval_fraction", "divides the samples of data.source: hub or files, read into memory")
+
+
 def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
     data = config.data
     if data.streaming and data.source not in ("hub", "files"):
@@ -101,7 +132,7 @@ def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoRetur
     if data.train_samples is not None:
         refuse("data.train_samples", "draws at random, which a stream cannot; set data.train_samples=null")
     if data.length_batching is not None:
-        refuse("data.length_batching", "needs all lengths beforehand, which a stream has not; leave it out")
+        refuse("data.length_batching", "needs every length up front; streaming cannot provide them; leave it out")
     if data.tokenizer == "wordpiece":
         refuse("data.tokenizer", "wordpiece is trained on all reviews, which a stream has not; name a tokenizer")
     times = {

@@ -1,0 +1,102 @@
+"""One class for each text or pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from composer.metrics import CrossEntropy
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassMatthewsCorrCoef
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.tasks.task import Labels, Task
+
+__all__ = ["Classification"]
+
+
+@dataclass(kw_only=True)
+class Classification(Task):
+    """Labels are names, or integers; cross entropy; accuracy, macro F1 and Matthews' correlation.
+
+    Attributes:
+        labels: Names of the classes in the order of the head's outputs; None takes those of the training samples.
+        label_smoothing: Probability that the loss spreads over all classes.
+        class_weights: Weight of each class in the loss; None weighs all alike.
+    """
+
+    labels: Sequence[str] | None = None
+    label_smoothing: float = 0.0
+    class_weights: Sequence[float] | None = None
+
+    name = "classification"
+
+    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
+        column = str(self.label_column)
+        if self.labels is None:
+            self.labels = Labels.of(columns[column], declared.get(column), where, f"the column {column}").names
+
+    def label(self, value: Any, where: str) -> int:
+        return self._labels().index(value, where, str(self.label_column))
+
+    def head_settings(self) -> dict[str, Any]:
+        labels = self._labels()
+        if self.class_weights is not None and len(self.class_weights) != len(labels.names):
+            raise ConfigError(
+                f"model.class_weights has {len(self.class_weights)} numbers for {len(labels.names)} classes "
+                f"({', '.join(labels.names)}); give one for each, in this order"
+            )
+        # transformers would set it in the first forward pass, and torch.compile would compile that pass anew.
+        return {"problem_type": "single_label_classification", **labels.settings()}
+
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        if self._has_own_loss():
+            batch = {key: value for key, value in batch.items() if key != "labels"}
+        return model(**batch)
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        if not self._has_own_loss():
+            return outputs["loss"]
+        logits_RK = outputs["logits"]
+        weights_K = None
+        if self.class_weights is not None:
+            weights_K = torch.tensor(self.class_weights, dtype=logits_RK.dtype, device=logits_RK.device)
+        return F.cross_entropy(logits_RK, batch["labels"], weights_K, label_smoothing=self.label_smoothing)
+
+    def metrics(self, *, training: bool) -> dict[str, Metric]:
+        classes = len(self._labels().names)
+        # Its check of the labels, which the data's own has seen to, would wait for the device at each batch.
+        found: list[Metric] = [
+            MulticlassAccuracy(num_classes=classes, average="micro", validate_args=False),
+            CrossEntropy(),
+        ]
+        if not training:
+            found += [
+                MulticlassF1Score(num_classes=classes, average="macro", validate_args=False),
+                MulticlassMatthewsCorrCoef(num_classes=classes, validate_args=False),
+            ]
+        return {type(metric).__name__: metric for metric in found}
+
+    def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        names = self._labels().names
+        found = []
+        for row_K in logits.float().softmax(-1).tolist():
+            best = max(range(len(names)), key=row_K.__getitem__)
+            found.append(
+                {
+                    "label": names[best],
+                    "probability": row_K[best],
+                    "probabilities": dict(zip(names, row_K, strict=True)),
+                }
+            )
+        return found
+
+    def _has_own_loss(self) -> bool:
+        return self.class_weights is not None or self.label_smoothing > 0
+
+    def _labels(self) -> Labels:
+        return Labels(list(self.labels or ("0", "1")))  # two for rows of random tokens, which name none

@@ -1,0 +1,174 @@
+"""A vector for each text: a bi-encoder, as sentence-transformers has them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.utils import dist
+from torch import Tensor
+from torch.distributed.nn.functional import all_gather
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torchmetrics import Metric
+from torchmetrics.regression import SpearmanCorrCoef
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import write_atomically
+from composer_speedups.tasks.metrics import Recall
+from composer_speedups.tasks.task import Example, Task, joined, number
+
+__all__ = ["Embedding"]
+
+
+@dataclass(kw_only=True)
+class Embedding(Task):
+    """A sample is an anchor, a positive and any number of negatives, or two texts and a score.
+
+    With the ``ranking`` loss each anchor is to be nearer to its positive than to every other positive and negative of
+    the batch, over all ranks. With ``cosine`` the cosine similarity of two texts is to equal their score. Evaluation is
+    by recall@1 and recall@10 among all positives, or by Spearman's correlation where there are scores.
+
+    Attributes:
+        label_column: Column of the scores. With ``ranking`` only evaluation reads it.
+        loss_name: ``ranking`` or ``cosine``.
+        temperature: Cosine similarities are divided by it in the ``ranking`` loss.
+        pooling: ``mean`` of the token vectors, or ``cls``, the first one.
+        gradient_cache: Texts encoded at a time; their activations are computed again in the backward pass. None encodes
+            the whole batch at once.
+
+    Sources: multiple negatives ranking loss, arXiv 1705.00652; Sentence-BERT, arXiv 1908.10084; gradient caching, arXiv
+    2101.06983.
+    """
+
+    loss_name: str = "ranking"
+    temperature: float = 0.05
+    pooling: str = "mean"
+    gradient_cache: int | None = None
+
+    name = "embedding"
+    default_texts = ("anchor", "positive")
+    default_label = None
+    most_texts = None
+    auto_class = "AutoModel"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_name not in ("ranking", "cosine"):
+            raise ConfigError(f"model.loss: task embedding has ranking and cosine, not {self.loss_name}")
+        if len(self.texts) < 2:
+            raise ConfigError(
+                "data.text_columns: task embedding reads two columns or more: anchor, positive, negatives"
+            )
+        if self.loss_name == "cosine" and len(self.texts) != 2:
+            raise ConfigError("data.text_columns: model.loss=cosine compares two columns")
+        if self.loss_name == "cosine" and self.label_column is None:
+            raise ConfigError("data.label_column is missing; model.loss=cosine needs the column of the scores")
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        return self.loss_name == "ranking"
+
+    def _texts_of(self, training: bool) -> list[str]:
+        return self.texts if training else self.texts[:2]
+
+    def _has_scores(self, training: bool) -> bool:
+        return self.label_column is not None and (self.loss_name == "cosine" or not training)
+
+    def columns(self, *, training: bool) -> list[tuple[str, str]]:
+        named = [(column, "data.text_columns") for column in self._texts_of(training)]
+        return [*named, (str(self.label_column), "data.label_column")] if self._has_scores(training) else named
+
+    def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
+        columns = self._texts_of(training)
+        found = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(columns, start=1)}
+        if self._has_scores(training):
+            found["labels"] = number(row.get(str(self.label_column)), where, str(self.label_column))
+        return found
+
+    def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
+        texts = [values for key, values in examples.items() if key.startswith("text_")]
+        found = joined([self.tokens([each], tokenizer, max_length) for each in texts])
+        return found if "labels" not in examples else {**found, "labels": examples["labels"]}
+
+    def model_arguments(self, kind: type) -> dict[str, Any]:
+        """No pooler, which nothing would read or train."""
+        return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
+
+    def outputs(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """``logits``: unit vectors in float32, (R, texts, H)."""
+        ids, mask = batch["input_ids"].flatten(0, -2), batch["attention_mask"].flatten(0, -2)
+        if self.gradient_cache is None or not torch.is_grad_enabled():
+            vectors = self._encode(model, ids, mask)
+        else:
+            chunks = zip(ids.split(self.gradient_cache), mask.split(self.gradient_cache), strict=True)
+            vectors = torch.cat([checkpoint(self._encode, model, *chunk, use_reentrant=False) for chunk in chunks])
+        return {"logits": vectors.reshape(*batch["input_ids"].shape[:-1], -1)}
+
+    def _encode(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden = model(input_ids=ids, attention_mask=mask)["last_hidden_state"].float()
+        if self.pooling == "cls":
+            pooled = hidden[:, 0]
+        else:
+            real = mask.to(hidden.dtype)[..., None]
+            pooled = (hidden * real).sum(1) / real.sum(1).clamp(min=1)
+        return F.normalize(pooled, dim=-1)
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        vectors = outputs["logits"]
+        if self.loss_name == "cosine":
+            return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
+        anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives come first
+        first = 0
+        if dist.get_world_size() > 1:
+            first = dist.get_global_rank() * len(candidates)
+            candidates = torch.cat(all_gather(candidates.contiguous()))
+        scores = anchors @ candidates.T / self.temperature
+        return F.cross_entropy(scores, torch.arange(first, first + len(anchors), device=scores.device))
+
+    def metrics(self, *, training: bool) -> dict[str, Metric]:
+        if training:
+            return {}
+        if self._has_scores(training=False):
+            return {"SpearmanCorrCoef": SpearmanCorrCoef()}
+        return {"Recall@1": Recall(1), "Recall@10": Recall(10)}
+
+    def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
+        if isinstance(metric, Recall):
+            metric.update(logits[:, 0], logits[:, 1])
+        else:
+            metric.update((logits[:, 0] * logits[:, 1]).sum(-1), labels)
+
+    def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"embedding": vector} for vector in logits[:, 0].float().tolist()]
+
+    def export(self, folder: Path, hidden: int, max_length: int) -> None:
+        """The files by which sentence-transformers loads the folder: its modules, pooling and normalisation."""
+        package = "sentence_transformers.models"
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+        pooling = {
+            "word_embedding_dimension": hidden,
+            "pooling_mode_cls_token": self.pooling == "cls",
+            "pooling_mode_mean_tokens": self.pooling == "mean",
+            "pooling_mode_max_tokens": False,
+            "pooling_mode_mean_sqrt_len_tokens": False,
+        }
+        files: dict[str, Any] = {
+            "modules.json": [
+                {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
+                for i, (path, kind) in enumerate(modules)
+            ],
+            "1_Pooling/config.json": pooling,
+            "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
+            "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+        }
+        (folder / "2_Normalize").mkdir(exist_ok=True)
+        for name, content in files.items():
+            path = folder / name
+            path.parent.mkdir(exist_ok=True)
+            write_atomically(path, json.dumps(content, indent=2) + "\n")

@@ -1,0 +1,108 @@
+"""Masked language modelling."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from composer.metrics import LanguageCrossEntropy, LanguagePerplexity, MaskedAccuracy
+from torchmetrics import Metric
+from transformers import DataCollatorForLanguageModeling
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.tasks.task import Task
+
+__all__ = ["MaskTokens", "MaskedLanguageModelling"]
+
+_DRAWS = 20  # of masks, after which a batch is taken to hold special tokens only
+
+
+@dataclass(kw_only=True)
+class MaskedLanguageModelling(Task):
+    """Predict masked tokens of a text; the loss is the mean over them. Accuracy and perplexity.
+
+    Attributes:
+        mlm_probability: Share of the tokens (or words) that are masked.
+        whole_word_masking: Mask all pieces of a word together.
+        packing: Join the texts and cut them into rows of the maximum length.
+    """
+
+    mlm_probability: float = 0.15
+    whole_word_masking: bool = False
+    packing: bool = False
+
+    name = "mlm"
+    default_label = None
+    most_texts = 1
+    auto_class = "AutoModelForMaskedLM"
+    loss_per_token = True
+
+    def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
+        if self.whole_word_masking and not tokenizer.is_fast:
+            raise ConfigError("data.whole_word_masking needs a fast tokenizer, which knows the word of each piece")
+        limit = {"truncation": False} if self.packing else {"truncation": True, "max_length": max_length}
+        encoded = tokenizer(examples["text_1"], verbose=False, **limit)
+        found = {"input_ids": encoded["input_ids"]}
+        if self.whole_word_masking:
+            words = [encoded.word_ids(row) for row in range(len(found["input_ids"]))]
+            found["word_starts"] = [
+                [int(i == 0 or w is None or w != row[i - 1]) for i, w in enumerate(row)] for row in words
+            ]
+        return found
+
+    def arranged(self, rows: Any, max_length: int, *, training: bool) -> Any:
+        return rows.packed(max_length) if self.packing else rows
+
+    def collator(self, pad: Any, tokenizer: Any, *, training: bool) -> MaskTokens:
+        return MaskTokens(pad, tokenizer, self.mlm_probability, whole_words=self.whole_word_masking, fixed=not training)
+
+    def metrics(self, *, training: bool) -> dict[str, Metric]:
+        found: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
+        if not training:
+            found.append(LanguagePerplexity())
+        return {type(metric).__name__: metric for metric in found}
+
+
+class MaskTokens:
+    """A padded batch with ``labels`` for masked language modelling, (rows, length), -100 elsewhere.
+
+    Args:
+        pad: Makes the batch, with ``word_starts`` where whole words are masked.
+        tokenizer: Has the mask token, and says which tokens are special and never masked.
+        probability: Share of the tokens masked.
+        whole_words: Mask all pieces of a word together.
+        fixed: The same batch gets the same mask each time, so that one evaluation compares with the next, and
+            evaluating draws no random numbers that training would otherwise get.
+    """
+
+    def __init__(
+        self, pad: Any, tokenizer: Any, probability: float, *, whole_words: bool = False, fixed: bool = False
+    ) -> None:
+        self.pad, self.whole_words, self.fixed = pad, whole_words, fixed
+        self.collator = DataCollatorForLanguageModeling(
+            tokenizer, mlm=True, mlm_probability=probability, whole_word_mask=whole_words
+        )
+        self._special = np.array(tokenizer.all_special_ids)
+
+    def __call__(self, rows: Any) -> dict[str, torch.Tensor]:
+        batch = self.pad(rows)
+        if self.fixed:
+            seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
+            self.collator.generator = torch.Generator().manual_seed(seed)
+        special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
+        offsets = _offsets(batch.pop("word_starts")) if self.whole_words else None
+        for _ in range(_DRAWS):  # a batch without a masked token has no loss
+            ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special, offsets)
+            if (labels != -100).any():
+                break
+        return {**batch, "input_ids": ids, "labels": labels}
+
+
+def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:
+    """Places in a text, (R, S, 2), in which a piece that goes on with a word begins where the one before it ends."""
+    starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
+    return torch.stack([starts_RS, starts_RS + 1], dim=-1)

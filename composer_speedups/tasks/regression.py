@@ -1,0 +1,40 @@
+"""A number for each text or pair of texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, SpearmanCorrCoef
+
+from composer_speedups.tasks.task import Task, number
+
+__all__ = ["Regression"]
+
+
+@dataclass(kw_only=True)
+class Regression(Task):
+    """Mean squared error; Pearson's and Spearman's correlation."""
+
+    name = "regression"
+
+    def label(self, value: Any, where: str) -> float:
+        return number(value, where, str(self.label_column))
+
+    def head_settings(self) -> dict[str, Any]:
+        return {"problem_type": "regression", "num_labels": 1}
+
+    def metrics(self, *, training: bool) -> dict[str, Metric]:
+        found: list[Metric] = [MeanSquaredError()]
+        if not training:
+            found += [PearsonCorrCoef(), SpearmanCorrCoef()]
+        return {type(metric).__name__: metric for metric in found}
+
+    def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
+        metric.update(logits.float(), labels.float())
+
+    def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return [{"score": value} for value in logits.float().flatten().tolist()]

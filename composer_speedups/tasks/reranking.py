@@ -1,0 +1,134 @@
+"""How well a document answers a query: a cross-encoder, which reads both together."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+from torchmetrics import Metric
+from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.tasks.metrics import MeanLoss
+from composer_speedups.tasks.task import Example, Task, joined, number, shown
+
+__all__ = ["Reranking"]
+
+
+@dataclass(kw_only=True)
+class Reranking(Task):
+    """A sample is a query, a document and how relevant it is; MRR@10 and NDCG@10 over the documents of each query.
+
+    Attributes:
+        loss: ``bce``, binary cross entropy on labels between 0 and 1; or ``pairwise``, RankNet's loss on a document and
+            another one of the same query with a lower label.
+
+    Source: passage re-ranking with BERT, arXiv 1901.04085; RankNet, Burges et al., ICML 2005.
+    """
+
+    loss_name: str = "bce"
+
+    name = "reranking"
+    default_texts = ("query", "document")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.texts) != 2:
+            raise ConfigError("data.text_columns: task reranking reads two columns, the query and the document")
+        if self.loss_name not in ("bce", "pairwise"):
+            raise ConfigError(f"model.loss: task reranking has bce and pairwise, not {self.loss_name}")
+
+    @property
+    def needs_every_sample(self) -> bool:
+        """Pairs are formed of all documents of a query."""
+        return self.loss_name == "pairwise"
+
+    def label(self, value: Any, where: str) -> float:
+        label = number(value, where, str(self.label_column))
+        if self.loss_name == "bce" and not 0 <= label <= 1:
+            raise DataError(
+                f"{where}: {self.label_column} is {shown(value)}; with model.loss=bce it must be between 0 and 1 "
+                "(model.loss=pairwise takes any number)"
+            )
+        return label
+
+    def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
+        found = super().example(row, where, training=training)
+        return {**found, "query_id": zlib.crc32(found["text_1"].encode())}
+
+    def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
+        """With the pairwise loss: each document that is not its query's best, after a better one, drawn at random."""
+        if not training or self.loss_name != "pairwise":
+            return examples
+        rng = random.Random(0)
+        pairs = []
+        for query, group in groupby(sorted(examples, key=lambda each: each["text_1"]), key=lambda each: each["text_1"]):
+            documents = list(group)
+            for worse in documents:
+                better = [each for each in documents if each["labels"] > worse["labels"]]
+                if better:
+                    texts = {"text_2": rng.choice(better)["text_2"], "text_3": worse["text_2"]}
+                    pairs.append({"text_1": query, **texts})
+        if not pairs:
+            raise DataError(
+                "data: no query has two documents with different labels, which model.loss=pairwise compares; use bce"
+            )
+        return pairs
+
+    def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
+        if "text_3" not in examples:
+            return super().encode(examples, tokenizer, max_length)
+        sides = [
+            self.tokens([examples["text_1"], examples[document]], tokenizer, max_length)
+            for document in ("text_2", "text_3")
+        ]
+        return joined(sides)
+
+    def head_settings(self) -> dict[str, Any]:
+        return {"num_labels": 1}
+
+    def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
+        ids = batch["input_ids"]
+        flat = {key: x.flatten(0, -2) for key, x in batch.items() if key != "labels"}
+        outputs = model(**flat)
+        outputs["logits"] = outputs["logits"].reshape(*ids.shape[:-1], 1)
+        return outputs
+
+    def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        logits = outputs["logits"].squeeze(-1)
+        if logits.ndim == 2:  # (R, 2): a better document and a worse one
+            return F.softplus(logits[:, 1] - logits[:, 0]).mean()
+        return F.binary_cross_entropy_with_logits(logits, batch["labels"])
+
+    def metrics(self, *, training: bool) -> dict[str, Metric]:
+        if training:
+            return {}
+        found: dict[str, Metric] = {
+            "MRR@10": RetrievalMRR(top_k=10, empty_target_action="skip"),
+            "NDCG@10": RetrievalNormalizedDCG(top_k=10, empty_target_action="skip"),
+        }
+        if self.loss_name == "bce":
+            found["BinaryCrossEntropy"] = MeanLoss(F.binary_cross_entropy_with_logits)
+        return found
+
+    def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
+        scores = logits.float().reshape(-1)
+        if isinstance(metric, MeanLoss):
+            metric.update(scores, labels)
+        else:
+            target = labels if isinstance(metric, RetrievalNormalizedDCG) else (labels > 0).long()
+            metric.update(scores, target, indexes=batch["query_id"])
+
+    def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        scores = logits.float().reshape(-1)
+        found = [{"score": score} for score in scores.tolist()]
+        if self.loss_name == "bce":
+            for each, probability in zip(found, scores.sigmoid().tolist(), strict=True):
+                each["probability"] = probability
+        return found

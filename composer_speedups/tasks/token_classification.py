@@ -1,0 +1,119 @@
+"""A tag for each word: named entities, parts of speech."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from composer.metrics import LanguageCrossEntropy, MaskedAccuracy
+from torch import Tensor
+from torchmetrics import Metric
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.tasks.metrics import EntityF1
+from composer_speedups.tasks.task import Labels, Task, shown
+
+__all__ = ["TokenClassification"]
+
+
+@dataclass(kw_only=True)
+class TokenClassification(Task):
+    """A sample is a list of words and a list of their tags. Cross entropy over labelled tokens; F1 of whole entities.
+
+    Attributes:
+        labels: Names of the tags in the order of the head's outputs; None takes those of the training samples.
+        label_all_pieces: Label every word piece; a word that begins an entity goes on as ``I-``. Otherwise only the
+            first piece of each word has a label.
+    """
+
+    labels: Sequence[str] | None = None
+    label_all_pieces: bool = False
+
+    name = "token_classification"
+    default_texts = ("tokens",)
+    default_label = "ner_tags"
+    most_texts = 1
+    auto_class = "AutoModelForTokenClassification"
+    loss_per_token = True
+    splits_words = True
+
+    def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
+        column = str(self.label_column)
+        if self.labels is None:
+            tags = [tag for row in columns[column] if isinstance(row, (list, tuple)) for tag in row]
+            self.labels = Labels.of(tags, declared.get(column), where, f"the column {column}").names
+
+    def text(self, row: Mapping[str, Any], column: str, where: str) -> list[str]:
+        words = row.get(column)
+        if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
+            raise DataError(f"{where}: {column} is {shown(words)}; every sample needs a list of words there")
+        tags = row.get(str(self.label_column))
+        if isinstance(tags, (list, tuple)) and len(tags) != len(words):
+            raise DataError(f"{where}: {len(words)} words in {column}, and {len(tags)} tags in {self.label_column}")
+        return list(words)
+
+    def label(self, value: Any, where: str) -> list[int]:
+        if not isinstance(value, (list, tuple)):
+            raise DataError(f"{where}: {self.label_column} is {shown(value)}; it must be a list of tags, one per word")
+        labels = Labels(list(self.labels or ()))
+        return [labels.index(tag, where, str(self.label_column)) for tag in value]
+
+    def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
+        """Token ids and the label of every token; without tags, 0 stands where a tag is to be predicted."""
+        if not tokenizer.is_fast:
+            raise ConfigError(
+                "data.tokenizer: task token_classification needs a fast tokenizer, which knows the word of each piece"
+            )
+        words = examples["text_1"]
+        tags = examples.get("labels") or [[0] * len(each) for each in words]
+        encoded = tokenizer(words, is_split_into_words=True, truncation=True, max_length=max_length)
+        aligned = [self._aligned(encoded.word_ids(row), tags[row]) for row in range(len(words))]
+        return {"input_ids": encoded["input_ids"], "token_labels": aligned}
+
+    def _aligned(self, word_of: list[int | None], tags: list[int]) -> list[int]:
+        """The label of each token, of the word that it is a piece of."""
+        found, before = [], None
+        for word in word_of:
+            if word is None:
+                found.append(IGNORED)
+            elif word != before:
+                found.append(tags[word])
+            else:
+                found.append(self._continued(tags[word]) if self.label_all_pieces else IGNORED)
+            before = word
+        return found
+
+    def _continued(self, tag: int) -> int:
+        names = list(self.labels or ())
+        inside = f"I-{names[tag][2:]}"
+        return names.index(inside) if names[tag].startswith("B-") and inside in names else tag
+
+    def head_settings(self) -> dict[str, Any]:
+        return Labels(list(self.labels or ())).settings()
+
+    def metrics(self, *, training: bool) -> dict[str, Metric]:
+        found: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
+        names = list(self.labels or ())
+        if not training and any(name.startswith(("B-", "I-")) for name in names):
+            if importlib.util.find_spec("seqeval") is None:
+                raise ConfigError(
+                    "model.task: the F1 of token_classification needs seqeval; pip install 'composer_speedups[ner]'"
+                )
+            found.append(EntityF1(names))
+        return {type(metric).__name__: metric for metric in found}
+
+    def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """The tag of each word, by its first piece; words past the maximum length have none."""
+        names = list(self.labels or ())
+        best_RS, probability_RS = (x.cpu() for x in reversed(logits.float().softmax(-1).max(-1)))
+        labelled_RS = batch["labels"].cpu() != IGNORED
+        return [
+            {
+                "tags": [names[i] for i in best_RS[row][held].tolist()],
+                "probabilities": probability_RS[row][held].tolist(),
+            }
+            for row, held in enumerate(labelled_RS)
+        ]

@@ -1,0 +1,74 @@
+"""A training loop of plain PyTorch, with unpadding and fused layers from one call.
+
+python examples/plain_loop.py                      # a small BERT from random weights on built-in film reviews
+python examples/plain_loop.py --model FOLDER       # a model and tokenizer of transformers, a folder or hub id
+python examples/plain_loop.py --stock              # the same loop with transformers' model as it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForSequenceClassification, BertConfig
+
+from composer_speedups import apply_recommended
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.config import DataConfig
+from composer_speedups.data.tokens import load_tokenizer
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    """Train for one epoch; the loss of each batch."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="folder or hub id; default: random weights")
+    parser.add_argument("--samples", type=int, default=640)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--stock", action="store_true", help="leave transformers' model as it is")
+    args = parser.parse_args(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    reviews = builtin_reviews(args.samples, seed=17, split="train", length_scale=0.3)
+    config = DataConfig(tokenizer=None if args.model else "wordpiece", vocab_size=1000)
+    tokenizer = load_tokenizer(config, args.model or "", reviews["text"])
+    torch.manual_seed(0)
+    if args.model:
+        model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
+    else:
+        small = BertConfig(
+            vocab_size=1000, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512,
+            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        )  # fmt: skip
+        model = AutoModelForSequenceClassification.from_config(small)
+    model.to(device).train()
+
+    if not args.stock:
+        for technique, modules in apply_recommended(model).items():
+            print(f"{technique}: {len(modules)} modules changed")
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    rows = list(zip(reviews["text"], reviews["label"], strict=True))
+
+    def collate(batch: list[tuple[str, int]]) -> dict[str, torch.Tensor]:
+        texts, labels = zip(*batch, strict=True)
+        encoded = tokenizer(list(texts), padding=True, truncation=True, max_length=256, return_tensors="pt")
+        return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"],
+                "labels": torch.tensor(labels)}  # fmt: skip
+
+    losses, began = [], time.perf_counter()
+    for batch in DataLoader(rows, batch_size=args.batch_size, collate_fn=collate):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(**{name: x.to(device) for name, x in batch.items()}).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    found = [float(loss) for loss in losses]
+    print(f"{len(rows) / (time.perf_counter() - began):,.0f} samples/s, last loss {found[-1]:.4f}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

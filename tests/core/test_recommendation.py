@@ -1,0 +1,74 @@
+"""apply_recommended: the model computes what it did, what cannot engage is said, and the examples run."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2ForSequenceClassification
+
+from composer_speedups import apply_recommended
+from tests.conftest import ROOT
+from tests.helpers.common import awkward_batches
+from tests.helpers.models import HEADS, UNPADDED, Family, Head, fit_batches, real_logits, tiny_model
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.pins
+def test_logits_losses_and_gradients_are_the_untouched_models(family: Family, head: Head) -> None:
+    model = tiny_model(family, head)
+    untouched = copy.deepcopy(model)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        done = apply_recommended(model)
+    assert done["unpadding"]
+    assert ("fused_layers" in done) == (not any("fused_layers is left out" in str(w.message) for w in said))
+    batches = fit_batches(untouched, awkward_batches())
+    for ours, theirs in zip(real_logits(model, batches), real_logits(untouched, batches), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for batch in batches:
+        losses = [each(**batch).loss for each in (model, untouched)]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=1e-5)
+        torch.stack(losses).sum().backward()
+    gradients = [{n: p.grad for n, p in each.named_parameters() if p.grad is not None} for each in (model, untouched)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-5)
+    assert model.state_dict().keys() == untouched.state_dict().keys()
+
+
+def test_a_model_that_unpadding_cannot_serve_gets_sdpa_and_the_reason() -> None:
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0)
+    model: Any = GPT2ForSequenceClassification._from_config(config, attn_implementation="eager")
+    with pytest.warns(UserWarning, match=r"unpadding and fused_layers are left out: unpadding knows .* this is gpt2"):
+        done = apply_recommended(model)
+    assert set(done) == {"sdpa_attention"}
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_module_without_a_transformers_model_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"^apply_recommended found no model of transformers in Linear"):
+        apply_recommended(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "hf_trainer", "sentence_transformers_trainer"])
+def test_an_example_trains_as_the_stock_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name.startswith("sentence"):
+        pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, of the dev group")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, name, example)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of other people's Trainers
+        spec.loader.exec_module(example)
+        few = ["--samples", "24", "--batch-size", "8", *(["--dropout", "0"] if name.startswith("sentence") else [])]
+        ours, stock = example.main(few), example.main([*few, "--stock"])
+    assert len(ours) == 3
+    assert ours == pytest.approx(stock, rel=2e-3)
