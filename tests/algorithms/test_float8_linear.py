@@ -23,7 +23,8 @@ from composer_speedups.algorithms.float8_linear.modules import (
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.models import tiny_model
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -234,8 +235,10 @@ def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
     losses = []
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
-        batches = [*plain_batches(2), *awkward_batches()[:2]]  # the last with rows that do not fit
-        trainer = make_trainer([bf16(), technique, *others], batches=batches, callbacks=[recorder], gpu=gpu)
+        model, batches = tiny_model("bert", layers=1), [plain_batches(1)[0], batch([14, 0, 5])]  # 42 rows do not fit
+        trainer = make_trainer(
+            [bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu
+        )
         trainer.fit()
         trainer.close()
         losses.append(recorder.losses)
