@@ -17,7 +17,6 @@ from composer_speedups import Float8Linear, MixedPrecision, TorchCompile, apply_
 from composer_speedups.algorithms.float8_linear.modules import (
     Float8Recorder,
     RowPaddedFloat8Linear,
-    float8_config,
     to_float8,
 )
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
@@ -103,7 +102,7 @@ def test_the_matmuls_get_multiples_of_16_rows(recipe: str, monkeypatch: pytest.M
 
 def test_the_recorder_sees_the_kernel_inside_torchaos_tensors() -> None:
     module = nn.Linear(32, 64)
-    to_float8(module, float8_config("tensorwise"))
+    to_float8(module, Float8LinearConfig.from_recipe_name("tensorwise"))
     with Float8Recorder() as recorder, torch.no_grad():
         module(torch.ones(5, 32))  # this kernel runs on the CPU too; that of the backward pass may not
     assert recorder.counts["_scaled_mm"] == recorder.counts["float8_mm"] == 1
