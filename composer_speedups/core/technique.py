@@ -10,7 +10,7 @@ import warnings
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import IntEnum
 from itertools import combinations
@@ -237,6 +237,14 @@ class Technique(Declared, Algorithm):
 
     def not_engaged(self, reason: str, fix: str) -> NotEngagedError:
         return NotEngagedError(self.name, f"was applied but did not take effect: {reason}", fix)
+
+    @contextmanager
+    def refusals(self, fix: str = "take it out for this model") -> Iterator[None]:
+        """Within, a ValueError of the technique's function says that it cannot engage; it may begin with its name."""
+        try:
+            yield
+        except ValueError as error:
+            raise TechniqueError(self.name, str(error).removeprefix(f"{self.name} "), fix) from error
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
         """Log numbers under the technique's name."""

@@ -28,19 +28,6 @@ def grads_of(model: Any, *calls: dict[str, Tensor]) -> dict[str, Tensor]:
     return gradients(model)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_of_several_calls_add_up(set_to_none: bool) -> None:
-    reference, model = tiny_bert(), tiny_bert()
-    calls = graphed(model)
-    for step in range(2):
-        for each in (reference, model):
-            each.zero_grad(set_to_none=set_to_none)
-            for seed, lengths in enumerate([[5, 4], [3, 5], [8, 8], [5, 5]]):
-                each(**batch(lengths, seed=10 * step + seed)).loss.backward()
-        assert_near(gradients(model), gradients(reference))
-    assert (calls.graphs, calls.replays) == (2, 8)
-
-
 def test_gradients_of_two_shapes_that_were_both_called_first_add_up() -> None:
     reference, model = tiny_bert(), tiny_bert()
     graphed(model)

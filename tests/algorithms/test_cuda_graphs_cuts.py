@@ -222,5 +222,5 @@ def test_nothing_of_a_call_is_kept_when_it_is_captured(monkeypatch: pytest.Monke
             return tuple(model(x))
 
     leaves, blocks = stand_ins.of(shared.parameters), blocks_to_cut(model, 4)
-    assert capture.capture_call(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
+    assert capture.Captured(call, [torch.ones(5, 3)], leaves, shared, Rerun(), blocks).segments == 4
     assert [(each._outputs, each._cuts, each._visited) for each in made] == [((), [], set())]

@@ -17,13 +17,13 @@ from composer_speedups import Float8Linear, MixedPrecision, TorchCompile, apply_
 from composer_speedups.algorithms.float8_linear.modules import (
     Float8Recorder,
     RowPaddedFloat8Linear,
-    float8_config,
     to_float8,
 )
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import screen
-from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import Recorder, awkward_batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.models import tiny_model
 from tests.reference.loop import train_plainly
 from tests.reference.tolerance import assert_near
 
@@ -102,7 +102,7 @@ def test_the_matmuls_get_multiples_of_16_rows(recipe: str, monkeypatch: pytest.M
 
 def test_the_recorder_sees_the_kernel_inside_torchaos_tensors() -> None:
     module = nn.Linear(32, 64)
-    to_float8(module, float8_config("tensorwise"))
+    to_float8(module, Float8LinearConfig.from_recipe_name("tensorwise"))
     with Float8Recorder() as recorder, torch.no_grad():
         module(torch.ones(5, 32))  # this kernel runs on the CPU too; that of the backward pass may not
     assert recorder.counts["_scaled_mm"] == recorder.counts["float8_mm"] == 1
@@ -234,8 +234,10 @@ def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
     losses = []
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
-        batches = [*plain_batches(2), *awkward_batches()[:2]]  # the last with rows that do not fit
-        trainer = make_trainer([bf16(), technique, *others], batches=batches, callbacks=[recorder], gpu=gpu)
+        model, batches = tiny_model("bert", layers=1), [plain_batches(1)[0], batch([14, 0, 5])]  # 42 rows do not fit
+        trainer = make_trainer(
+            [bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu
+        )
         trainer.fit()
         trainer.close()
         losses.append(recorder.losses)

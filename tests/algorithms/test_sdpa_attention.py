@@ -18,41 +18,14 @@ from composer_speedups.surgery.applied import NoEffectWarning
 from tests.helpers.common import (
     VOCABULARY,
     Batch,
-    awkward_batches,
     batch,
     make_trainer,
     plain_batches,
     tiny_bert,
     tiny_config,
 )
-from tests.reference.loop import eval_logits, gradients
+from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
-
-
-@pytest.mark.parametrize("backend", ["auto", "math"])
-@pytest.mark.pins
-def test_outputs_and_gradients_match_eager(backend: Any) -> None:
-    eager, model = tiny_bert(), tiny_bert()
-    assert eager.config._attn_implementation == "eager"
-    assert apply_sdpa_attention(model, backend) == {"": "eager"}
-    batches = awkward_batches()
-    assert_near(eval_logits(model, batches), eval_logits(eager, batches))
-    for shape in batches:
-        for each in (eager, model):
-            each.zero_grad()
-            each(**shape).loss.backward()
-        assert_near(gradients(model), gradients(eager))
-
-
-def test_the_mask_reaches_a_forced_kernel() -> None:
-    """transformers gives a custom attention no mask unless a mask function is registered with it."""
-    model = tiny_bert().eval()
-    apply_sdpa_attention(model, "math")
-    padded = plain_batches(1)[0]
-    row, tokens = 1, 7
-    alone = model(input_ids=padded["input_ids"][row : row + 1, :tokens]).logits[0]
-    assert padded["attention_mask"][row].sum() == tokens
-    assert_near([model(**padded).logits[row]], [alone])
 
 
 def test_a_module_around_the_model_is_changed_inside() -> None:

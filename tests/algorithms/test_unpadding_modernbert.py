@@ -113,12 +113,15 @@ def test_one_set_of_graphs_serves_every_number_of_tokens(scope: Any, graphs: int
         each.config.problem_type = "single_label_classification"
     apply_torch_compile(model, scope, backend="aot_eager")
     before = compile_counts()
-    for length in range(16, 5, -1):
+    for length in (16, 11, 8, 6):
         inputs = batch([12, 7, 16, length], seed=length)
         plan_unpadding(model, inputs["attention_mask"])
         assert_near(values(model, inputs), values(reference, inputs))
     since = compile_counts().since(before)
     assert (since.graphs, since.breaks, since.recompiles, since.failed) == (graphs, 0, graphs - 1, 0)
+    plan_unpadding(model, batch([12, 8, 16, 5])["attention_mask"])
+    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+        model(**inputs)
 
 
 def test_a_first_batch_with_holes_stops_a_run() -> None:

@@ -31,8 +31,8 @@ from tests.reference.tolerance import assert_near
 from tests.reference.two_ranks import both_ways
 
 
-def pair(family: Family = "bert") -> tuple[Any, Any]:
-    reference = tiny_model(family)
+def pair(family: Family = "bert", layers: int = 2) -> tuple[Any, Any]:
+    reference = tiny_model(family, layers=layers)
     reference.config.problem_type = "single_label_classification"
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8)
@@ -51,14 +51,14 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
 
 @pytest.mark.parametrize(("scope", "recomputed"), [("model", False), ("blocks", True)])
 def test_nothing_is_compiled_again_after_the_first_batches(scope: Any, recomputed: bool) -> None:
-    """Over ten more batches of other numbers of tokens, rows and slots."""
-    reference, model = pair()
+    """Over five more batches of other numbers of tokens, rows and slots."""
+    reference, model = pair(layers=1)
     if recomputed:
         apply_gradient_checkpointing(model)
     apply_torch_compile(model, scope, backend="eager")
-    lengths = torch.randint(1, 25, (13, 9), generator=torch.Generator().manual_seed(2)).tolist()
+    lengths = torch.randint(1, 25, (8, 9), generator=torch.Generator().manual_seed(2)).tolist()
     batches = [batch(each[: 3 + i % 7], seed=i) for i, each in enumerate(lengths)]
-    assert len({int(each["attention_mask"].sum()) // 8 for each in batches[3:]}) >= 6
+    assert len({int(each["attention_mask"].sum()) // 8 for each in batches[3:]}) >= 4
     warm = compile_counts()
     for i, inputs in enumerate(batches):
         if i == 3:
@@ -70,7 +70,7 @@ def test_nothing_is_compiled_again_after_the_first_batches(scope: Any, recompute
 
 
 def test_checkpointing_and_compile_and_unpadding_train_as_plain_pytorch() -> None:
-    model, recorder, batches = tiny_bert(), Recorder(), [batch([12, 7, 16, 16 - i], seed=i) for i in range(10)]
+    model, recorder, batches = tiny_bert(), Recorder(), [batch([12, 7, 16, 16 - i], seed=i) for i in range(4)]
     model.config.problem_type = "single_label_classification"
     expected = train_plainly(model, batches)
     compiled = TorchCompile(scope="blocks", backend="aot_eager")

@@ -1,19 +1,13 @@
-"""Liger's own LayerNorm kernels on the CPU, in Triton's interpreter; runs in a process of its own.
+"""Liger's own LayerNorm kernels on the CPU, in Triton's interpreter; to be imported in a process of its own.
 
-``python -m tests.reference.liger_on_cpu`` compares :class:`TritonLayerNorm` with nn.LayerNorm at awkward shapes, then
-trains a tiny BERT with it, and prints the evidence as JSON. The interpreter has to be on before Triton is
-imported, and three things that it lacks are put in: a float argument's ``.to``, libdevice's ``rsqrt``, and
-loop bounds under NumPy 2.4.
+The interpreter has to be on (TRITON_INTERPRET=1) before Triton is imported. Three things that it lacks are put in: a
+float argument's ``.to``, libdevice's ``rsqrt``, and loop bounds under NumPy 2.4.
 """
 
 from __future__ import annotations
 
 import copy
-import json
-import os
 from typing import Any
-
-os.environ["TRITON_INTERPRET"] = "1"
 
 import liger_kernel.ops.layer_norm as liger
 import torch
@@ -91,7 +85,8 @@ def train(precision: str) -> dict[str, Any]:
     return technique.evidence
 
 
-if __name__ == "__main__":
+def check_all() -> dict[str, Any]:
+    """:class:`TritonLayerNorm` compared with nn.LayerNorm at awkward shapes, and the evidence of two runs with it."""
     torch.set_num_threads(1)
     complete_the_interpreter()
-    print(json.dumps({"checked": check_parity(), "fp32": train("fp32"), "bf16": train("bf16")}))
+    return {"checked": check_parity(), "fp32": train("fp32"), "bf16": train("bf16")}

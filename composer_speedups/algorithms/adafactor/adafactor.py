@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 from composer_speedups.algorithms.adafactor.functional import apply_adafactor
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 
-__all__ = ["AdafactorOptimizer"]
-
 _ADAMW_BYTES = 8  # two float32 moments a parameter
 
 

@@ -13,8 +13,6 @@ from composer_speedups.algorithms.apex_optimizer.functional import INSTALL, MISS
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 
-__all__ = ["ApexOptimizer"]
-
 
 class ApexOptimizer(OptimizerSwapTechnique):
     """The run's AdamW becomes Apex's FusedAdam: the update of many parameters in one kernel.

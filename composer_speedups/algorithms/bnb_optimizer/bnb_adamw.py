@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-
-__all__ = ["bnb_adamw", "page_again", "paged_tensors"]
 
 _PAGED = ("state1", "state2")
 _LEAST_PAGED = 100_000  # values; bitsandbytes leaves smaller tensors in GPU memory
 
 
-def bnb_adamw(
-    groups: Iterable[dict[str, Any]],
-    bits: int,
-    *,
-    paged: bool = False,
-    full_precision: Iterable[Tensor] = (),
-    min_8bit_size: int = 4096,
-) -> Optimizer:
-    """bitsandbytes' AdamW.
-
-    Args:
-        groups: Parameter groups with ``lr``, ``betas``, ``eps`` and ``weight_decay``.
-        bits: 8 (blocks of 256 values) or 32.
-        paged: State in memory that the driver moves between GPU and host.
-        full_precision: Parameters that keep 32-bit state.
-        min_8bit_size: Parameters of fewer values keep 32-bit state too.
-
-    Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
-    """
+def bnb_adamw(groups: list[dict[str, Any]], full_precision: list[nn.Parameter], **settings: Any) -> Optimizer:
+    """bitsandbytes' AdamW of its own ``settings``; the parameters of ``full_precision`` keep 32-bit state."""
     from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import AdamW, GlobalOptimManager
 
@@ -42,10 +22,10 @@ def bnb_adamw(
     # them alive. This optimizer gets managers of its own.
     manager = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
-    manager.override_config(list(full_precision), "optim_bits", 32)
+    manager.override_config(full_precision, "optim_bits", 32)
     pages = GlobalPageManager.__new__(GlobalPageManager)
     pages.initialize()
-    optimizer: Any = AdamW(list(groups), optim_bits=bits, min_8bit_size=min_8bit_size, is_paged=paged)
+    optimizer: Any = AdamW(groups, **settings)
     optimizer.mng, optimizer.page_mng = manager, pages
     return optimizer
 

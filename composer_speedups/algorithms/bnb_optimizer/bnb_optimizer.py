@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 from composer.core import State
 from pydantic import Field
-from torch import nn
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
@@ -22,8 +21,6 @@ from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Exactness, Variant
 from composer_speedups.core.trainer_state import model_of
-
-__all__ = ["BnbOptimizer"]
 
 
 class BnbOptimizer(OptimizerSwapTechnique):
@@ -95,14 +92,11 @@ class BnbOptimizer(OptimizerSwapTechnique):
             if not evidence["paged_tensors"]:
                 raise self.not_engaged("no state tensor is paged", "set paged=False: no tensor has 100,000 values")
         if self.stable_embedding:
-            evidence["stable_embedding"] = _trained_norms(state.model, optimizer)
+            norms = {name: embedding.norm for name, embedding in stable_embeddings(state.model).items()}
+            evidence["stable_embedding"] = [name for name, norm in norms.items() if optimizer.state.get(norm.weight)]
             if not evidence["stable_embedding"]:
                 raise self.not_engaged("no stable embedding was trained", "set stable_embedding=False")
         return evidence
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
         return folded_weights(model_of(state).model, weights) if self.stable_embedding else weights
-
-
-def _trained_norms(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    return [name for name, m in stable_embeddings(model).items() if optimizer.state.get(m.norm.weight)]

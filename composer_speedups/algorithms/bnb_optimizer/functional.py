@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -47,43 +47,26 @@ def apply_bnb_optimizer(
 
     Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
     """
-    check_settings(bits, min_8bit_size)
+    if bits not in (8, 32):
+        raise ValueError(f"bits must be 8 or 32, not {bits!r}")
+    if min_8bit_size < 0:
+        raise ValueError(f"min_8bit_size must not be negative, and is {min_8bit_size}")
     label = f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})"
     if label_of(optimizer) == label and optimizer.is_paged != paged:  # type: ignore[attr-defined]
         raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
             f"the optimizer is bitsandbytes AdamW with paged={not paged} already, and paged={paged} is asked for",
             "swap a fresh torch.optim.AdamW",
         )
-    norms = {id(p) for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
-    new = swap_optimizer(
-        optimizer,
-        label,
-        lambda groups: bnb_adamw(
-            groups,
-            bits,
-            paged=paged,
-            full_precision=embedding_weights(model) if embeddings_32bit else (),
-            min_8bit_size=min_8bit_size,
-        ),
-    )
+    norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
+    full_precision = embedding_weights(model) if embeddings_32bit else []
+    settings = {"optim_bits": bits, "min_8bit_size": min_8bit_size, "is_paged": paged}
+    new = swap_optimizer(optimizer, label, lambda groups: bnb_adamw(groups, full_precision, **settings))
     if stable_embedding:
         try:
             parameters = apply_stable_embedding(model)
         except ValueError as error:
             raise UnfitOptimizerError(str(error), "set stable_embedding=False") from error
-        _add(parameters, new, norms or set(map(id, embedding_weights(model))))
+        beside, groups = norms or {*embedding_weights(model)}, new.param_groups
+        group = next((g for g in groups if not beside.isdisjoint(g["params"])), groups[0])  # schedulers count them
+        group["params"].extend(parameters)
     return new
-
-
-def _add(parameters: list[nn.Parameter], optimizer: Optimizer, beside: set[int]) -> None:
-    """Into an existing group: schedulers count the groups."""
-    groups = optimizer.param_groups
-    group = next((g for g in groups if any(id(p) in beside for p in g["params"])), groups[0])
-    group["params"].extend(parameters)
-
-
-def check_settings(bits: Any, min_8bit_size: int) -> None:
-    if bits not in (8, 32):
-        raise ValueError(f"bits must be 8 or 32, not {bits!r}")
-    if min_8bit_size < 0:
-        raise ValueError(f"min_8bit_size must not be negative, and is {min_8bit_size}")

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["apply_stable_embedding", "folded_weights", "stable_embeddings"]
-
 
 def apply_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
     """Turn the word embedding into a StableEmbedding: a LayerNorm over each row looked up, before positions are added.

@@ -18,20 +18,13 @@ from torch._dynamo.utils import counters
 from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.recorders import Recorder
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
-from composer_speedups.core.operator_recorder import capturing
-
-__all__ = ["Captured", "capture_call"]
 
 
-def capture_call(
-    call: Callable[..., tuple[Tensor, ...]],
-    static: Sequence[Tensor],
-    leaves: Sequence[nn.Parameter],
-    shared: SharedGradients,
-    recorder: Recorder,
-    cut_behind: Sequence[nn.Module] = (),
-) -> Captured:
-    """Capture a call's forward and backward pass.
+class Captured:
+    """A call's forward and backward pass: the graphs, and the memory that they read from and write to.
+
+    It is called with tensors such as ``static``, and replays. Its outputs lie in the graph's memory, until the next
+    replay.
 
     Args:
         call: Tensors to tensors; it gives gradients to ``leaves``, and to nothing else.
@@ -41,18 +34,6 @@ def capture_call(
         recorder: What captures.
         cut_behind: Blocks that part the backward pass into segments, a graph each. A call that cannot be cut there
             has one segment.
-
-    Returns:
-        A function of tensors such as ``static`` that replays. Its outputs lie in the graph's memory, until the next
-        replay.
-    """
-    recorder.settle()
-    with capturing():
-        return Captured(call, static, leaves, shared, recorder, cut_behind)
-
-
-class Captured:
-    """The graphs, and the memory that they read from and write to.
 
     Attributes:
         weights: The gradient of each output, for the backward pass to read; None for outputs that have none.
@@ -67,7 +48,7 @@ class Captured:
         leaves: Sequence[nn.Parameter],
         shared: SharedGradients,
         recorder: Recorder,
-        cut_behind: Sequence[nn.Module],
+        cut_behind: Sequence[nn.Module] = (),
     ) -> None:
         self._static, self._leaves, self._shared = static, leaves, shared
         self.weights: list[Tensor | None] = []

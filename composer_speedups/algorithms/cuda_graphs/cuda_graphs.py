@@ -18,8 +18,6 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique, Variant
 from composer_speedups.distributed.ddp import BUCKETS_SETTLED
 
-__all__ = ["CUDAGraphs"]
-
 
 class CUDAGraphs(Technique):
     """Replays the forward and backward pass as CUDA graphs, without the time it takes to launch their kernels.

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from composer_speedups.algorithms.cuda_graphs.capture import capture_call
+from composer_speedups.algorithms.cuda_graphs.capture import Captured
 from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients, StandIns
 from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder, Recorder
 from composer_speedups.core.errors import first_line
-
-__all__ = ["CaptureError", "GraphedCalls"]
+from composer_speedups.core.operator_recorder import capturing
 
 
 class CaptureError(RuntimeError):
@@ -56,7 +55,7 @@ class GraphedCalls:
         max_graphs: int,
         recorder: Callable[[Any], Recorder] = CUDARecorder,
     ) -> None:
-        self.model, self.original, self.max_graphs, self._recorder = model, original, max_graphs, recorder
+        self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
         self.carries: list[tuple[nn.Module, str]] = []
         self.cut_behind: Sequence[nn.Module] = ()
         self.pool: Any = None
@@ -94,9 +93,7 @@ class GraphedCalls:
             try:
                 if self._gradients is None:
                     self._gradients = SharedGradients(self.model.parameters())
-                flat = _FlatCall(self.model, self.original, leaves, spec, self.carries)
-                recorder = self._recorder(self.pool)
-                self._graphs[key] = _Graph(self.model, flat, leaves, self._gradients, recorder, self.cut_behind)
+                self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
             except CaptureError as error:
                 self.on_failure(error)
                 self.release()
@@ -162,26 +159,25 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
 
 
 class _Graph:
-    """One captured forward and backward pass."""
+    """One captured forward and backward pass, of the call with tensors alone on both sides and stand-ins inside."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        flat: _FlatCall,
-        leaves: list[Any],
-        gradients: SharedGradients,
-        recorder: Recorder,
-        cut_behind: Sequence[nn.Module],
-    ) -> None:
-        self._flat = flat
+    def __init__(self, calls: GraphedCalls, gradients: SharedGradients, leaves: list[Any], spec: TreeSpec) -> None:
+        self._original, self._carries, self._stand_ins = calls.original, calls.carries, StandIns(calls.model)
+        self._leaves, self._spec = leaves, spec
+        self._outputs: list[Any] = []  # what is no tensor among them
+        self._is_tensor: list[bool] = []
+        self._output_spec: TreeSpec | None = None
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
-        buffers = [(b, b.clone()) for b in model.buffers()]  # warm-up moves running statistics
+        buffers = [(b, b.clone()) for b in calls.model.buffers()]  # warm-up moves running statistics
+        recorder = calls.recorder(calls.pool)
         try:
             # The cache of autocast would hand tensors of one replay to the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
             with _undone_when_it_fails(), autocast:
-                stand_ins = flat.stand_ins.of(gradients.parameters)
-                self._replay = capture_call(flat, static, stand_ins, gradients, recorder, cut_behind)
+                stand_ins = self._stand_ins.of(gradients.parameters)
+                recorder.settle()
+                with capturing():
+                    self._replay = Captured(self._call, static, stand_ins, gradients, recorder, calls.cut_behind)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
@@ -196,8 +192,22 @@ class _Graph:
         return self._replay.segments
 
     def __call__(self, leaves: list[Any]) -> Any:
-        outputs = self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor)))
-        return self._flat.rebuild(outputs)
+        """The model's own output object around a replay's tensors."""
+        assert self._output_spec is not None
+        given = iter(self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+        outputs = [next(given) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
+        return tree_unflatten(outputs, self._output_spec)
+
+    def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
+        args, kwargs, carried = tree_unflatten(leaves, self._spec)
+        with _carrying(self._carries, carried), self._stand_ins.in_place():
+            outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
+        self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
+        self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
+        return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
 
 @contextlib.contextmanager
@@ -227,40 +237,3 @@ def _carrying(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> It
     finally:
         for (module, attribute), value in zip(carries, before, strict=True):
             setattr(module, attribute, value)
-
-
-class _FlatCall:
-    """The call with tensors only on both sides, as capturing wants it, and with stand-ins for the parameters."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        original: Callable[..., Any],
-        leaves: list[Any],
-        spec: TreeSpec,
-        carries: list[tuple[nn.Module, str]],
-    ) -> None:
-        self.stand_ins = StandIns(model)
-        self._carries = carries
-        self._original, self._leaves, self._spec = original, leaves, spec
-        self._outputs: list[Any] = []  # what is no tensor among them
-        self._is_tensor: list[bool] = []
-        self._output_spec: TreeSpec | None = None
-
-    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
-        leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
-        args, kwargs, carried = tree_unflatten(leaves, self._spec)
-        with _carrying(self._carries, carried), self.stand_ins.in_place():
-            outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
-        self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
-        self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
-        return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
-
-    def rebuild(self, tensors: tuple[Tensor, ...]) -> Any:
-        """The model's own output object around a replay's tensors."""
-        assert self._output_spec is not None
-        given = iter(tensors)
-        leaves = [next(given) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
-        return tree_unflatten(leaves, self._output_spec)

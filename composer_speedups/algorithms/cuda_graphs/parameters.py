@@ -8,8 +8,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-__all__ = ["SharedGradients", "StandIns"]
-
 
 class StandIns:
     """Parameters that stand in for a model's own while it is captured; shared ones have one.

@@ -10,8 +10,6 @@ import torch
 
 from composer_speedups.core.trainer_state import world_size
 
-__all__ = ["CUDARecorder", "Recorder"]
-
 
 class Recorder(Protocol):
     """What captures; tests give their own."""

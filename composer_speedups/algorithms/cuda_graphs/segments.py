@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["CutError", "Segments"]
-
 
 class CutError(RuntimeError):
     """A forward pass that cannot be cut."""

@@ -14,8 +14,6 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique
 from composer_speedups.distributed.host_scalars import Interception
 
-__all__ = ["EarlyLoss"]
-
 
 class EarlyLoss(Technique):
     """The loss that Composer reads at each batch is read when it is known, and not when the batch is over.

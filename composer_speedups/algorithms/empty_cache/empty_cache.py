@@ -14,8 +14,6 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique
 from composer_speedups.core.trainer_state import device_of
 
-__all__ = ["EmptyCache"]
-
 GIB = 2**30
 
 

@@ -30,8 +30,6 @@ from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
 from composer_speedups.surgery.applied import NoEffectWarning
 
-__all__ = ["FastLayerNorm"]
-
 
 class FastLayerNorm(Technique):
     """LayerNorm in the autocast dtype, so that the residual stream stays in it too.
@@ -62,12 +60,9 @@ class FastLayerNorm(Technique):
         yield from functional.requirements_of(self.implementation, context)
 
     def engage(self, state: State) -> dict[str, Any]:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), self.refusals():
             warnings.simplefilter("ignore", NoEffectWarning)  # said as an error or as evidence below
-            try:
-                apply_fast_layernorm(state.model, state.optimizers, self.implementation)
-            except ValueError as error:
-                raise TechniqueError(self.name, str(error), "take it out for this model") from error
+            apply_fast_layernorm(state.model, state.optimizers, self.implementation)
         modules, left = self._modules(state), left_alone(state.model)
         if not modules:
             reason = f" that fits: {unfit(self.implementation)}" if left else ""

@@ -46,8 +46,10 @@ def apply_fast_layernorm(
     Source: Composer's LowPrecisionLayerNorm; Liger Kernel (arXiv 2410.10989); NVIDIA Apex.
     """
     del optimizers
-    check_settings(implementation)
-    for met, reason, fix in requirements_of(implementation, Context(_any_device())):
+    if implementation not in LAYERS:
+        raise ValueError(f"implementation must be one of {', '.join(LAYERS)}, not {implementation!r}")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for met, reason, fix in requirements_of(implementation, Context(device)):
         if not met:
             raise ValueError(f"{reason}; {fix}")
     for other, cls in LAYERS.items():
@@ -62,11 +64,6 @@ def apply_fast_layernorm(
     return names
 
 
-def check_settings(implementation: str) -> None:
-    if implementation not in LAYERS:
-        raise ValueError(f"implementation must be one of {', '.join(LAYERS)}, not {implementation!r}")
-
-
 def requirements_of(implementation: Implementation, context: Context) -> Iterable[Requirement]:
     """What a fused kernel needs; torch's own runs anywhere."""
     if implementation == "triton":
@@ -79,10 +76,6 @@ def requirements_of(implementation: Implementation, context: Context) -> Iterabl
             "Apex is not installed with its CUDA extensions",
             "build it so from the repository NVIDIA/apex on GitHub; the index's package apex is another project",
         )
-
-
-def _any_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def of_class(model: nn.Module, cls: type[nn.Module]) -> list[nn.Module]:

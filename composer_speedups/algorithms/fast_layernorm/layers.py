@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-__all__ = ["LAYERS", "ApexLayerNorm", "Implementation", "LowPrecisionLayerNorm", "TritonLayerNorm", "fits"]
-
 Implementation = Literal["low_precision", "triton", "apex"]
 
 

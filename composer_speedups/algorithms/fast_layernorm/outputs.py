@@ -5,13 +5,11 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any
+from contextlib import ExitStack
 
 from torch import Tensor, nn
 
 from composer_speedups.algorithms.fast_layernorm.layers import Implementation
-
-__all__ = ["Outputs", "in_compiled_graphs", "is_of"]
 
 # In the names of the autograd functions, lower case and without underscores. torch's own is NativeLayerNorm.
 _MARKS = {"low_precision": "nativelayernorm", "triton": "ligerlayernorm", "apex": "fusedlayernorm"}
@@ -29,12 +27,13 @@ class Outputs:
     def __init__(self) -> None:
         self.dtypes: Counter[str] = Counter()
         self.functions: Counter[str] = Counter()
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Look at the outputs of ``modules`` until :meth:`stop`; no second time when they are watched."""
-        if not self._hooks:
-            self._hooks = [m.register_forward_hook(lambda _m, _i, output: self.see(output)) for m in modules]
+        """Look at the outputs of ``modules`` until :meth:`stop`, or until others are to be watched."""
+        self.stop()
+        for module in modules:
+            self._hooks.callback(module.register_forward_hook(lambda _m, _i, output: self.see(output)).remove)
 
     def see(self, output: Tensor) -> None:
         self.dtypes[str(output.dtype).removeprefix("torch.")] += 1
@@ -42,9 +41,7 @@ class Outputs:
             self.functions[output.grad_fn.name().rstrip("0123456789").removesuffix("Backward")] += 1
 
     def stop(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
 
 
 def is_of(implementation: Implementation, function: str) -> bool:

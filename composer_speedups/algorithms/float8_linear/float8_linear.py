@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 from composer.core import Precision, State, get_precision_context
 from pydantic import Field
-from torch import nn
 
 from composer_speedups.algorithms.float8_linear.functional import (
     CAPABILITY,
@@ -28,16 +28,6 @@ from composer_speedups.core.requirements import (
 )
 from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
-
-__all__ = ["Float8Linear"]
-
-
-def _undo(model: nn.Module) -> int:
-    """Turn the float8 Linears back into plain ones; returns how many."""
-    converted = converted_layers(model)
-    for module in converted.values():
-        float8_modules().to_plain(module)
-    return len(converted)
 
 
 class Float8Linear(Technique):
@@ -69,6 +59,7 @@ class Float8Linear(Technique):
     def reset(self) -> None:
         super().reset()
         self._recorder: OperatorRecorder | None = None
+        self._recording = ExitStack()
         self._operators: dict[str, int] = {}
         self._seen_in = ""
 
@@ -83,10 +74,8 @@ class Float8Linear(Technique):
             raise TechniqueError(
                 self.name, "goes with bf16, and this run is fp16", "set the precision to bf16, or take it out"
             )
-        try:
+        with self.refusals():
             apply_float8_linear(state.model, self.recipe, self.min_features, self.emulate)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         modules = len(converted_layers(state.model))
         if modules == 0:
             raise TechniqueError(
@@ -107,17 +96,19 @@ class Float8Linear(Technique):
                 self._note(self._probe(state), "probe")
             except CannotRunError as error:
                 self.unavailable(error)
-                self.evidence["linears_turned_back"] = _undo(state.model)
+                converted = converted_layers(state.model)
+                for module in converted.values():
+                    float8_modules().to_plain(module)
+                self.evidence["linears_turned_back"] = len(converted)
                 return
         if self._recorder is None and not is_compiled(state.model):
-            self._recorder = float8_modules().Float8Recorder()
-            self._recorder.__enter__()
+            self._recorder = self._recording.enter_context(float8_modules().Float8Recorder())
 
     def stop_watching(self, state: State) -> None:
+        self._recording.close()
         if self._recorder is not None:
-            recorder = self._recorder
-            self.close()
-            self._note(recorder, "forward pass")
+            self._note(self._recorder, "forward pass")
+            self._recorder = None
 
     def _note(self, recorder: OperatorRecorder, seen_in: str) -> None:
         self._operators = {k: n for k, n in recorder.counts.items() if k in ("float8_mm", "_scaled_mm")}
@@ -141,9 +132,7 @@ class Float8Linear(Technique):
         return recorder
 
     def close(self) -> None:
-        if self._recorder is not None:  # also after a forward pass that raised
-            self._recorder.__exit__(None, None, None)
-            self._recorder = None
+        self._recording.close()  # of a forward pass that raised
 
     def verify(self, state: State) -> dict[str, Any]:
         matmuls = self._operators.get("float8_mm", 0)

@@ -58,7 +58,9 @@ def apply_float8_linear(
         refuse_other_settings("float8 Linears", modules.settings_of(module), settings)
     if converted:
         return []
-    config = dataclasses.replace(modules.float8_config(recipe), emulate=emulate)
+    from torchao.float8 import Float8LinearConfig
+
+    config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     for name, module in _linears_of_blocks(model).items():
         weight = module.weight
         if min(weight.shape) >= min_features and all(size % MULTIPLE == 0 for size in weight.shape):

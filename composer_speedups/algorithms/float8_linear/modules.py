@@ -10,13 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from composer_speedups.core.operator_recorder import OperatorRecorder
-
-__all__ = ["Float8Recorder", "RowPaddedFloat8Linear", "float8_config", "settings_of", "to_float8", "to_plain"]
 
 _ROWS = 16  # inner dimensions of torch._scaled_mm are multiples of it; in the weight's gradient that is rows
 _ADDED = "_added_for_float8"  # attributes that a plain Linear has not
@@ -43,11 +40,6 @@ class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
             return output
         padded: Tensor = super().forward(F.pad(input.reshape(rows, input.shape[-1]), (0, 0, 0, missing)))
         return padded[:rows].view(*input.shape[:-1], self.out_features)
-
-
-def float8_config(recipe: str) -> Float8LinearConfig:
-    """torchao's settings of a recipe."""
-    return Float8LinearConfig.from_recipe_name(recipe)
 
 
 def to_float8(module: nn.Linear, config: Any, settings: dict[str, Any] | None = None) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
 
-__all__ = ["ForEachOptimizer"]
-
 
 class ForEachOptimizer(OptimizerFlagTechnique):
     """The run's torch optimizer steps with horizontally batched kernels.

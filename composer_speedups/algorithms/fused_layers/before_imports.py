@@ -21,8 +21,6 @@ from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 
-__all__ = ["before_torch", "shape_of"]
-
 
 def before_torch(run: PlannedRun) -> subprocess.Popen[bytes] | None:
     """Start it where there is a GPU to train on, on the first one of this host."""

@@ -17,8 +17,6 @@ from composer_speedups.families.family import Reads, family_of
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.stock import Untouched, model_differences, outermost_models
 
-__all__ = ["mark_calls", "marks_calls", "unmark_calls"]
-
 
 class _Mark:
     """A forward pre-hook of the outermost model, and a forward hook that takes the mark away again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
@@ -13,12 +12,9 @@ from pydantic import Field
 from composer_speedups.algorithms.fused_layers.functional import fuse, unfuse, unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 from composer_speedups.core.compared_technique import ComparedTechnique
-from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda
+from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of
-
-__all__ = ["FusedLayers"]
 
 _OWN = "fused_layers computes the whole layer itself"
 
@@ -67,15 +63,11 @@ class FusedLayers(ComparedTechnique):
         if context.device.type == "cuda":
             yield needs_autocast(context, "its kernels compute in 16 bits: it")
             yield needs_cuda(context, "a Triton kernel", (8, 0))
-            found = importlib.util.find_spec("triton") is not None
-            yield Requirement(found, "the package 'triton' is not installed", "pip install 'triton'")
+            yield needs_package("triton", "triton")
 
     def engage(self, state: State) -> dict[str, Any]:
-        try:
+        with self.refusals():
             self.reapply(state)
-        except ValueError as error:
-            reason = str(error).removeprefix("fused_layers ")  # the error says the name itself
-            raise TechniqueError(self.name, reason, "take it out for this model") from error
         device = device_of(state)
         if device.type == "cuda":
             from composer_speedups.kernels.compile_ahead import compile_ahead

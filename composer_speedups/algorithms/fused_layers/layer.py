@@ -17,8 +17,6 @@ from composer_speedups.kernels.attention import attention_backward, attention_fo
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
-__all__ = ["fused_layer"]
-
 
 def fused_layer(x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, longest: int) -> Tensor:
     """The layer's output (T, H) for packed tokens on a GPU.

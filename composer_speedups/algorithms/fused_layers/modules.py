@@ -23,8 +23,6 @@ from composer_speedups.families.packed_tokens import Plan, gather_tokens
 from composer_speedups.families.stock import Untouched
 from composer_speedups.kernels import Shape
 
-__all__ = ["FusedEmbeddings", "FusedLayer", "modules_shape", "plain_layer"]
-
 
 class FusedLayer(nn.Module):
     """The methods of a fused block; the class that it is derived from has the original forward.

@@ -9,11 +9,8 @@ from pydantic import Field
 
 from composer_speedups.algorithms.gradient_checkpointing.functional import apply_gradient_checkpointing
 from composer_speedups.algorithms.gradient_checkpointing.recompute import GraphWatch, is_checkpointed, recomputations
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import is_compiled, model_of
-
-__all__ = ["GradientCheckpointing"]
 
 
 class GradientCheckpointing(Technique):
@@ -44,10 +41,8 @@ class GradientCheckpointing(Technique):
         self._evidence: dict[str, Any] = {}
 
     def engage(self, state: State) -> dict[str, Any]:
-        try:
+        with self.refusals():
             apply_gradient_checkpointing(state.model, self.every)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         return {"blocks": sum(is_checkpointed(module) for module in model_of(state).modules())}
 
     def watch(self, state: State) -> None:

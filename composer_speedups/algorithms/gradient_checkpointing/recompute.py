@@ -6,6 +6,7 @@ that ``forward``, so once a step, and not again when it is recomputed.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-__all__ = ["GraphWatch", "is_checkpointed", "recomputations", "undo", "wrap"]
+from composer_speedups.core.replaced import replaced
 
 _BEFORE, _COUNT = "_forward_before_checkpointing", "_recomputations"
 
@@ -85,16 +86,15 @@ class GraphWatch:
 
     def __init__(self) -> None:
         self.graphs = self.regions = 0
-        self._before: Any = None
+        self._counting = ExitStack()
 
     def start(self) -> None:
         # Not at the top: importing the compiler takes long, and this is for models that are compiled.
         from torch._dynamo.output_graph import OutputGraph
         from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-        if self._before is not None:
-            return
-        self._before = before = OutputGraph.call_user_compiler
+        self.stop()
+        before = OutputGraph.call_user_compiler
 
         def call_user_compiler(output: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             self.graphs += 1
@@ -102,11 +102,7 @@ class GraphWatch:
             self.regions += sum(node.target is tag_activation_checkpoint for part in parts for node in part.graph.nodes)
             return before(output, graph, *args, **kwargs)
 
-        OutputGraph.call_user_compiler = call_user_compiler  # type: ignore[method-assign, assignment]
+        self._counting.enter_context(replaced(OutputGraph, "call_user_compiler", call_user_compiler))
 
     def stop(self) -> None:
-        if self._before is not None:
-            from torch._dynamo.output_graph import OutputGraph
-
-            OutputGraph.call_user_compiler = self._before  # type: ignore[method-assign]
-            self._before = None
+        self._counting.close()

@@ -13,7 +13,6 @@ from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict
 
-__all__ = ["KahanOptimizer"]
 _ROUNDS_AWAY = 2**-9  # a bfloat16 number times (1 - less than this) rounds back to itself
 
 

@@ -13,18 +13,6 @@ from transformers import PreTrainedModel
 from composer_speedups.families.family import family_of
 from composer_speedups.families.stock import outermost_models
 
-__all__ = [
-    "ADAPTER",
-    "adapted_layers",
-    "head_names",
-    "heirs",
-    "host",
-    "insert",
-    "settings_of",
-    "trained_copies",
-    "wanted_settings",
-]
-
 ADAPTER = "default"  # PEFT's name for a single adapter
 _SETTINGS = "_lora_settings"  # the model's attribute that keeps them
 

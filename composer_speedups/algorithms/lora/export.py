@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, host, trained_copies
 from composer_speedups.core.files import replace_folder
 
-__all__ = ["merged_state_dict", "save_adapter"]
-
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:

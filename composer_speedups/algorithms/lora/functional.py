@@ -21,6 +21,7 @@ from composer_speedups.surgery.applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_lora", "merged_state_dict", "save_adapter"]
+MOST_RANKS = 4096  # above any hidden size of a BERT, a low rank is none
 
 
 def apply_lora(
@@ -55,7 +56,12 @@ def apply_lora(
 
     Source: arXiv 2106.09685; PEFT.
     """
-    check_settings(rank, alpha, dropout)
+    if not 1 <= rank <= MOST_RANKS:
+        raise ValueError(f"rank must be 1 to {MOST_RANKS}, not {rank}")
+    if alpha <= 0:
+        raise ValueError(f"alpha must be above 0, not {alpha}")
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be 0 to below 1, not {dropout}")
     inner = host(model)
     wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
     before = settings_of(model)
@@ -69,18 +75,6 @@ def apply_lora(
     names_of = {p: name for name, p in inner.named_parameters()}
     replace_parameters(optimizers, heirs(inner), names_of, for_untrained="first group")
     return names
-
-
-MOST_RANKS = 4096  # above any hidden size of a BERT, a low rank is none
-
-
-def check_settings(rank: int, alpha: float, dropout: float) -> None:
-    if not 1 <= rank <= MOST_RANKS:
-        raise ValueError(f"rank must be 1 to {MOST_RANKS}, not {rank}")
-    if alpha <= 0:
-        raise ValueError(f"alpha must be above 0, not {alpha}")
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be 0 to below 1, not {dropout}")
 
 
 def _is_peft_model(model: nn.Module) -> bool:

@@ -20,12 +20,9 @@ from composer_speedups.algorithms.lora.adapters import (
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
 from composer_speedups.algorithms.lora.functional import MOST_RANKS, apply_lora
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_package
 from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import model_of
-
-__all__ = ["LoRA"]
 
 
 class LoRA(Technique):
@@ -65,10 +62,8 @@ class LoRA(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         settings = (self.rank, self.alpha, self.targets, self.dropout, self.modules_to_save)
-        try:
+        with self.refusals():
             apply_lora(state.model, state.optimizers, *settings)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         inner = host(state.model)
         trained, frozen = _split(inner)
         return {
@@ -124,16 +119,11 @@ class LoRA(Technique):
 
 def _split(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """The parameters that are trained, and the frozen ones, by what PEFT made of them, not by requires_grad."""
-    ours = {id(p) for layer in adapted_layers(model).values() for m in "AB" for p in _matrix(layer, m).parameters()}
-    ours |= {id(p) for w in trained_copies(model).values() for p in w.modules_to_save[ADAPTER].parameters()}
+    added = [m[ADAPTER] for layer in adapted_layers(model).values() for m in (layer.lora_A, layer.lora_B)]
+    added += [wrapper.modules_to_save[ADAPTER] for wrapper in trained_copies(model).values()]
+    ours = {p for module in added for p in module.parameters()}
     named = dict(model.named_parameters())
-    return {n: p for n, p in named.items() if id(p) in ours}, {n: p for n, p in named.items() if id(p) not in ours}
-
-
-def _matrix(layer: Any, which: str) -> nn.Module:
-    module = getattr(layer, f"lora_{which}")[ADAPTER]
-    assert isinstance(module, nn.Module)
-    return module
+    return {n: p for n, p in named.items() if p in ours}, {n: p for n, p in named.items() if p not in ours}
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from torch.optim import Optimizer
@@ -42,7 +42,10 @@ def apply_lowbit_optimizer(
 
     Source: torchao.optim; arXiv 2110.02861 (8 bits), arXiv 2309.01507 (4 bits).
     """
-    check_settings(bits, min_size)
+    if bits not in (8, 4, "fp8"):
+        raise ValueError(f"bits must be 8, 4 or 'fp8', not {bits!r}")
+    if min_size < 0:
+        raise ValueError(f"min_size must not be negative, and is {min_size}")
     label = f"torchao AdamW({bits=}, {embeddings_32bit=}, {min_size=})"
     if label_of(optimizer) == label and (before := optimizer.compiled) != compiled:  # type: ignore[attr-defined]
         raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
@@ -60,10 +63,3 @@ def apply_lowbit_optimizer(
             compiled=compiled,
         ),
     )
-
-
-def check_settings(bits: Any, min_size: int) -> None:
-    if bits not in (8, 4, "fp8"):
-        raise ValueError(f"bits must be 8, 4 or 'fp8', not {bits!r}")
-    if min_size < 0:
-        raise ValueError(f"min_size must not be negative, and is {min_size}")

@@ -17,8 +17,6 @@ from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Variant
 
-__all__ = ["LowBitOptimizer"]
-
 _STATE_BITS = {8: 8, 4: 4, "fp8": 8}
 
 

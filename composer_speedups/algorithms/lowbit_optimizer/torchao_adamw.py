@@ -11,8 +11,6 @@ from torch import Tensor
 
 from composer_speedups.core.operator_recorder import counted_apart
 
-__all__ = ["Bits", "lowbit_adamw"]
-
 Bits = Literal[8, 4, "fp8"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,6 @@ from composer_speedups.algorithms.mixed_precision.functional import DTYPES, appl
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
-
-__all__ = ["MixedPrecision"]
 
 
 class MixedPrecision(Technique):
@@ -47,7 +46,7 @@ class MixedPrecision(Technique):
     def reset(self) -> None:
         super().reset()
         self._seen: set[str] = set()
-        self._hook: Any = None
+        self._hook = ExitStack()
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.dtype == "fp16":
@@ -66,17 +65,15 @@ class MixedPrecision(Technique):
     def watch(self, state: State) -> None:
         """Collect the dtypes of the model's outputs, and in eager mode those of its first Linear."""
         linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
-        if self._hook is None and linear is not None and not is_compiled(state.model):  # or it stays in its graph
-            self._hook = linear.register_forward_hook(lambda _m, _i, out: self._note(out))
+        if linear is not None and not is_compiled(state.model):  # or it stays in its graph
+            self._hook.callback(linear.register_forward_hook(lambda _m, _i, out: self._note(out)).remove)
 
     def stop_watching(self, state: State) -> None:
         self._note(state.outputs)
         self.close()
 
     def close(self) -> None:
-        if self._hook is not None:  # also after a forward pass that raised
-            self._hook.remove()
-            self._hook = None
+        self._hook.close()  # also after a forward pass that raised
 
     def _note(self, outputs: Any) -> None:
         values = outputs.values() if isinstance(outputs, Mapping) else outputs

@@ -17,8 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-__all__ = ["HostAdamW"]
-
 _CHUNK_BYTES = 2**24  # copied, then stepped, at once: large enough for the bus, small enough to overlap
 
 

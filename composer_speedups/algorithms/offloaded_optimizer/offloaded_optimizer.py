@@ -15,8 +15,6 @@ from composer_speedups.core.optimizer_evidence import state_tensors
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 
-__all__ = ["OffloadedOptimizer"]
-
 
 class OffloadedOptimizer(OptimizerSwapTechnique):
     """AdamW's state leaves the GPU, 8 bytes a parameter, and the CPU does its step.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
 from typing import Any, Literal
 
 from torch import nn
@@ -63,21 +62,17 @@ def apply_sdpa_attention(
     try:
         for module in outermost.values():
             module.set_attn_implementation(implementation)
-        _check_set(nested, implementation)
+        for module in nested:  # transformers only logs a warning for a model whose attention it cannot change
+            if (kept := module.config._attn_implementation) != implementation:
+                raise ValueError(
+                    f"{type(module).__name__} keeps {kept} attention: transformers cannot change it once the model is "
+                    "built"
+                )
     except ValueError:
         for config, earlier in settings:
             config._attn_implementation = earlier
         raise
     return before
-
-
-def _check_set(models: Iterable[PreTrainedModel], implementation: str) -> None:
-    """transformers only logs a warning for a model whose attention it cannot change."""
-    for module in models:
-        if (kept := module.config._attn_implementation) != implementation:
-            raise ValueError(
-                f"{type(module).__name__} keeps {kept} attention: transformers cannot change it once the model is built"
-            )
 
 
 def registered_name(backend: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 from composer.core import State, get_precision_context
 from pydantic import Field
-from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
@@ -21,8 +22,6 @@ from composer_speedups.core.technique import Stage
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.family import config_value
 from composer_speedups.families.stock import outermost_models
-
-__all__ = ["SDPAAttention"]
 
 _CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: whose technique changed it, and what it had before
 
@@ -49,6 +48,7 @@ class SDPAAttention(ComparedTechnique):
         self._kernel: str | None = None
         self._seen_in = "probe"
         self._recorder: OperatorRecorder | None = None
+        self._recording = ExitStack()
         self._before: dict[PreTrainedModel, str] = {}  # what each had
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -60,10 +60,8 @@ class SDPAAttention(ComparedTechnique):
         if not models:
             raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
         found = {module: module.config._attn_implementation or "eager" for module in models}
-        try:
+        with self.refusals("take it out"):
             self.reapply(state)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out") from error
         for module, implementation in found.items():
             # What an earlier Trainer's technique changed, which has not ended yet, is taken over.
             earlier = vars(module).get(_CHANGED_BY)
@@ -102,13 +100,12 @@ class SDPAAttention(ComparedTechnique):
             self._go_back(error)
             return
         if not is_compiled(state.model):
-            self._recorder = OperatorRecorder()
-            self._recorder.__enter__()
+            self._recorder = self._recording.enter_context(OperatorRecorder())
 
     def stop_watching(self, state: State) -> None:
+        self._recording.close()
         if self._recorder is not None:
-            self._kernel, self._seen_in = _kernel_among(self._recorder), "forward pass"
-            self._stop_recording()
+            self._kernel, self._seen_in, self._recorder = _kernel_among(self._recorder), "forward pass", None
 
     def _go_back(self, error: CannotRunError) -> None:
         """Stop, or train with the attention that the model had; with eager where that was this kernel too."""
@@ -117,13 +114,8 @@ class SDPAAttention(ComparedTechnique):
             module.set_attn_implementation("eager" if before == registered_name(self.backend) else before)
         self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
-    def _stop_recording(self) -> None:
-        if self._recorder is not None:  # also after a forward pass that raised
-            self._recorder.__exit__(None, None, None)
-            self._recorder = None
-
     def close(self) -> None:
-        self._stop_recording()
+        self._recording.close()  # of a forward pass that raised
         super().close()
         for module in self._before:
             if self._owns(module):
@@ -149,7 +141,8 @@ class SDPAAttention(ComparedTechnique):
         function = AttentionInterface().get(config._attn_implementation)
         if function is None:  # eager attention is no entry there
             return str(config._attn_implementation)
-        attention = next((m for m in model.modules() if hasattr(m, "is_causal")), _Bidirectional())
+        bidirectional: Any = SimpleNamespace(is_causal=False)  # for an attention module that does not say
+        attention = next((m for m in model.modules() if hasattr(m, "is_causal")), bidirectional)
         recorder = OperatorRecorder()
         devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices), get_precision_context(state.precision, state.precision_config):
@@ -169,12 +162,6 @@ class SDPAAttention(ComparedTechnique):
         if self.backend not in ("auto", *self._kernel.split("_")):
             raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
         return {"kernel": self._kernel, "kernel_seen_in": self._seen_in}
-
-
-class _Bidirectional(nn.Module):
-    """Stands for an attention module that does not say; every encoder attends both ways."""
-
-    is_causal = False
 
 
 def _kernel_among(recorder: OperatorRecorder) -> str | None:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-__all__ = ["Expert", "Routing", "SparseFeedForward", "balance_loss"]
-
 ROUTER_STD = 0.02  # arXiv 2212.05055, section 3.1
 
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward
 
-__all__ = ["add_to_loss", "load_balancing_loss", "sparse_layers"]
-
 
 def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
     """The layers of experts in a model, first to last."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -16,10 +17,7 @@ from composer_speedups.algorithms.sparse_upcycling.functional import (
     check_settings,
 )
 from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, load_balancing_loss, sparse_layers
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.technique import Conflict, Stage, Technique
-
-__all__ = ["SparseUpcycling"]
 
 
 class SparseUpcycling(Technique):
@@ -56,7 +54,7 @@ class SparseUpcycling(Technique):
     def reset(self) -> None:
         super().reset()
         self._rows: dict[str, list[int]] = {}  # by layer: rows that came out of each expert in the first batch
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
         self._reached = False  # whether the backward pass came to the load-balancing loss
         self._losses: list[Tensor] = []  # of this batch's microbatches
         self._balance = 0.0  # of the last batch, summed over layers
@@ -65,10 +63,8 @@ class SparseUpcycling(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         before = sum(p.numel() for p in state.model.parameters())
-        try:
+        with self.refusals():
             apply_sparse_upcycling(state.model, state.optimizers, self.experts, self.every, self.top_k)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         return {
             "layers": len(sparse_layers(state.model)),
             "experts": self.experts,
@@ -104,7 +100,7 @@ class SparseUpcycling(Technique):
         for layer in sparse_layers(state.model):
             counts = self._rows.setdefault(layer.name, [0] * len(layer.experts))
             for index, expert in enumerate(layer.experts):
-                self._hooks.append(expert.register_forward_hook(_count_into(counts, index)))
+                self._hooks.callback(expert.register_forward_hook(_count_into(counts, index)).remove)
 
     def stop_watching(self, state: State) -> None:
         self.close()
@@ -140,9 +136,7 @@ class SparseUpcycling(Technique):
         return f"{float(shares.min()):.3f}–{float(shares.max()):.3f}"
 
     def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
 
 
 def _count_into(counts: list[int], index: int) -> Callable[..., None]:

@@ -11,8 +11,6 @@ from composer_speedups.algorithms.sparse_upcycling.experts import Routing, Spars
 from composer_speedups.families.family import families, family_of
 from composer_speedups.families.stock import outermost_models
 
-__all__ = ["Block", "encoder_of", "find_blocks", "upcycle"]
-
 
 class Block(NamedTuple):
     """A feed-forward block by the places of its first Linear, its activation and its second Linear."""

@@ -14,8 +14,6 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Variant
 from composer_speedups.core.trainer_state import device_of
 
-__all__ = ["TF32Matmul"]
-
 
 class TF32Matmul(FlagTechnique):
     """Float32 matmuls at TF32 ("high"), or at bf16 where torch has it ("medium").

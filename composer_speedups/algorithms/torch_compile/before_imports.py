@@ -6,8 +6,6 @@ import importlib
 
 from composer_speedups.core.before_imports import PlannedRun
 
-__all__ = ["on_gpu"]
-
 
 def on_gpu(run: PlannedRun) -> None:
     """Start them where inductor is the backend that will want them."""

@@ -20,8 +20,6 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import write_atomically
 from composer_speedups.core.private_folders import make_own_folder, make_private_folder, others_can_write
 
-__all__ = ["CompileCache", "check_default_folder", "folder_fault"]
-
 KEY = "algorithms.torch_compile.cache"
 OWN_FOLDER = "choose a folder that only you can write to (chmod 700)"
 FILE = "portable.bin"

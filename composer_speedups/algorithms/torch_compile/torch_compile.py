@@ -24,13 +24,11 @@ from composer_speedups.algorithms.torch_compile.cache import (
     folder_fault,
 )
 from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile, switched_off
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import CompileCounts, compile_counts
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
-__all__ = ["TorchCompile"]
 _PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package it imports
 
 
@@ -118,10 +116,8 @@ class TorchCompile(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         self._before = compile_counts()
-        try:
+        with self.refusals():
             apply_torch_compile(state.model, self.scope, self.backend, self.mode, self.dynamic)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "take it out for this model") from error
         if self.cache is not None:
             self._cache = CompileCache(self.cache, device_of(state))
             self._cache.open()

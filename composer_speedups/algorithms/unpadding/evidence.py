@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,8 +16,6 @@ from composer_speedups.families.packed_attention import operators_among, unpadde
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
 from composer_speedups.families.packed_tokens import Plan, make_plan
 
-__all__ = ["FirstForward"]
-
 
 class FirstForward:
     """Watches the first forward pass.
@@ -28,7 +27,7 @@ class FirstForward:
 
     def __init__(self) -> None:
         self._encoders: Sequence[UnpaddedEncoder] = ()
-        self._handles: list[Any] = []
+        self._watching = ExitStack()  # hooks and a recorder
         self._recorder: OperatorRecorder | None = None
         self._plan: Any = None
         self._layers = 0  # that ran on as many tokens as their plan has
@@ -49,9 +48,9 @@ class FirstForward:
             self._operators = _probe_attention(state, encoders[0])
             return
         layers = [layer for encoder in encoders for layer in blocks_of(encoder)]
-        self._handles = [layer.register_forward_pre_hook(self._see, with_kwargs=True) for layer in layers]
-        self._recorder = OperatorRecorder()
-        self._recorder.__enter__()
+        for layer in layers:
+            self._watching.callback(layer.register_forward_pre_hook(self._see, with_kwargs=True).remove)
+        self._recorder = self._watching.enter_context(OperatorRecorder())
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         plan = kwargs.get("unpadding")
@@ -63,11 +62,8 @@ class FirstForward:
         """The forward pass is over, or has failed."""
         if self._done and not self._ways:
             self._ways = {encoder.ran for encoder in self._encoders}
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._watching.close()
         if self._recorder is not None:
-            self._recorder.__exit__(None, None, None)
             layers = [layer for encoder in self._encoders for layer in blocks_of(encoder)]
             own = {str(layer.own_attention) for layer in layers if getattr(layer, "own_attention", None)}
             self._operators = [*sorted(own), *operators_among(self._recorder.counts)]

@@ -44,7 +44,8 @@ def apply_unpadding(
     Each forward pass then counts its tokens, and waits for the GPU to do so; :func:`plan_unpadding` takes the
     count from a mask that is still on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
-    check_settings(pad_to_multiple_of)
+    if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
+        raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
     changes = changes_to(model)
     before = None if compare_on is None else outcome_of(model, compare_on)
     names = swap_encoders(model, pad_to_multiple_of)
@@ -93,8 +94,3 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
 def undo_unpadding(model: nn.Module) -> list[str]:
     """Give a model its own encoders and its attention back; returns the names of the encoders changed."""
     return restore_encoders(model)
-
-
-def check_settings(pad_to_multiple_of: int) -> None:
-    if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
-        raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")

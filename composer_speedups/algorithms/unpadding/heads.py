@@ -13,8 +13,6 @@ from composer_speedups.families.packed_attention import IMPLEMENTATION
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
 from composer_speedups.surgery.module_classes import derived_class, stock_class
 
-__all__ = ["restore_encoders", "swap_encoders"]
-
 _REFUSED = {
     Reads.PADDING: "whose loss is over padding positions too",
     Reads.DECODER: "which is a decoder",

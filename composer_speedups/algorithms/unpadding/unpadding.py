@@ -13,12 +13,9 @@ from composer_speedups.algorithms.unpadding.evidence import FirstForward
 from composer_speedups.algorithms.unpadding.functional import LARGEST_MULTIPLE
 from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
 from composer_speedups.core.compared_technique import ComparedTechnique
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.technique import Conflict, Stage
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import row_counts
-
-__all__ = ["Unpadding"]
 
 # Composer cuts lists in a batch into micro-batches along with its tensors, and leaves them on the host.
 _COUNTS = "unpadding_row_counts_of_"
@@ -56,11 +53,8 @@ class Unpadding(ComparedTechnique):
         self._tokens = self._slots = self._padded = 0  # of all training batches
 
     def engage(self, state: State) -> dict[str, Any]:
-        try:
+        with self.refusals():
             self.reapply(state)
-        except ValueError as error:
-            reason = str(error).removeprefix("unpadding ")  # the error says the name itself
-            raise TechniqueError(self.name, reason, "take it out for this model") from error
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
