@@ -8,7 +8,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from composer_speedups.core.files import publish
 from composer_speedups.data.sources import read_file
 from composer_speedups.predict.model import FinishedModel
 
-__all__ = ["predict_file"]
+__all__ = ["predict_file", "predicted"]
 
 _BLOCK = 8192  # rows, computed together and written together
 
@@ -41,23 +42,26 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
     rows = _checked_rows(model, source)
     began = time.perf_counter()
     partial = output.with_name(f"{output.name}.partial")
-    with _Partial(partial, _identity(model, source)) as lines, ThreadPoolExecutor(1) as reader:
+    with _Partial(partial, _identity(model, source)) as lines:
         done = lines.count
         if done:
             print(f"{partial} holds {done:,} of {len(rows):,} rows; going on after them", file=sys.stderr)
-        starts = range(done, len(rows), _BLOCK)
-        # One block is tokenized while the one before it is computed.
-        ahead = reader.submit(model.encode, rows[done : done + _BLOCK]) if starts else None
-        for start in starts:
-            assert ahead is not None
-            encoded = ahead.result()
-            if start + _BLOCK < len(rows):
-                ahead = reader.submit(model.encode, rows[start + _BLOCK : start + 2 * _BLOCK])
-            lines.append(model.predict(encoded, batch_size))
+        for predictions in predicted(model, rows[done:], batch_size):
+            lines.append(predictions)
     seconds = time.perf_counter() - began
     _finish(partial, output)
     rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
     return f"{output}: {len(rows):,} rows{rate}"
+
+
+def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    """The predictions for checked rows, a block at a time; each is tokenized while the one before it is computed."""
+    blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
+    with ThreadPoolExecutor(1) as reader:
+        encoded = deque(reader.submit(model.encode, block) for block in blocks[:1])
+        for number in range(1, len(blocks) + 1):
+            encoded.extend(reader.submit(model.encode, block) for block in blocks[number : number + 1])
+            yield model.predict(encoded.popleft().result(), batch_size)
 
 
 def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
