@@ -9,6 +9,7 @@ benchmarks/results/<gpu>/predict.jsonl.
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -98,6 +99,7 @@ def arms_of(model: FinishedModel, run: Path, texts: list[str], batch_size: int) 
         return [found[i] for i in range(len(texts))]
 
     def ours() -> list[float]:
+        os.environ.pop("TOKENIZERS_PARALLELISM", None)  # the pipeline sets it to false for the rest of the process
         rows = [{model.columns[0]: text} for text in texts]
         return [each["probabilities"][first] for block in predicted(model, rows, batch_size) for each in block]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,7 +40,7 @@ class Ragged(NamedTuple):
     def of(cls, columns: Mapping[str, Sequence[Any]]) -> Ragged:
         """From columns as :meth:`Task.encode` gives them."""
         tokens = {
-            PER_TOKEN[name]: np.fromiter((x for row in values for x in row), np.int64)
+            PER_TOKEN[name]: np.fromiter(chain.from_iterable(values), np.int64)
             for name, values in columns.items()
             if name in PER_TOKEN
         }

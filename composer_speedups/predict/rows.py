@@ -24,7 +24,7 @@ from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]
 
-_BLOCK = 8192  # rows, computed together and written together
+_BLOCK = 2048  # rows, sorted by length, computed and written together
 
 
 def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:

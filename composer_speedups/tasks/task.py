@@ -125,15 +125,15 @@ class Task:
     def tokens(self, texts: list[list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids of single texts, or of pairs with their token types, as the head reads them."""
         kind = self.truncation if len(texts) == 2 else "longest_first"
-        encoded = tokenizer(*texts, truncation=kind, max_length=max_length)
+        unread = {"return_attention_mask": False} | ({} if len(texts) == 2 else {"return_token_type_ids": False})
+        encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
         longest = max(map(len, encoded["input_ids"]), default=0)
         if longest > max_length:
             raise DataError(
                 f"data.truncation: {kind} cannot cut a pair of {longest} tokens to data.max_length={max_length}; use "
                 "longest_first, or a larger length"
             )
-        keys = ("input_ids", "token_type_ids") if len(texts) == 2 else ("input_ids",)
-        return {key: encoded[key] for key in keys if key in encoded}
+        return {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
 
     def arranged(self, rows: Any, max_length: int, *, training: bool) -> Any:
         """The tokenized samples as they are drawn from; by default as they are."""
