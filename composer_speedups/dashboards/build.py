@@ -9,7 +9,7 @@ import wandb_workspaces.reports.v2 as reports
 import wandb_workspaces.workspaces as workspaces
 from wandb_workspaces import expr
 
-from composer_speedups.dashboards.layout import COLUMNS, Chart, Request, Section
+from composer_speedups.dashboards.layout import Chart, Request, Section, columns
 
 __all__ = ["build_report", "build_workspace"]
 
@@ -36,7 +36,7 @@ def build_workspace(sections: Sequence[Section], request: Request, entity: str, 
         runset_settings=workspaces.RunsetSettings(
             filters=_only(request.runs),
             groupby=[expr.Config(key) for key in request.group_by],
-            pinned_columns=_columns(request.group_by),
+            pinned_columns=_columns(request),
         ),
     )
 
@@ -51,7 +51,7 @@ def build_report(sections: Sequence[Section], request: Request, entity: str, pro
             name="runs",
             filters=_only(request.runs),
             groupby=[f"config.{key}" for key in request.group_by],
-            pinned_columns=_columns(request.group_by),
+            pinned_columns=_columns(request),
         )
         panels: list[Any] = [_panel(chart) for chart in section.charts]
         for i, panel in enumerate(panels):
@@ -71,8 +71,12 @@ def _only(runs: Sequence[str] | None) -> list[expr.FilterExpr]:
     return [expr.Metric("Name").isin(list(runs))] if runs else []
 
 
-def _columns(group_by: Sequence[str]) -> list[str]:
-    return ["run:displayName", *(f"config:{_stored(key)}" for key in group_by), *(f"summary:{c}" for c in COLUMNS)]
+def _columns(request: Request) -> list[str]:
+    return [
+        "run:displayName",
+        *(f"config:{_stored(key)}" for key in request.group_by),
+        *(f"summary:{c}" for c in columns(request.task)),
+    ]
 
 
 def _stored(key: str) -> str:

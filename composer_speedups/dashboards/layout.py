@@ -6,25 +6,60 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["COLUMNS", "Chart", "Request", "Section", "as_text", "layout"]
+__all__ = ["Chart", "Request", "Section", "as_text", "columns", "layout"]
 
-Task = Literal["classification", "mlm"]
+Task = Literal["classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"]
 
-BATCHES, REVIEWS, SECONDS = "time/batch", "time/sample", "_runtime"
-_AXES = {BATCHES: "batches trained", REVIEWS: "reviews trained on", SECONDS: "seconds since the run began"}
-_METRICS = {
-    "classification": ("CrossEntropy", "MulticlassAccuracy"),
-    "mlm": ("LanguageCrossEntropy", "MaskedAccuracy"),
+BATCHES, SAMPLES, SECONDS = "time/batch", "time/sample", "_runtime"
+_AXES = {BATCHES: "batches trained", SAMPLES: "samples trained on", SECONDS: "seconds since the run began"}
+
+# Task → its evaluation metrics: what a chart calls them, how they are logged, and their name in the summary. The first
+# one is what runs are compared by.
+_METRICS: dict[Task, tuple[tuple[str, str, str], ...]] = {
+    "classification": (
+        ("accuracy", "MulticlassAccuracy", "accuracy"),
+        ("loss", "CrossEntropy", "loss"),
+        ("macro F1", "MulticlassF1Score", "macro_f1"),
+        ("Matthews correlation", "MulticlassMatthewsCorrCoef", "matthews"),
+    ),
+    "multilabel": (
+        ("micro F1", "MicroF1", "micro_f1"),
+        ("loss", "BinaryCrossEntropy", "loss"),
+        ("macro F1", "MacroF1", "macro_f1"),
+        ("mean average precision", "MeanAveragePrecision", "map"),
+    ),
+    "regression": (
+        ("Spearman correlation", "SpearmanCorrCoef", "spearman"),
+        ("loss", "MeanSquaredError", "loss"),
+        ("Pearson correlation", "PearsonCorrCoef", "pearson"),
+    ),
+    "token_classification": (
+        ("entity F1", "EntityF1", "entity_f1"),
+        ("loss", "LanguageCrossEntropy", "loss"),
+        ("accuracy", "MaskedAccuracy", "accuracy"),
+    ),
+    "reranking": (
+        ("NDCG@10", "NDCG@10", "ndcg@10"),
+        ("loss", "BinaryCrossEntropy", "loss"),
+        ("MRR@10", "MRR@10", "mrr@10"),
+    ),
+    "embedding": (
+        ("recall@10", "Recall@10", "recall@10"),
+        ("recall@1", "Recall@1", "recall@1"),
+        ("Spearman correlation", "SpearmanCorrCoef", "spearman"),
+    ),
+    "mlm": (
+        ("accuracy", "MaskedAccuracy", "accuracy"),
+        ("loss", "LanguageCrossEntropy", "loss"),
+        ("perplexity", "LanguagePerplexity", "perplexity"),
+    ),
 }
 
-COLUMNS = (
-    "summary/samples_per_sec",
-    "summary/peak_gib",
-    "summary/warmup_seconds",
-    "summary/accuracy",
-    "summary/train_loss",
-)
-"""Of the table of runs: summary values, in this order."""
+
+def columns(task: Task = "classification") -> tuple[str, ...]:
+    """Of the table of runs: summary values, in this order."""
+    measured = ("samples_per_sec", "peak_gib", "warmup_seconds", _METRICS[task][0][2], "train_loss")
+    return tuple(f"summary/{name}" for name in measured)
 
 
 @dataclass
@@ -79,7 +114,8 @@ def layout(task: Task = "classification") -> tuple[Section, ...]:
     Args:
         task: What the runs trained (``model.task``); their metrics have other names. Default: classification.
     """
-    loss, accuracy = _METRICS[task]
+    scores = _METRICS[task]
+    title, score, final = scores[0]
     return (
         Section(
             "Speed",
@@ -91,13 +127,12 @@ def layout(task: Task = "classification") -> tuple[Section, ...]:
             ),
         ),
         Section(
-            "Loss and accuracy",
+            "Loss and scores",
             (
-                Chart("training loss", ("loss/train/total",), REVIEWS),
-                Chart("evaluation loss", (f"metrics/eval/{loss}",), REVIEWS),
-                Chart("evaluation accuracy", (f"metrics/eval/{accuracy}",), REVIEWS),
-                Chart("evaluation accuracy by the clock", (f"metrics/eval/{accuracy}",), SECONDS),
-                Chart("final evaluation accuracy", ("summary/accuracy",)),
+                Chart("training loss", ("loss/train/total",), SAMPLES),
+                *(Chart(f"evaluation {name}", (f"metrics/eval/{logged}",), SAMPLES) for name, logged, _ in scores),
+                Chart(f"evaluation {title} by the clock", (f"metrics/eval/{score}",), SECONDS),
+                Chart(f"final evaluation {title}", (f"summary/{final}",)),
             ),
         ),
         Section(

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.dashboards import as_text, layout
 from composer_speedups.dashboards.__main__ import main, read_request
-from composer_speedups.dashboards.layout import COLUMNS, Request
-from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.mlm import MaskedLanguageModelling
-from composer_speedups.tasks.models import build_model
+from composer_speedups.dashboards.layout import Request, Task, columns
+from composer_speedups.tasks.metrics import _NAMES as FINAL_NAMES
+from composer_speedups.tasks.task import task_class
 from composer_speedups.train.cli import exit_codes
-from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.wandb_runs import WandbRun
 
-SECTIONS = ["Speed", "Loss and accuracy", "Memory", "What each run cost to start"]
+SECTIONS = ["Speed", "Loss and scores", "Memory", "What each run cost to start"]
 
 
 def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
@@ -30,18 +28,30 @@ def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
                 assert set(chart.metrics) <= set(wandb_run.summary), "bars are of the summary"
             else:
                 assert any(chart.over in row and chart.metrics[0] in row for row in wandb_run.rows)
-    assert set(COLUMNS) <= set(wandb_run.summary)
+    assert set(columns()) <= set(wandb_run.summary)
     assert "techniques" in wandb_run.config, "what runs are grouped by"
 
 
-def test_masked_language_models_have_metrics_of_their_own() -> None:
-    reviews = ["a review of a film"]
-    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", reviews)
-    config = ModelConfig(init="random", size="tiny", task="mlm")
-    model = build_model(config, MaskedLanguageModelling(), tokenizer, 64)
-    measured = {f"metrics/eval/{name}" for name in model.get_metrics(is_train=False)}
-    named = {m for section in layout("mlm") for chart in section.charts for m in chart.metrics}
-    assert {m for m in named if m.startswith("metrics/")} == measured
+METRICS = {
+    "classification": {"labels": ["a", "b"]},
+    "multilabel": {"labels": ["a", "b"]},
+    "token_classification": {"labels": ["O", "B-PER"]},
+    "embedding": {},
+    "mlm": {},
+    "regression": {},
+    "reranking": {},
+}
+
+
+@pytest.mark.parametrize("task", get_args(Task))
+def test_the_metrics_of_each_task_are_those_that_it_logs(task: Any) -> None:
+    kind = task_class(task)
+    logged = set(kind(**METRICS[task]).metrics(training=False))
+    if task == "embedding":
+        logged |= set(kind(label_column="score").metrics(training=False))
+    named = {m.removeprefix("metrics/eval/") for section in layout(task) for c in section.charts for m in c.metrics}
+    assert {name for name in named if "/" not in name and name != "_runtime"} == logged
+    assert columns(task)[3].removeprefix("summary/") in {FINAL_NAMES[name] for name in logged}
 
 
 def test_a_workspace_holds_the_sections_over_runs_grouped_into_arms() -> None:
