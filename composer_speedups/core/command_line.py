@@ -77,15 +77,19 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
 
 
 def find_config(name: str) -> str:
-    """The path of a config that ``-f`` names: a file, or one that comes with the package, without its ``.yaml``.
+    """The path of a config that ``-f`` names: a file, or one that comes with the package, without its ``.yaml``, as in
+    ``quickstart`` and ``glue/mrpc``.
 
     Raises:
         ConfigError: A name without a folder and a suffix that is neither.
     """
-    if os.path.isfile(name) or os.path.basename(name) != name or os.path.splitext(name)[1]:
-        return name  # which may not exist: whoever reads it says so
-    shipped = {path.stem: path for path in sorted(_SHIPPED.glob("*.yaml"))}
+    if os.path.isfile(name):
+        return name
+    found = {path.relative_to(_SHIPPED).with_suffix("").as_posix(): path for path in _SHIPPED.rglob("*.yaml")}
+    shipped = dict(sorted(found.items()))
     if name not in shipped:
+        if os.path.basename(name) != name or os.path.splitext(name)[1]:
+            return name  # of no file: whoever reads it says so
         hint = did_you_mean(name, shipped)
         known = "" if hint.startswith("; known") else f" known: {', '.join(shipped)}"
         raise ConfigError(f"-f {name[:80]}: no such file, and no config comes under that name{hint}{known}")

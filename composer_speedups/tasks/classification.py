@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from composer.metrics import CrossEntropy
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassMatthewsCorrCoef
 
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 
 __all__ = ["Classification"]
@@ -70,16 +70,15 @@ class Classification(Task):
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         classes = len(self._labels().names)
         # Its check of the labels, which the data's own has seen to, would wait for the device at each batch.
-        found: list[Metric] = [
-            MulticlassAccuracy(num_classes=classes, average="micro", validate_args=False),
-            CrossEntropy(),
-        ]
+        found: dict[str, Metric] = {
+            "MulticlassAccuracy": MulticlassAccuracy(num_classes=classes, average="micro", validate_args=False),
+            # Composer's own CrossEntropy is the mean over batches, however many samples the last one has.
+            "CrossEntropy": MeanLoss(F.cross_entropy),
+        }
         if not training:
-            found += [
-                MulticlassF1Score(num_classes=classes, average="macro", validate_args=False),
-                MulticlassMatthewsCorrCoef(num_classes=classes, validate_args=False),
-            ]
-        return {type(metric).__name__: metric for metric in found}
+            found["MulticlassF1Score"] = MulticlassF1Score(num_classes=classes, average="macro", validate_args=False)
+            found["MulticlassMatthewsCorrCoef"] = MulticlassMatthewsCorrCoef(num_classes=classes, validate_args=False)
+        return found
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         names = self._labels().names

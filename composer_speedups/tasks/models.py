@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -92,7 +93,9 @@ class FinetuneModel(HuggingFaceModel):
 
 
 def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
-    metrics = task.metrics(training=training)
+    with warnings.catch_warnings():  # that ranks need every score, which an evaluation set has room for
+        warnings.filterwarnings("ignore", "Metric .* will save all", UserWarning)
+        metrics = task.metrics(training=training)
     for metric in metrics.values():
         if not any(isinstance(state, list) for state in metric._defaults.values()):  # sums, of one shape on all ranks
             metric.dist_sync_fn = gather_alike

@@ -90,7 +90,7 @@ class Multilabel(Task):
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         if isinstance(metric, MeanLoss):
-            metric.update(logits.float(), labels)
+            metric.update(logits, labels)
         else:  # torchmetrics would look at the values, on the host, to find out whether they are probabilities
             metric.update(logits.float().sigmoid(), labels.long())
 

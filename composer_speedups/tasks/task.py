@@ -126,12 +126,17 @@ class Task:
         """Token ids of single texts, or of pairs with their token types, as the head reads them."""
         kind = self.truncation if len(texts) == 2 else "longest_first"
         unread = {"return_attention_mask": False} | ({} if len(texts) == 2 else {"return_token_type_ids": False})
-        encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
-        longest = max(map(len, encoded["input_ids"]), default=0)
-        if longest > max_length:
+        try:
+            encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
+            fits = max(map(len, encoded["input_ids"]), default=0) <= max_length
+        except Exception as error:  # tokenizers' own; the ones in Python only warn
+            if "Truncation error" not in str(error):
+                raise
+            fits = False
+        if not fits:
             raise DataError(
-                f"data.truncation: {kind} cannot cut a pair of {longest} tokens to data.max_length={max_length}; use "
-                "longest_first, or a larger length"
+                f"data.truncation: {kind} cannot cut every pair to data.max_length={max_length}, which the other text "
+                "alone exceeds; use longest_first, or a larger length"
             )
         return {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
 

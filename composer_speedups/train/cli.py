@@ -31,7 +31,7 @@ _USAGE = """\
 usage: composer train.py -f FILE [key=value ...]
 
 Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names: a YAML file, or one that comes with the
-package, without its .yaml, as in -f quickstart. Later key=value pairs override FILE; values are YAML:
+package, without its .yaml, as in -f quickstart or -f glue/mrpc. Later key=value pairs override FILE; values are YAML:
 data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
 algorithms.tf32_matmul=null (takes it out). composer-speedups-train takes the same arguments.
 

@@ -28,13 +28,12 @@ SAVING: dict[str, Any] = {"save_interval": "2ba", "save_filename": "ba{batch}.pt
 def tiny_config(**settings: Any) -> BertConfig:
     """Two layers of 32; all else is BERT's own unless it is given."""
     return BertConfig(
-        vocab_size=VOCABULARY,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
         intermediate_size=64,
         max_position_embeddings=64,
-        **settings,
+        **{"vocab_size": VOCABULARY, **settings},
     )
 
 

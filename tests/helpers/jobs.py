@@ -33,7 +33,7 @@ def run(*overrides: str, yaml: str = "quickstart", short: bool = True) -> dict[s
     """Run a YAML of the repository with overrides; its report.json, from the folder ``runs``."""
     arguments = ["-f", str(ROOT / "yamls" / f"{yaml}.yaml"), *(SHORT if short else []), *overrides]
     application.main(arguments)
-    name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml)
+    name = next((o.split("=")[1] for o in reversed(overrides) if o.startswith("run_name=")), yaml.replace("/", "_"))
     return json.loads((Path("runs") / name / "report.json").read_text())
 
 

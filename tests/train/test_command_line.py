@@ -28,6 +28,7 @@ TRAIN = [sys.executable, str(ROOT / "train.py")]
 MODULE = [sys.executable, "-m", "composer_speedups.train"]
 COMPOSER = [sys.executable, "-m", "composer.cli.launcher"]
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml")]
+YAMLS = list((ROOT / "yamls").rglob("*.yaml"))
 
 
 def start(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -100,7 +101,9 @@ def test_a_config_that_comes_with_the_package_is_found_by_its_name() -> None:
         assert find_config(path) == path
     Path("quickstart").write_text("seed: 3")
     assert find_config("quickstart") == "quickstart", "a file comes first"
-    shipped = ", ".join(sorted(path.stem for path in (ROOT / "yamls").glob("*.yaml")))
+    assert find_config("glue/mrpc") == str(ROOT / "yamls" / "glue" / "mrpc.yaml")
+    assert find_config("glue/mrcp") == "glue/mrcp"
+    shipped = ", ".join(sorted(str(p.relative_to(ROOT / "yamls"))[: -len(".yaml")] for p in YAMLS))
     with pytest.raises(ConfigError, match=f"bert_imbd: no such file.*did you mean 'bert_imdb'.* known: {shipped}$"):
         find_config("bert_imbd")
     with pytest.raises(ConfigError, match=f"no config comes under that name; known: {shipped}$"):

@@ -1,0 +1,105 @@
+"""Built-in samples of each task: the same everywhere, at chance without training, and learned in seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.tasks.task import task_class
+from tests.helpers.jobs import run
+
+# Task → digest of its samples; metric; what random weights may reach at most; what a run of so many batches reaches at
+# least; what the quickstart reaches at least.
+TASKS: dict[str, tuple[str, str, float, tuple[int, float], float]] = {
+    "multilabel": ("43975422c6459e0c", "map", 0.4, (120, 0.43), 0.85),
+    "regression": ("e5ecc30ad437a13c", "spearman", 0.2, (50, 0.4), 0.8),
+    "token_classification": ("772e6be5992d1053", "entity_f1", 0.1, (60, 0.2), 0.9),
+    "reranking": ("100710fbcd3d6190", "ndcg@10", 0.7, (110, 0.8), 0.95),
+    "embedding": ("b22b5392b2f37738", "recall@1", 0.05, (40, 0.6), 0.9),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_they_are_the_same_everywhere(task: str) -> None:
+    samples = builtin_samples(task, 50, 17, "train")
+    assert hashlib.sha256(json.dumps(samples).encode()).hexdigest().startswith(TASKS[task][0])
+    assert builtin_samples(task, 20, 17, "train") == {name: values[:20] for name, values in samples.items()}
+    for other in ({"seed": 18}, {"split": "eval"}):
+        assert builtin_samples(task, 50, **{"seed": 17, "split": "train", **other}) != samples  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", ["classification", "mlm", *TASKS])
+def test_they_have_the_columns_that_the_task_reads(task: str) -> None:
+    kind = task_class(task)()
+    samples = builtin_samples(task, 9, 17, "eval", 0.1)
+    assert {column for column, _ in kind.columns(training=True)} <= set(samples)
+    assert {len(values) for values in samples.values()} == {9}
+
+
+def test_anchor_and_positive_share_no_word() -> None:
+    samples = builtin_samples("embedding", 3000, 17, "train")
+    anchors, positives = (
+        {word for text in samples[name] for word in text.lower().replace(".", "").split()}
+        for name in ("anchor", "positive")
+    )
+    assert len(anchors) == 30
+    assert not anchors & positives
+    assert len(set(samples["anchor"])) > 2950
+
+
+def test_one_of_four_documents_answers_a_query_and_neither_tells_which_alone() -> None:
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    train, evaluation = (builtin_samples("reranking", 4000, 17, split, 0.12) for split in ("train", "eval"))
+    for i in range(0, 4000, 4):
+        assert len(set(train["query"][i : i + 4])) == 1
+        assert sorted(train["label"][i : i + 4]) == [0, 0, 0, 1]
+    words = CountVectorizer()
+    texts = [[f"{q} {d}" for q, d in zip(each["query"], each["document"], strict=True)] for each in (train, evaluation)]
+    model = LogisticRegression(max_iter=2000).fit(words.fit_transform(texts[0]), train["label"])
+    scores = torch.tensor(model.decision_function(words.transform(texts[1]))).view(-1, 4)
+    best = torch.tensor(evaluation["label"]).view(-1, 4).gather(1, scores.argmax(1, keepdim=True))
+    assert 0.5 < best.mean() < 0.8, "no more than the queries of the more frequent kind"
+
+
+def test_counting_words_does_not_solve_the_tags() -> None:
+    samples = builtin_samples("token_classification", 2000, 17, "train", 0.12)
+    kinds: dict[str, set[str]] = {}
+    for words, tags in zip(samples["tokens"], samples["ner_tags"], strict=True):
+        assert len(words) == len(tags)
+        for word, tag in zip(words, tags, strict=True):
+            kinds.setdefault(word, set()).add(tag)
+    names = [found for word, found in kinds.items() if word[0].isupper()]
+    assert len(names) == 20
+    assert all(len(found) == 6 for found in names), "each name is a person's, a place's and a company's"
+
+
+def _quickstart(task: str, *overrides: str) -> dict[str, Any]:
+    return run(
+        f"model.task={task}", "plot=false", "export=false", "trainer.progress_bar=false", *overrides, short=False
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_tiny_bert_begins_at_chance_and_learns_them_in_seconds(task: str) -> None:
+    _, metric, chance, (batches, least), _ = TASKS[task]
+    sizes = (f"data.train_samples={32 * batches}", "data.eval_samples=400", "data.length_scale=0.06")
+    short = (*sizes, "data.max_length=40", "scheduler.name=linear", f"trainer.max_duration={batches}ba")
+    unmoved = ("trainer.max_duration=1ba", "scheduler.warmup=1ba", "optimizer.lr=1e-9")
+    before = _quickstart(task, *short, *unmoved)["metrics"][metric]
+    after = _quickstart(task, *short, "scheduler.warmup=8ba")["metrics"][metric]
+    assert before < chance
+    assert after > least
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["classification", *TASKS])
+def test_the_quickstart_learns_them(task: str) -> None:
+    metric, least = ("accuracy", 0.9) if task == "classification" else (TASKS[task][1], TASKS[task][4])
+    assert _quickstart(task)["metrics"][metric] > least

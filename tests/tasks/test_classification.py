@@ -1,0 +1,107 @@
+"""Labels of classes: names and integers, in the order of the head; weights and smoothing as torch has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.multilabel import Multilabel
+from composer_speedups.tasks.task import Labels, build_task
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
+
+
+def learned(values: list[Any], declared: list[str] | None = None) -> list[str]:
+    return Labels.of(values, declared, "f.csv", "label").names
+
+
+def test_classes_are_those_of_the_samples_in_order() -> None:
+    assert learned(["no", "yes", "maybe", "no"]) == ["maybe", "no", "yes"]
+    assert learned([10, 2, 1, 2]) == ["1", "2", "10"], "numbers are sorted as such"
+    assert learned([0.0, 1.0, None]) == ["0", "1"], "a CSV column with a gap is read as floats"
+    assert learned([True, False]) == ["0", "1"]
+    assert learned([1, 0, -1]) == ["0", "1"], "-1 stands for a row without a label"
+    assert learned([0, 0], ["neg", "pos"]) == ["neg", "pos"]
+    with pytest.raises(DataError, match=r"f\.csv: label has the one class a; .*data\.labels"):
+        learned(["a", "a", None])
+
+
+def test_a_label_is_found_by_name_or_position_and_refused_by_row_and_value() -> None:
+    names = Labels(["bad", "good"])
+    assert [names.index(value, "f, row 1", "label") for value in ("good", " bad ", 1, 0.0)] == [1, 0, 1, 0]
+    assert Labels(["1", "2"]).index(1, "f, row 1", "label") == 0, "a name that is a number is no position"
+    for value, shown in (("great", "'great'"), (2, "2"), (-1, "-1"), (None, "empty"), (float("nan"), "nan")):
+        with pytest.raises(
+            DataError, match=rf"f, row 3: label is {shown}(; it must be one of bad, good|, and no class)"
+        ):
+            names.index(value, "f, row 3", "label")
+
+
+@pytest.mark.parametrize(("weights", "smoothing"), [([1.0, 3.0, 0.5], 0.0), (None, 0.2), ([1.0, 3.0, 0.5], 0.2)])
+def test_class_weights_and_label_smoothing_are_torchs(weights: list[float] | None, smoothing: float) -> None:
+    config = ModelConfig(size="tiny", init="random", class_weights=weights, label_smoothing=smoothing, dropout=0.0)
+    data = DataConfig(labels=["a", "b", "c"], tokenizer="wordpiece", vocab_size=128)
+    tokenizer = load_tokenizer(data, "unused", ["some text"])
+    model = build_model(config, build_task(config, data), tokenizer, 16)
+    batch = {**tokenizer(["some", "text", "more"], return_tensors="pt"), "labels": torch.tensor([0, 1, 1])}
+    batch.pop("token_type_ids", None)
+    loss = model.loss(model(batch), batch)
+    logits = model.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    expected = F.cross_entropy(
+        logits, batch["labels"], None if weights is None else torch.tensor(weights), label_smoothing=smoothing
+    )
+    torch.testing.assert_close(loss, expected)
+
+
+def test_weights_for_another_number_of_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.class_weights has 2 numbers for 3 classes \(a, b, c\)"):
+        Classification(labels=["a", "b", "c"], class_weights=[1, 2]).head_settings()
+
+
+def test_predictions_name_the_class_and_its_probability() -> None:
+    (found,) = Classification(labels=["a", "b"]).predictions(torch.tensor([[0.0, 1.0]]), {})
+    assert (found["label"], found["probability"]) == ("b", pytest.approx(0.7310586))
+    assert found["probabilities"] == {"a": pytest.approx(0.2689414), "b": found["probability"]}
+    (found,) = Multilabel(labels=["a", "b"]).predictions(torch.tensor([[-1.0, 1.0]]), {})
+    assert found["labels"] == ["b"]
+
+
+def test_a_stored_classifiers_labels_give_the_order() -> None:
+    data = DataConfig(labels=["bad", "good"], tokenizer="wordpiece", vocab_size=128)
+    tokenizer = load_tokenizer(data, "unused", ["some text"])
+    random = ModelConfig(size="tiny", init="random")
+    stored = build_model(random, build_task(random, data), tokenizer, 16)
+    stored.model.save_pretrained("stored")
+    config = ModelConfig(name="stored")
+    again = build_model(config, build_task(config, data), tokenizer, 16)
+    torch.testing.assert_close(again.model.classifier.weight, stored.model.classifier.weight)
+    assert again.config.label2id == {"bad": 0, "good": 1}
+    other = DataConfig(labels=["good", "bad"])
+    with pytest.raises(ConfigError, match=r"in another order than the data; set data\.labels=\[bad,good\]"):
+        build_model(config, build_task(config, other), tokenizer, 16)
+    with pytest.raises(ConfigError, match=r"is a classifier of 2 labels, .* needs 3"):
+        build_model(config, build_task(config, DataConfig(labels=["a", "b", "c"])), tokenizer, 16)
+
+
+def test_multilabel_reads_lists_and_columns() -> None:
+    task = Multilabel()
+    task.learn({"text": ["x"], "labels": [["b", "a"], [], None, ["c"]]}, {}, "f.jsonl")
+    assert task.labels == ["a", "b", "c"]
+    assert task.label(["c", "a"], "f, row 1") == [1.0, 0.0, 1.0]
+    assert task.label([], "f, row 1") == [0.0, 0.0, 0.0]
+    with pytest.raises(DataError, match="f, row 2: labels is 'a'; it must be a list of labels"):
+        task.label("a", "f, row 2")
+    with pytest.raises(DataError, match="f, row 2: labels is 'd'; it must be one of a, b, c"):
+        task.label(["d"], "f, row 2")
+    columns = Multilabel(label_columns=["toxic", "spam"])
+    assert columns.example({"text": "x", "toxic": 1, "spam": False}, "f", training=True)["labels"] == [1.0, 0.0]
+    with pytest.raises(DataError, match="f, row 4: spam is 2; it must be 0 or 1"):
+        columns.example({"text": "x", "toxic": 1, "spam": 2}, "f, row 4", training=True)
+    with pytest.raises(ConfigError, match=r"data\.labels names 1 labels for 2 data\.label_columns"):
+        Multilabel(label_columns=["toxic", "spam"], labels=["a"])

@@ -1,0 +1,234 @@
+"""Tasks whose loss is a mean over samples or their tokens: held to transformers, scikit-learn and seqeval."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from composer_speedups.algorithms.fused_layers.fused_layers import FusedLayers
+from composer_speedups.algorithms.fused_optimizer.fused_optimizer import FusedOptimizer
+from composer_speedups.algorithms.unpadding.unpadding import Unpadding
+from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.models import build_model
+from composer_speedups.tasks.task import build_task
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.helpers.common import Recorder, make_trainer
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+from tests.reference.loop import EPS
+
+Rows = dict[str, list[Any]]
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split:UserWarning")  # Composer's, of a short last batch
+TASKS = ["classification", "multilabel", "regression", "token_classification"]
+LENGTH = 40
+FAST = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={}"]
+CLASSES = ["bad", "fair", "good"]
+
+
+def rows_of(task: str, split: str = "train", count: int = 16) -> Rows:
+    """Samples; of classification and regression pairs."""
+    if task == "token_classification":
+        return builtin_samples(task, count, 1, split, 0.1)
+    rows = builtin_samples("multilabel" if task == "multilabel" else "regression", count, 1, split, 0.1)
+    if task != "multilabel":
+        rows["other"] = [f"And {text}" for text in reversed(rows["text"])]
+    if task == "classification":
+        rows["label"] = [CLASSES[min(int(stars * 0.6), 2)] for stars in rows["label"]]
+        rows["label"][:3] = CLASSES
+    return rows
+
+
+def written(rows: Rows, name: str) -> str:
+    lines = (dict(zip(rows, values, strict=True)) for values in zip(*rows.values(), strict=True))
+    Path(name).write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return name
+
+
+def inputs_of(task: str, rows: Rows, tokenizer: Any) -> dict[str, Tensor]:
+    """What transformers' own tokenizer makes of the texts."""
+    if task != "token_classification":
+        texts = [rows["text"]] if task == "multilabel" else [rows["text"], rows["other"]]
+        encoded = tokenizer(*texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt")
+        return dict(encoded)
+    ids = [piece_ids(words, tokenizer)[0] for words in rows["tokens"]]
+    return dict(tokenizer.pad({"input_ids": ids}, return_tensors="pt"))
+
+
+def piece_ids(words: list[str], tokenizer: Any) -> tuple[list[int], list[int]]:
+    """Token ids of words, and the word of each, -1 for [CLS] and [SEP]."""
+    of_words = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
+    pieces = [(piece, i) for i, of_word in enumerate(of_words) for piece in of_word]
+    pieces = [(tokenizer.cls_token_id, -1), *pieces[: LENGTH - 2], (tokenizer.sep_token_id, -1)]
+    return [piece for piece, _ in pieces], [word for _, word in pieces]
+
+
+def labels_of(task: str, rows: Rows, names: list[str], tokenizer: Any) -> Tensor:
+    if task == "regression":
+        return torch.tensor(rows["label"])
+    if task == "classification":
+        return torch.tensor([names.index(label) for label in rows["label"]])
+    if task == "multilabel":
+        return torch.tensor([[float(name in labels) for name in names] for labels in rows["labels"]])
+    found = []
+    for words, tags in zip(rows["tokens"], rows["ner_tags"], strict=True):
+        of = piece_ids(words, tokenizer)[1]
+        first = [w >= 0 and w != before for w, before in zip(of, [-1, *of], strict=False)]
+        found.append(torch.tensor([names.index(tags[w]) if f else -100 for w, f in zip(of, first, strict=True)]))
+    return torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-100)
+
+
+def config_of(task: str) -> tuple[DataConfig, ModelConfig]:
+    data = DataConfig(
+        source="files",
+        train_file=written(rows_of(task), "train.jsonl"),
+        eval_file=written(rows_of(task), "same.jsonl"),
+        text_columns=["text", "other"] if task in ("classification", "regression") else None,
+        tokenizer="wordpiece",
+        vocab_size=300,
+        max_length=LENGTH,
+        padding="longest",
+        batch_size=4,
+    )
+    return data, ModelConfig(init="random", size="tiny", dropout=0.0, task=task)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_losses_and_gradients_are_those_of_transformers_in_a_plain_loop(task: str) -> None:
+    """Under the techniques of a CPU, from texts to weights."""
+    data_config, model_config = config_of(task)
+    built = build_task(model_config, data_config)
+    data = build_data(data_config, built, model_name="", on_gpu=False)
+    torch.manual_seed(3)
+    ours = build_model(model_config, built, data.tokenizer, LENGTH)
+    torch.manual_seed(3)
+    settings = {**ours.config.to_diff_dict(), "vocab_size": len(data.tokenizer)}
+    plain = getattr(transformers, built.auto_class).from_config(transformers.BertConfig(**settings))
+    plain.load_state_dict(ours.model.state_dict())
+    assert type(plain) is type(ours.model)
+    assert data.eval is not None
+    batches = list(data.eval.dataloader)  # in the order of the file
+    recorder = Recorder()
+    techniques = [Unpadding(), FusedLayers(), FusedOptimizer()]
+    trainer = make_trainer(techniques, model=ours, batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+
+    rows, names = rows_of(task), list(getattr(built, "labels", None) or [])
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01)  # as make_trainer has it
+    for first, loss in zip(range(0, 16, 4), recorder.losses, strict=True):
+        part = {name: values[first : first + 4] for name, values in rows.items()}
+        outputs = plain(**inputs_of(task, part, data.tokenizer), labels=labels_of(task, part, names, data.tokenizer))
+        assert loss == pytest.approx(outputs.loss.item(), rel=2e-4)
+        optimizer.zero_grad()
+        outputs.loss.backward()
+        if first == 0:
+            for name, parameter in plain.named_parameters():
+                torch.testing.assert_close(recorder.first_gradients[name], parameter.grad, rtol=1e-3, atol=1e-5)
+        optimizer.step()
+
+
+def trained(task: str, *overrides: str) -> dict[str, Any]:
+    """A run of train.py from files in the current folder."""
+    columns = ["data.text_columns=[text,other]"] if task in ("classification", "regression") else []
+    files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
+    options = [f"model.task={task}", f"run_name={task}", f"data.max_length={LENGTH}", *files, *columns, *FAST]
+    return run(*options, *overrides)
+
+
+def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
+    """Of the validation rows, by the exported model in transformers alone, and by the libraries that define them."""
+    from scipy.stats import pearsonr, spearmanr
+    from seqeval.metrics import f1_score as entity_f1
+    from sklearn import metrics
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    kind = "AutoModelForTokenClassification" if task == "token_classification" else "AutoModelForSequenceClassification"
+    model = getattr(transformers, kind).from_pretrained(folder).eval()
+    names = [model.config.id2label[i] for i in range(model.config.num_labels)]
+    rows = rows_of(task, "eval", 13)
+    labels = labels_of(task, rows, names, tokenizer).numpy()
+    with torch.no_grad():
+        logits = model(**inputs_of(task, rows, tokenizer)).logits
+    if task == "regression":
+        values = logits[:, 0].numpy()
+        return {
+            "loss": metrics.mean_squared_error(labels, values),
+            "pearson": pearsonr(labels, values).statistic,
+            "spearman": spearmanr(labels, values).statistic,
+        }
+    if task == "classification":
+        best, log_probabilities = logits.argmax(-1).numpy(), logits.log_softmax(-1).numpy()
+        return {
+            "loss": float(-log_probabilities[np.arange(len(labels)), labels].mean()),
+            "accuracy": metrics.accuracy_score(labels, best),
+            "macro_f1": metrics.f1_score(labels, best, average="macro"),
+            "matthews": metrics.matthews_corrcoef(labels, best),
+        }
+    if task == "multilabel":
+        probabilities = logits.sigmoid().numpy()
+        held = probabilities > 0.5
+        return {
+            "loss": metrics.log_loss(labels.flatten(), probabilities.flatten()),
+            "micro_f1": metrics.f1_score(labels, held, average="micro"),
+            "macro_f1": metrics.f1_score(labels, held, average="macro"),
+            "map": metrics.average_precision_score(labels, probabilities, average="macro"),
+        }
+    best = logits.argmax(-1).numpy()
+    kept = labels != -100
+    tagged = [[[names[i] for i in row[k]] for row, k in zip(ids, kept, strict=True)] for ids in (labels, best)]
+    return {
+        "accuracy": metrics.accuracy_score(labels[kept], best[kept]),
+        "entity_f1": entity_f1(tagged[0], tagged[1], zero_division=0),
+    }
+
+
+def _check_metrics(task: str, report: dict[str, Any]) -> None:
+    for name, value in metrics_of_the_export(task, Path("runs") / task / "model").items():
+        assert report["metrics"][name] == pytest.approx(value, abs=1e-4), name
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_export_alone_gives_the_metrics_and_a_resumed_run_ends_alike(task: str) -> None:
+    written(rows_of(task, count=24), "train.jsonl")
+    written(rows_of(task, "eval", 13), "eval.jsonl")
+    options = ("trainer.max_duration=2ep", "checkpoint.interval=2ba", "checkpoint.keep=-1", "optimizer.lr=3e-3")
+    whole = trained(task, *options)
+    _check_metrics(task, whole)
+    resumed = trained(task, *options, "run_name=part", f"checkpoint.load=runs/{task}/checkpoints/ep0-ba2-rank0.pt")
+    report = json.loads(Path("runs/part/report.json").read_text())
+    assert resumed["metrics"] == whole["metrics"] == report["metrics"]
+    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in (task, "part"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def _three_batches() -> dict[str, Any]:
+    return {
+        task: trained(
+            task,
+            f"data.train_file={task}-train.jsonl",
+            f"data.eval_file={task}-eval.jsonl",
+            "trainer.max_duration=3ba",
+        )
+        for task in TASKS
+    }
+
+
+def test_two_ranks_train_and_measure_as_one_does() -> None:
+    for task in TASKS:
+        written(rows_of(task, count=24), f"{task}-train.jsonl")
+        written(rows_of(task, "eval", 13), f"{task}-eval.jsonl")
+    shared, _ = on_ranks(_three_batches)
+    for task in TASKS:
+        _check_metrics(task, shared[task])
+    for task, alone in _three_batches().items():
+        for name, value in alone["metrics"].items():
+            assert shared[task]["metrics"][name] == pytest.approx(value, abs=2e-3), (task, name)

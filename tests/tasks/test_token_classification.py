@@ -1,0 +1,121 @@
+"""Tags of word pieces: the first of a word or all, against a plain reference and RoBERTa's kind of tokenizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import RobertaTokenizerFast
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.metrics import EntityF1
+from composer_speedups.tasks.token_classification import TokenClassification
+from composer_speedups.train.config.schema import DataConfig
+
+TAGS = ["O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC", "I-LOC"]
+NEWS = builtin_samples("token_classification", 30, 1, "train", 0.1)
+WORDS = [*NEWS["tokens"], ["Carter's", "naïve", "co-op", "…", "ON-AIR"]]
+IDS = [[TAGS.index(tag) for tag in row] for row in [*NEWS["ner_tags"], ["B-PER", "I-PER", "B-ORG", "O", "B-LOC"]]]
+
+
+def wordpiece() -> Any:
+    return load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", [" ".join(row) for row in WORDS])
+
+
+def roberta() -> Any:
+    """As RoBERTa's own: a word's pieces depend on the space before it."""
+    trained = ByteLevelBPETokenizer()
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator([" ".join(row) for row in WORDS], vocab_size=330, special_tokens=special)
+    trained.save_model(".")
+    RobertaTokenizerFast(vocab="vocab.json", merges="merges.txt", add_prefix_space=False).save_pretrained("roberta")
+    return load_tokenizer(DataConfig(tokenizer="roberta"), "unused", None, splits_words=True)
+
+
+def plain(
+    words: list[str], tags: list[int], tokenizer: Any, length: int, all_pieces: bool
+) -> tuple[list[int], list[int]]:
+    """Word by word."""
+    ids, labels = [tokenizer.cls_token_id], [-100]
+    for word, tag in zip(words, tags, strict=True):
+        pieces = tokenizer(word, add_special_tokens=False).input_ids
+        inside = TAGS.index(f"I{TAGS[tag][1:]}") if TAGS[tag].startswith("B") else tag
+        ids += pieces
+        labels += [tag, *([inside if all_pieces else -100] * (len(pieces) - 1))][: len(pieces)]
+    return [*ids[: length - 1], tokenizer.sep_token_id], [*labels[: length - 1], -100]
+
+
+@pytest.mark.parametrize("all_pieces", [False, True])
+@pytest.mark.parametrize("make", [wordpiece, roberta])
+def test_labels_stand_at_the_first_piece_or_at_all(make: Any, all_pieces: bool) -> None:
+    tokenizer = make()
+    task = TokenClassification(labels=TAGS, label_all_pieces=all_pieces)
+    for length in (200, 12):
+        found = task.encode({"text_1": WORDS, "labels": IDS}, tokenizer, length)
+        expected = [plain(*row, tokenizer, length, all_pieces) for row in zip(WORDS, IDS, strict=True)]
+        assert found["input_ids"] == [ids for ids, _ in expected]
+        assert found["token_labels"] == [labels for _, labels in expected]
+        assert all(len(ids) <= length for ids, _ in expected)
+    assert any(len(tokenizer(word, add_special_tokens=False).input_ids) > 1 for word in WORDS[0])
+
+
+def test_robertas_tokenizer_reads_words_with_a_space_before_each() -> None:
+    tokenizer = roberta()
+    (ids,) = TokenClassification(labels=TAGS).encode({"text_1": [["the", "town"]], "labels": [[0, 0]]}, tokenizer, 20)[
+        "input_ids"
+    ]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == " the town"
+
+
+def test_words_without_tags_are_read_for_predictions() -> None:
+    task, tokenizer = TokenClassification(labels=TAGS), wordpiece()
+    found = task.encode({"text_1": WORDS[:2]}, tokenizer, 100)
+    assert [sum(label != -100 for label in row) for row in found["token_labels"]] == [len(row) for row in WORDS[:2]]
+    labels = torch.tensor([[-100, 0, 0, -100, 0, -100]])
+    logits = torch.zeros(1, 6, len(TAGS))
+    logits[0, torch.arange(6), torch.tensor([6, 1, 2, 3, 0, 5])] = 9.0
+    (predicted,) = task.predictions(logits, {"labels": labels})
+    assert predicted["tags"] == ["B-PER", "I-PER", "O"]
+    assert all(0.99 < each < 1 for each in predicted["probabilities"])
+
+
+def test_entity_f1_is_seqevals_over_sentences_and_batches() -> None:
+    from seqeval.metrics import f1_score
+
+    torch.manual_seed(0)
+    metric, expected, predicted = EntityF1(TAGS), [], []
+    for rows in (3, 2):
+        logits, labels = torch.randn(rows, 9, len(TAGS)), torch.randint(len(TAGS), (rows, 9))
+        labels[:, [0, 4, 8]] = -100  # also between the pieces of an entity
+        metric.update(logits, labels)
+        for row, best in zip(labels.tolist(), logits.argmax(-1).tolist(), strict=True):
+            expected.append([TAGS[y] for y in row if y >= 0])
+            predicted.append([TAGS[x] for x, y in zip(best, row, strict=True) if y >= 0])
+    assert 0 < float(metric.compute()) == pytest.approx(f1_score(expected, predicted))
+
+
+def test_bad_rows_are_named() -> None:
+    task = TokenClassification(labels=TAGS)
+    for row, message in (
+        ({"tokens": ["a", "b"], "ner_tags": ["O"]}, "f, row 2: 2 words in tokens, and 1 tags in ner_tags"),
+        ({"tokens": "a b", "ner_tags": ["O"]}, "f, row 2: tokens is 'a b'; every sample needs a list of words"),
+        ({"tokens": [], "ner_tags": []}, "f, row 2: tokens is .*; every sample needs a list of words"),
+        ({"tokens": ["a", None], "ner_tags": ["O", "O"]}, "f, row 2: tokens is .*; every sample needs a list of words"),
+        ({"tokens": ["a"], "ner_tags": "O"}, "f, row 2: ner_tags is 'O'; it must be a list of tags, one per word"),
+        ({"tokens": ["a"], "ner_tags": ["B-CITY"]}, "f, row 2: ner_tags is 'B-CITY'; it must be one of O, B-PER"),
+    ):
+        with pytest.raises(DataError, match=message):
+            task.example(row, "f, row 2", training=True)
+
+
+def test_without_seqeval_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = TokenClassification(labels=TAGS)
+    assert "EntityF1" in task.metrics(training=False)
+    assert "EntityF1" not in TokenClassification(labels=["NOUN", "VERB"]).metrics(training=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs seqeval; pip install 'composer_speedups\[ner\]'"):
+        task.metrics(training=False)
