@@ -24,6 +24,7 @@ _OTHERS = {
     "OverlappedDDP": "composer_speedups.distributed.ddp",
     "RunSummary": "composer_speedups.callbacks.run_summary",
     "ThroughputMonitor": "composer_speedups.callbacks.throughput",
+    "apply_recommended": "composer_speedups.recommendation",
     "recommended": "composer_speedups.recommendation",
     "share_cores": "composer_speedups.distributed.host",
 }

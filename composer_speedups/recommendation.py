@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from composer_speedups.core.technique import OnUnavailable, Technique
 
-__all__ = ["RECOMMENDED", "recommended"]
+__all__ = ["RECOMMENDED", "apply_recommended", "recommended"]
 
 RECOMMENDED: dict[str, dict[str, Any]] = {
     "fused_optimizer": {},
@@ -38,3 +41,43 @@ def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
 
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in RECOMMENDED.items()]
+
+
+def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
+    """Unpadding, fused layers and attention on a model, for any training loop: plain PyTorch, HF Trainer and others.
+
+    The model computes what it did, up to rounding, in training and in eval mode. Precision, the optimizer and CUDA
+    graphs belong to the loop; :func:`recommended` brings them to Composer's Trainer.
+
+    Args:
+        model: A model of transformers, or a module that holds some, changed in place. Its parameters, their names and
+            its ``state_dict`` stay, so build the optimizer before or after.
+
+    Returns:
+        Name of each technique that engaged → the modules that it changed. Where unpadding cannot serve the model,
+        ``sdpa_attention`` takes its place.
+
+    Raises:
+        ValueError: None of them can serve the model.
+
+    Warns:
+        UserWarning: One of them cannot serve the model, and why.
+
+    Example:
+        ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see
+        ``examples/``.
+    """
+    from composer_speedups.algorithms.fused_layers.functional import apply_fused_layers
+    from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
+    from composer_speedups.algorithms.unpadding.functional import apply_unpadding
+
+    try:
+        done = {"unpadding": apply_unpadding(model)}
+    except ValueError as error:
+        warnings.warn(f"unpadding and fused_layers are left out: {error}", UserWarning, stacklevel=2)
+        return {"sdpa_attention": list(apply_sdpa_attention(model))}
+    try:
+        done["fused_layers"] = apply_fused_layers(model, **RECOMMENDED["fused_layers"])
+    except ValueError as error:
+        warnings.warn(f"fused_layers is left out: {error}", UserWarning, stacklevel=2)
+    return done

@@ -27,8 +27,8 @@ class DataConfig:
     eval_split: str | None = "test"
     """Split of the hub dataset to validate on; null trains without validation."""
     train_file: str | None = None
-    """With source: files, a .parquet, .csv, .tsv, .jsonl or .conll file, a pattern of several (train-*.parquet), or a
-    folder that datasets.save_to_disk wrote; with mds, the folder or address of the shards."""
+    """With source: files, a .parquet, .csv, .tsv, .jsonl, .conll or .txt file, a pattern of several (train-*.parquet),
+    or a folder that datasets.save_to_disk wrote; with mds, the folder or address of the shards."""
     eval_file: str | None = None
     """Likewise to validate on; null trains without validation."""
     eval_fraction: float | None = key(None, gt=0, lt=1)

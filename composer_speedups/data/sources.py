@@ -40,8 +40,9 @@ _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ),
     ".jsonl": pyarrow.json.read_json,
     ".conll": read_conll,
+    ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
 }
-_TEXT = (".csv", ".tsv", ".jsonl", ".conll")
+_TEXT = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
 def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | None]:
@@ -156,7 +157,7 @@ def _from_files(name: str, key: str) -> tuple[pyarrow.Table, str]:
         paths = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
         if not paths:
             raise DataError(f"data.{key}: no file is called {with_working_directory(name)}")
-    tables = [_from_file(each, key, str(each) if len(paths) > 1 else name) for each in paths]
+    tables = [read_file(each, f"data.{key}") for each in paths]
     try:
         return pyarrow.concat_tables(tables, promote_options="permissive"), where
     except pyarrow.ArrowException as error:
@@ -178,14 +179,24 @@ def _saved_dataset(path: Path, where: str) -> pyarrow.Table:
     return saved.flatten_indices().data.table
 
 
-def _from_file(path: Path, key: str, name: str) -> pyarrow.Table:
+def read_file(path: Path, key: str) -> pyarrow.Table:
+    """The rows of one file.
+
+    Args:
+        path: Its suffix names the format.
+        key: The config key that names it, for errors.
+
+    Raises:
+        DataError: It cannot be read.
+    """
+    name = str(path)
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise DataError(f"data.{key}: {name} must end in {', '.join(_READERS)}")
+        raise DataError(f"{key}: {name} must end in {', '.join(_READERS)}")
     if not os.path.isfile(path):  # pathlib's raises where a name is too long
-        raise DataError(f"data.{key}: {with_working_directory(name)} is not a file; give the path of one")
+        raise DataError(f"{key}: {with_working_directory(name)} is not a file; give the path of one")
     if path.stat().st_size == 0:
-        raise DataError(f"data.{key}: {name} is empty; give a file with samples in it")
+        raise DataError(f"{key}: {name} is empty; give a file with samples in it")
     before = _version(path)
     try:
         table = reader(path)
@@ -194,11 +205,11 @@ def _from_file(path: Path, key: str, name: str) -> pyarrow.Table:
             table.validate(full=True)  # bytes that are no UTF-8 are read, and are no text
         after = _version(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise unreadable(f"data.{key}: {name}", [path], error) from error
+        raise unreadable(f"{key}: {name}", [path], error) from error
     if before != after:
-        raise DataError(f"data.{key}: {name} changed while it was read; start again when it is written")
+        raise DataError(f"{key}: {name} changed while it was read; start again when it is written")
     if path.suffix.lower() in _TEXT and any(pyarrow.types.is_binary(kind) for kind in table.schema.types):
-        raise unreadable(f"data.{key}: {name}", [path], ValueError("it holds bytes that are no text"))
+        raise unreadable(f"{key}: {name}", [path], ValueError("it holds bytes that are no text"))
     return table
 
 

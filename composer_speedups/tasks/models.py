@@ -19,8 +19,9 @@ from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.replaced import replaced
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.families.packed_tokens import IGNORED
-from composer_speedups.tasks.config import SIZES, ModelConfig, resolve_name
+from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import gather_alike
+from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.task import Task
 
 __all__ = ["FinetuneModel", "build_model", "resolve_name"]

@@ -17,7 +17,7 @@ from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, F
 from composer_speedups.core.before_imports import PlannedRun, early_work
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
-from composer_speedups.tasks.config import SIZES
+from composer_speedups.tasks.model_names import SIZES
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import planned_run
 from tests.helpers.jobs import run

@@ -104,7 +104,7 @@ def tokenizer_in(folder: str) -> Any:
     ],
 )
 def test_a_bad_row_is_one_line(row: dict[str, Any], message: str) -> None:
-    collate = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
+    collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
     good = collate([{"text": "it was not dull", "label": 1.0}, {"text": "a", "label": False}])
     assert good.rows["labels"].tolist() == [1, 0]
     assert good.lengths[0] > good.lengths[1] >= 3

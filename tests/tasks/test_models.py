@@ -24,7 +24,7 @@ from transformers import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.families.flops import batch_lengths, training_flops
-from composer_speedups.tasks.config import SIZES, resolve_name
+from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.models import FinetuneModel, build_model
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
@@ -141,8 +141,9 @@ def test_a_head_for_other_labels_is_refused_and_an_encoder_whose_config_has_them
     AutoModelForTokenClassification.from_config(config).save_pretrained("tokens")
     encoder = AutoModel.from_config(config)
     encoder.save_pretrained("encoder")
-    told = f"'head' is a classifier of {labels} label{'s' if labels > 1 else ''}, and model.task: classification needs 2"
-    with pytest.raises(ConfigError, match=rf"^model\.name: {told} for this data; .*AutoModel"):
+    number = f"{labels} label{'s' if labels > 1 else ''}"
+    told = f"'head' is a classifier of {number}, and model.task: classification needs 2 for this data"
+    with pytest.raises(ConfigError, match=rf"^model\.name: {told}; .*AutoModel"):
         built(ModelConfig(name="head"), tokenizer, 16)
     with pytest.raises(
         ConfigError, match=rf"^model\.name: 'tokens' has classifier\.\w+ of shape \[{labels}\b.* not \[2\b"

@@ -19,7 +19,7 @@ from composer_speedups.core.before_imports import PlannedRun
 from composer_speedups.core.commands import output_of, python_module
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
-from composer_speedups.tasks.config import SIZES, resolve_name
+from composer_speedups.tasks.model_names import SIZES, resolve_name
 
 __all__ = ["before_torch", "shape_of"]
 

@@ -1,0 +1,110 @@
+"""python -m composer_speedups.predict RUN --input FILE [--output FILE] [key=value ...]; see ``--help``."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from composer_speedups.core.command_line import keys_help, parse_command_line, read_settings
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.settings import key
+from composer_speedups.train.cli import exit_codes
+
+__all__ = ["Request", "command", "main", "read_request"]
+
+_USAGE = """\
+usage: python -m composer_speedups.predict RUN --input FILE [--output FILE] [key=value ...]
+
+Predict with a finished run, a folder such as runs/quickstart, for every row of a file: .csv, .tsv, .jsonl, .parquet,
+.conll, or .txt with a text on each line. Line i of the output belongs to row i. An interrupted call goes on where it
+stopped when it is given again. --input FILE may be written input=FILE, and so may the others.
+
+keys:
+"""
+_FORMATS = (".jsonl", ".csv", ".parquet")
+
+
+@dataclass
+class Request:
+    input: str = ""
+    """File of the texts, in the columns that the run was trained on."""
+    output: str | None = None
+    """File of the predictions, .jsonl, .csv or .parquet; null writes INPUT.predictions.jsonl beside the input."""
+    text_columns: list[str] | None = None
+    """Columns of the texts where they have other names than in training."""
+    batch_size: int = key(128, ge=1, le=65_536)
+    """Rows per forward pass."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """Where to compute; auto takes a GPU when there is one."""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """auto is bf16 on a GPU and fp32 on a CPU."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Predict as a command line says, and print where the predictions are and how fast they were made.
+
+    Raises:
+        UserError: One line about an argument, the run or the file.
+    """
+    run, request = read_request(arguments)
+    from composer_speedups.predict.model import FinishedModel  # it imports torch, for which --help should not wait
+    from composer_speedups.predict.rows import predict_file
+
+    model = FinishedModel.load(run, device=request.device, precision=request.precision, columns=request.text_columns)
+    for line in model.engaged:
+        print(line, file=sys.stderr)
+    print(predict_file(model, Path(request.input), Path(str(request.output)), request.batch_size))
+
+
+def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
+    """The run's folder and the keys of a command line; ``--help`` prints every key and exits with 0.
+
+    Raises:
+        ConfigError: One line that names the argument and the fix.
+    """
+    given = parse_command_line(_as_pairs(arguments), "RUN")
+    if given.help:
+        print(_USAGE + keys_help(Request))
+        raise SystemExit(0)
+    request, _ = read_settings(Request, given.overrides)
+    if not request.input:
+        raise ConfigError("input is missing; add --input FILE")
+    if request.output is None:
+        request.output = f"{Path(request.input).with_suffix('')}.predictions.jsonl"
+    if Path(request.output).suffix not in _FORMATS:
+        raise ConfigError(f"output: {request.output} must end in {', '.join(_FORMATS)}")
+    if Path(request.output).resolve() == Path(request.input).resolve():
+        raise ConfigError(f"output: {request.output} is the input itself; give another name")
+    if not Path(request.output).absolute().parent.is_dir():
+        raise ConfigError(f"output: there is no folder {Path(request.output).parent}; make it first")
+    return Path(given.words[0]).expanduser(), request
+
+
+def _as_pairs(arguments: Sequence[str]) -> list[str]:
+    """``--input FILE`` as ``input=FILE``."""
+    names = {field.name for field in dataclasses.fields(Request)}
+    pairs, rest = [], iter(arguments)
+    for argument in rest:
+        name = argument.removeprefix("--")
+        if argument.startswith("--") and name in names:
+            value = next(rest, None)
+            if value is None:
+                raise ConfigError(f"command line: {argument} needs a value")
+            pairs.append(f"{name}={value}")
+        else:
+            pairs.append(argument.removeprefix("--") if name.partition("=")[0] in names else argument)
+    return pairs
+
+
+def command() -> None:
+    """``python -m composer_speedups.predict`` and its console command."""
+    with exit_codes("predict"):
+        main(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    command()

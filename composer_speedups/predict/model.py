@@ -1,0 +1,170 @@
+"""A finished run's model, ready to predict: unpadded and in 16 bits on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoTokenizer
+
+from composer_speedups.core.errors import ConfigError, first_line
+from composer_speedups.core.files import with_working_directory
+from composer_speedups.data.config import DataConfig
+from composer_speedups.data.flat import PER_TOKEN, Ragged
+from composer_speedups.data.loader import Pad
+from composer_speedups.recommendation import apply_recommended
+from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.task import Task, build_task
+
+__all__ = ["FinishedModel"]
+
+Columns = dict[str, list[Any]]
+
+
+class FinishedModel:
+    """The exported model of a run with its task and tokenizer.
+
+    Args:
+        model: Of transformers, in eval mode, on its device.
+        task: What it was trained for, with its labels.
+        tokenizer: Its own.
+        max_length: Tokens that texts are cut to, as in training.
+        precision: ``"bf16"`` computes under autocast.
+
+    Attributes:
+        engaged: A line for each technique: what it changed, or why it is left out.
+    """
+
+    def __init__(self, model: Any, task: Task, tokenizer: Any, max_length: int, precision: str) -> None:
+        self.model, self.task, self.tokenizer, self.max_length = model, task, tokenizer, max_length
+        self.precision = precision
+        self.engaged: list[str] = []
+        self._pad = Pad(tokenizer.pad_token_id, max_length, longest=True, multiple=8)
+        self._plans = False
+
+    @classmethod
+    def load(
+        cls, run: Path, *, device: str = "auto", precision: str = "auto", columns: Sequence[str] | None = None
+    ) -> FinishedModel:
+        """The model of a run's folder.
+
+        Args:
+            run: As train.py leaves it, with ``report.json`` and ``model/``.
+            device: ``"auto"``, ``"cpu"`` or ``"gpu"``.
+            precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
+            columns: Names of the text columns, where they differ from those of training.
+
+        Raises:
+            ConfigError: No finished run, a task that predicts nothing, or no GPU.
+        """
+        if device == "gpu" and not torch.cuda.is_available():
+            raise ConfigError("device: there is no GPU here; set device=cpu or auto")
+        on_gpu = device != "cpu" and torch.cuda.is_available()
+        task, max_length = _task_of(run, columns)
+        folder = str(run / "model")
+        auto = getattr(transformers, task.auto_class)
+        try:
+            arguments = task.model_arguments(auto._model_mapping[type(AutoConfig.from_pretrained(folder))])
+            model = auto.from_pretrained(folder, attn_implementation="eager", **arguments).eval()
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # transformers, safetensors and tokenizers each have their own
+            raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
+        if on_gpu:
+            model.cuda()
+        chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
+        found = cls(model, task, tokenizer, max_length, chosen)
+        found._engage()
+        return found
+
+    def _engage(self) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            done = apply_recommended(self.model)
+        self._plans = "unpadding" in done
+        self.engaged = [f"{name}: {len(changed)} modules" for name, changed in done.items()]
+        self.engaged += [str(each.message) for each in caught]
+
+    def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
+        """Token ids of checked rows, each a mapping from :attr:`columns` to texts."""
+        columns = {f"text_{i}": [row[name] for row in rows] for i, name in enumerate(self.columns, start=1)}
+        return self.task.encode(columns, self.tokenizer, self.max_length)
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that it reads."""
+        return self.task.texts
+
+    @torch.no_grad()
+    def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
+        """The predictions for encoded rows, in their order; computed in batches of like length, the longest first."""
+        lengths = [len(ids) for ids in encoded["input_ids"]]
+        order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+        parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        # Results are fetched only when all batches are launched: fetching one waits for the GPU.
+        computed = [self._forward({name: [v[i] for i in part] for name, v in encoded.items()}) for part in parts]
+        found: list[Any] = [None] * len(order)
+        for part, (logits, batch) in zip(parts, computed, strict=True):
+            for place, each in zip(part, self.task.predictions(logits, batch), strict=True):
+                found[place] = each
+        return found
+
+    def _forward(self, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        batch = self._pad(Ragged.of(columns))
+        device = self.model.device
+        if self._plans:
+            from composer_speedups.algorithms.unpadding.functional import plan_unpadding
+
+            plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
+        inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in _INPUTS}
+        with self._autocast(device):
+            logits = self.task.outputs(self.model, inputs)["logits"]
+        return logits, batch
+
+    @contextlib.contextmanager
+    def _autocast(self, device: torch.device) -> Iterator[None]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+            yield
+
+
+# The labels that token classification encodes say where a word begins; the model would compute a loss of them.
+_INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
+
+
+def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
+    """The task of a finished run with the labels of its export, and the length that it cut texts to."""
+    report, exported = run / "report.json", run / "model" / "config.json"
+    if not run.is_dir():
+        raise ConfigError(f"RUN: {with_working_directory(run)} is no folder; give a run's, such as runs/NAME")
+    if not report.is_file():
+        raise ConfigError(f"RUN: {run} has no report.json, so its training has not ended; give a finished run")
+    if not exported.is_file():
+        raise ConfigError(f"RUN: {run} has no model/; train with export=true")
+    try:
+        config = json.loads(report.read_text())["config"]
+        labels = json.loads(exported.read_text()).get("id2label", {})
+        model = _filled(ModelConfig, config["model"])
+        data = _filled(DataConfig, config["data"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"RUN: {report} is damaged ({first_line(error)}); train again") from error
+    if model.task == "mlm":
+        raise ConfigError("RUN: a masked language model has nothing to predict for a text; fine-tune it for a task")
+    task = build_task(model, data)
+    if hasattr(task, "labels"):
+        task.labels = [labels[number] for number in sorted(labels, key=int)]
+    wanted = 1 if model.task == "embedding" else len(task.texts)
+    if columns is not None and len(columns) != wanted:
+        raise ConfigError(f"text_columns: the run reads {wanted} columns, not {len(columns)}")
+    task.text_columns = list(columns or task.texts[:wanted])
+    return task, data.max_length
+
+
+def _filled(cls: Any, values: Mapping[str, Any]) -> Any:
+    known = {field.name for field in dataclasses.fields(cls)}
+    return cls(**{name: value for name, value in values.items() if name in known})

@@ -1,0 +1,161 @@
+"""Rows of a file → a file of predictions, block by block, so that an interrupted call goes on."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.files import publish
+from composer_speedups.data.sources import read_file
+from composer_speedups.predict.model import FinishedModel
+
+__all__ = ["predict_file"]
+
+_BLOCK = 8192  # rows, computed together and written together
+
+
+def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:
+    """Write the predictions for every row of ``source`` to ``output``.
+
+    All rows are checked before any is computed. Predictions lie in ``OUTPUT.partial`` until the last one is made; a
+    later call with the same run, input and columns goes on after those that are there.
+
+    Returns:
+        A line that says how many, how fast and where.
+
+    Raises:
+        DataError: A file that cannot be read, a missing column, or a row without text, which is named.
+    """
+    rows = _checked_rows(model, source)
+    began = time.perf_counter()
+    partial = output.with_name(f"{output.name}.partial")
+    with _Partial(partial, _identity(model, source)) as lines, ThreadPoolExecutor(1) as reader:
+        done = lines.count
+        if done:
+            print(f"{partial} holds {done:,} of {len(rows):,} rows; going on after them", file=sys.stderr)
+        starts = range(done, len(rows), _BLOCK)
+        # One block is tokenized while the one before it is computed.
+        ahead = reader.submit(model.encode, rows[done : done + _BLOCK]) if starts else None
+        for start in starts:
+            assert ahead is not None
+            encoded = ahead.result()
+            if start + _BLOCK < len(rows):
+                ahead = reader.submit(model.encode, rows[start + _BLOCK : start + 2 * _BLOCK])
+            lines.append(model.predict(encoded, batch_size))
+    seconds = time.perf_counter() - began
+    _finish(partial, output)
+    rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
+    return f"{output}: {len(rows):,} rows{rate}"
+
+
+def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
+    table = read_file(source, "input")
+    for column in model.columns:
+        if column not in table.column_names:
+            has = ", ".join(table.column_names) or "none"
+            raise DataError(f"input: {source} has no column {column!r} (it has: {has}); set text_columns")
+    rows = table.select(model.columns).to_pylist()
+    for number, row in enumerate(rows, start=1):
+        for column in model.columns:
+            model.task.text(row, column, f"input: {source}, row {number}")
+    return rows
+
+
+def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
+    """What a partial file must have been begun with for a call to go on with it."""
+    found = os.stat(source)
+    return {
+        "model": str(Path(model.model.name_or_path).resolve()),
+        "model_time": os.stat(Path(model.model.name_or_path) / "config.json").st_mtime_ns,
+        "input": str(source.resolve()),
+        "input_size": found.st_size,
+        "input_time": found.st_mtime_ns,
+        "columns": model.columns,
+        "precision": model.precision,
+    }
+
+
+class _Partial:
+    """Predictions so far, a JSON line each, after a line that says what they are of."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]) -> None:
+        self.path = path
+        self.count = 0
+        head = json.dumps(identity).encode() + b"\n"
+        if path.exists():
+            with open(path, "rb") as file:
+                if file.readline() != head:
+                    raise ConfigError(
+                        f"output: {path} is of another run, input or columns; remove it, or give another output"
+                    )
+                whole = file.tell()
+                for line in file:
+                    if not line.endswith(b"\n"):  # the process was killed while it wrote
+                        break
+                    self.count, whole = self.count + 1, whole + len(line)
+            os.truncate(path, whole)
+        else:
+            path.write_bytes(head)
+        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+
+    def __enter__(self) -> _Partial:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def append(self, predictions: list[dict[str, Any]]) -> None:
+        self._file.write("".join(json.dumps(each) + "\n" for each in predictions).encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+
+def _finish(partial: Path, output: Path) -> None:
+    """Give complete predictions their name, in the format of their suffix."""
+    made = output.with_name(f"{output.name}.unfinished")
+    if output.suffix == ".jsonl":
+        with open(partial, "rb") as source, open(made, "wb") as target:
+            source.readline()
+            while chunk := source.read(2**20):
+                target.write(chunk)
+    elif output.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(partial))), made)
+    else:
+        made.write_text(_as_csv(list(_rows(partial))))
+    publish(made, output)
+    partial.unlink()
+
+
+def _rows(partial: Path) -> Iterator[dict[str, Any]]:
+    with open(partial, encoding="utf-8") as lines:
+        next(lines)
+        yield from map(json.loads, lines)
+
+
+def _as_csv(rows: list[dict[str, Any]]) -> str:
+    """A column for each key; a mapping has one for each of its own, and lists are JSON."""
+    flat = [
+        {
+            f"{key}.{inner}" if inner else key: json.dumps(item) if isinstance(item, list) else item
+            for key, value in row.items()
+            for inner, item in (value.items() if isinstance(value, dict) else [("", value)])
+        }
+        for row in rows
+    ]
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(flat[0]) if flat else [])
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()

@@ -1,0 +1,183 @@
+"""Predictions of finished runs: transformers' own, in the input's order, resumable, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow.csv
+import pyarrow.parquet
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.predict import rows
+from composer_speedups.predict.__main__ import main, read_request
+from composer_speedups.predict.model import FinishedModel
+from tests.helpers.jobs import run
+
+TEXTS = builtin_reviews(60, 5, "eval", 0.15)["text"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a classifier, long enough for probabilities to differ."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("trainer.max_duration=30ba", "run_name=done", "plot=false")
+    return folder / "runs" / "done"
+
+
+def save(texts: list[str], name: str = "in.jsonl", column: str = "text") -> str:
+    Path(name).write_text("".join(json.dumps({column: text}) + "\n" for text in texts))
+    return name
+
+
+def predictions(name: str = "in.predictions.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def test_probabilities_are_the_exported_models_own_in_the_inputs_order(finished: Path) -> None:
+    main([str(finished), "--input", save(TEXTS), "batch_size=7"])
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    model = AutoModelForSequenceClassification.from_pretrained(finished / "model").eval()
+    expected = []
+    with torch.no_grad():
+        for text in TEXTS:  # one by one: nothing is padded
+            encoded = tokenizer(text, truncation=True, max_length=48, return_tensors="pt")
+            expected.append(model(**encoded).logits.softmax(-1)[0])
+    found = predictions()
+    names = [model.config.id2label[i] for i in range(2)]
+    assert names == ["negative", "positive"]
+    torch.testing.assert_close(
+        torch.tensor([[each["probabilities"][name] for name in names] for each in found]), torch.stack(expected)
+    )
+    assert [each["label"] for each in found] == [names[int(p.argmax())] for p in expected]
+    assert [each["probability"] for each in found] == [max(each["probabilities"].values()) for each in found]
+    assert len({round(each["probability"], 5) for each in found}) > 40, "texts of different lengths and opinions"
+
+
+def test_the_model_runs_unpadded(finished: Path) -> None:
+    model = FinishedModel.load(finished)
+    encoded = model.encode([{"text": text} for text in TEXTS])
+    model.predict(encoded, 16)
+    assert model.engaged == ["unpadding: 1 modules", "fused_layers: 3 modules"]
+    (encoder,) = [m for m in model.model.modules() if type(m).__name__.endswith("Encoder")]
+    assert encoder.plans, "each batch was laid out before its forward pass"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_other_formats_hold_the_same_predictions(finished: Path, suffix: str) -> None:
+    Path("in.txt").write_text("\n".join(TEXTS[:5]) + "\n")
+    main([str(finished), "input=in.txt", f"output=out.{suffix}"])
+    main([str(finished), "--input=in.txt"])
+    expected = predictions()
+    if suffix == "parquet":
+        assert pyarrow.parquet.read_table("out.parquet").to_pylist() == expected
+    else:
+        found = pyarrow.csv.read_csv("out.csv").to_pylist()
+        assert [row["label"] for row in found] == [each["label"] for each in expected]
+        assert [row["probabilities.positive"] for row in found] == [e["probabilities"]["positive"] for e in expected]
+
+
+def test_an_interrupted_call_goes_on_and_ends_with_the_same_file(
+    finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rows, "_BLOCK", 20)
+    call = [str(finished), "--input", save(TEXTS)]
+    main(call)
+    expected = Path("in.predictions.jsonl").read_bytes()
+    os.unlink("in.predictions.jsonl")
+    plain, calls = FinishedModel.predict, []
+
+    def killed(self: FinishedModel, encoded: Any, batch_size: int) -> Any:
+        calls.append(len(encoded["input_ids"]))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return plain(self, encoded, batch_size)
+
+    monkeypatch.setattr(FinishedModel, "predict", killed)
+    with pytest.raises(KeyboardInterrupt):
+        main(call)
+    partial = Path("in.predictions.jsonl.partial")
+    assert not Path("in.predictions.jsonl").exists()
+    assert partial.read_bytes().count(b"\n") == 41
+    partial.write_bytes(partial.read_bytes() + b'{"label": "nega')  # killed in the middle of a line
+    main(call)
+    assert calls == [20, 20, 20, 20], "the third block only, and once more"
+    assert "40 of 60 rows; going on after them" in capsys.readouterr().err
+    assert Path("in.predictions.jsonl").read_bytes() == expected
+    assert not partial.exists()
+
+
+def test_a_changed_input_does_not_go_on_with_what_there_is(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = [str(finished), "--input", save(TEXTS)]
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedModel, "predict", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(call)
+    save(TEXTS[1:])
+    with pytest.raises(
+        ConfigError, match=r"^output: in\.predictions\.jsonl\.partial is of another run, input or columns"
+    ):
+        main(call)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input"], r"--input needs a value"),
+        ([], r"input is missing; add --input FILE"),
+        (["input=in.jsonl", "output=out.xlsx"], r"output: out\.xlsx must end in \.jsonl, \.csv, \.parquet"),
+        (["input=in.jsonl", "output=in.jsonl"], r"output: in\.jsonl is the input itself"),
+        (["input=in.jsonl", "output=no/out.jsonl"], r"output: there is no folder no"),
+        (["inptu=in.jsonl"], r"unknown key 'inptu'; did you mean 'input'"),
+        (["input=none.jsonl"], r"input: none\.jsonl \(relative to /.*\) is not a file"),
+        (["input=other.jsonl"], r"input: other\.jsonl has no column 'text' \(it has: review\); set text_columns"),
+        (["input=empty.jsonl"], r"input: empty\.jsonl, row 2: text is empty"),
+        (["input=in.jsonl", "text_columns=a,b"], r"text_columns: the run reads 1 columns, not 2"),
+        (["input=in.jsonl", "device=gpu"], r"device: there is no GPU here"),
+    ],
+)
+def test_a_bad_argument_or_row_is_one_line_and_nothing_is_written(
+    arguments: list[str], message: str, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    save(TEXTS[:2])
+    save(TEXTS[:2], "other.jsonl", "review")
+    save(["fine", " "], "empty.jsonl")
+    with pytest.raises((ConfigError, DataError), match=message) as error:
+        main([str(finished), *arguments])
+    assert "\n" not in str(error.value)
+    assert not list(Path().glob("*predictions*"))
+
+
+def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
+    save(TEXTS[:2])
+    unfinished, bare = Path("unfinished"), Path("bare")
+    unfinished.mkdir()
+    bare.mkdir()
+    bare.joinpath("report.json").write_text((finished / "report.json").read_text())
+    for folder, message in {
+        "nowhere": "is no folder; give a run's, such as runs/NAME",
+        "unfinished": r"has no report\.json, so its training has not ended",
+        "bare": r"has no model/; train with export=true",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^RUN: {folder}.* {message}"):
+            main([folder, "--input", "in.jsonl"])
+
+
+def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        read_request(["--help"])
+    shown = capsys.readouterr().out
+    assert all(f"\n  {name}: " in shown for name in ("input", "output", "text_columns", "batch_size", "precision"))
