@@ -145,7 +145,9 @@ class UnpaddedEncoder(nn.Module):
 
     def _known_counts(self, given: Tensor | None) -> Sequence[int] | None:
         """Those of a mask that is some rows of a counted one, by where it lies in memory."""
-        for mask, counts in self.known_counts if given is not None and given.is_contiguous() else ():
+        if given is None or not given.is_contiguous():
+            return None
+        for mask, counts in self.known_counts:
             width = mask.shape[-1]
             first = given.storage_offset() - mask.storage_offset()
             rows = range(first // width, first // width + len(given))

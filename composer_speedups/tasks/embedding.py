@@ -56,6 +56,7 @@ class Embedding(Task):
     default_label = None
     most_texts = None
     auto_class = "AutoModel"
+    pools_real_tokens = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

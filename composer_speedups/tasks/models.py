@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class FinetuneModel(HuggingFaceModel):
         self.train_metrics = _metrics(task, training=True) if train_metrics else None
         self.val_metrics = _metrics(task, training=False)
 
+    @property
+    def reads_real_tokens(self) -> bool:
+        """Whether nothing reads what a bare encoder computes for padding; of a task of one's own it is not known."""
+        return self.task.pools_real_tokens and type(self.task).__module__.startswith("composer_speedups.tasks.")
+
     def forward(self, batch: Any) -> Any:
         return self.task.outputs(self.model, {k: v for k, v in batch.items() if k in self.model_forward_args})
 
@@ -92,7 +98,9 @@ class FinetuneModel(HuggingFaceModel):
 
 
 def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
-    metrics = task.metrics(training=training)
+    with warnings.catch_warnings():  # that ranks need every score, which an evaluation set has room for
+        warnings.filterwarnings("ignore", "Metric .* will save all", UserWarning)
+        metrics = task.metrics(training=training)
     for metric in metrics.values():
         if not any(isinstance(state, list) for state in metric._defaults.values()):  # sums, of one shape on all ranks
             metric.dist_sync_fn = gather_alike
