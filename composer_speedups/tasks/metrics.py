@@ -9,7 +9,7 @@ import torch
 from composer.core import State
 from torch import Tensor
 from torch.nn import functional as F
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 from torchmetrics.utilities import dim_zero_cat
 
 from composer_speedups.families.packed_tokens import IGNORED
@@ -71,19 +71,31 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
     return gathered
 
 
-class MeanLoss(MeanMetric):
+class MeanLoss(Metric):
     """The mean over samples of a loss that is itself the mean over a batch's.
+
+    torchmetrics' MeanMetric forgets the weights where it is told not to wait for the device and look for NaN.
 
     Args:
         function: (logits, labels) → scalar.
     """
 
-    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__(nan_strategy="disable")
-        self.function = function
+    full_state_update = False
+    total: Tensor
+    samples: Tensor
 
-    def update(self, logits: Tensor, labels: Tensor) -> None:  # type: ignore[override]
-        super().update(self.function(logits, labels), weight=len(labels))
+    def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("samples", default=torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        self.total += self.function(logits, labels).float() * len(labels)
+        self.samples += len(labels)
+
+    def compute(self) -> Tensor:
+        return self.total / self.samples
 
 
 class EntityF1(Metric):

@@ -129,7 +129,8 @@ class Reranking(Task):
         else:
             graded = isinstance(metric, RetrievalNormalizedDCG)
             target = labels.clamp(min=0) if graded else (labels > 0).long()  # a gain below 0 has no meaning
-            metric.update(scores, target, indexes=batch["query_id"])
+            # torchmetrics' MRR leaves out documents with a score below 0; softplus keeps the order, and is positive.
+            metric.update(F.softplus(scores), target, indexes=batch["query_id"])
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         scores = logits.float().reshape(-1)

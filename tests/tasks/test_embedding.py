@@ -1,4 +1,4 @@
-"""A vector for each text: losses beside sentence-transformers' own, gradient caching, ranks, metrics, and the export."""
+"""A vector for each text: losses beside sentence-transformers' own, gradient caching, ranks, metrics and export."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from composer.core import Algorithm, Callback, Event, State
 from composer.loggers import Logger
 from safetensors.torch import load_file
 from scipy.stats import spearmanr
-from sentence_transformers import SentenceTransformer, losses
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -147,7 +148,8 @@ def trained_plainly(model: Any, batches: list[Batch]) -> tuple[list[float], dict
     """Losses, first gradients and weights of an untouched encoder of transformers in plain PyTorch."""
     encoder = copy.deepcopy(model.model)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
-    found, first = [], {}
+    found: list[float] = []
+    first: dict[str, Tensor] = {}
     for batch in batches:
         optimizer.zero_grad()
         pooled = []
