@@ -19,19 +19,32 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer import losses
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModel
 
-from composer_speedups import FusedLayers, FusedOptimizer, MixedPrecision, SDPAAttention, ThroughputMonitor, Unpadding
+from composer_speedups import (
+    FusedLayers,
+    FusedOptimizer,
+    GradientCheckpointing,
+    MixedPrecision,
+    SDPAAttention,
+    ThroughputMonitor,
+    TorchCompile,
+    Unpadding,
+)
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
 from composer_speedups.data.loader import build_data
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.tasks.embedding import Embedding
-from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.train.config.schema import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from tests.helpers import forks
-from tests.helpers.common import Batch, Recorder, make_trainer
+from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
 from tests.helpers.jobs import run
+from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
+from tests.helpers.rerun import Rerun
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, write_rows
 from tests.reference.loop import EPS, gradients
 from tests.reference.tolerance import assert_near
@@ -191,6 +204,77 @@ def test_the_fast_set_trains_as_plain_pytorch_and_plans_every_pass(
     assert [(b.samples, b.tokens, b.slots) for b in speed.batches] == [
         (6, int(batch["attention_mask"].sum()), batch["input_ids"].numel()) for batch in batches
     ]
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_every_family_is_unpadded_as_a_bare_encoder(family: Family, tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE)
+    batch = collated(task, ROWS[:6], tokenizer)
+    batch["input_ids"] %= VOCABULARY
+    found = []
+    for algorithms in ([], [Unpadding(8)]):
+        config = tiny_model(family).config
+        torch.manual_seed(0)
+        model = FinetuneModel(_from_config(AutoModel, config, task), task)
+        assert not any("pooler" in name for name, _ in model.named_parameters())
+        _, recorder = trained(model, [batch], *algorithms)
+        found.append((recorder.losses, recorder.first_gradients))
+    assert_near(found[1][0], found[0][0], what="losses")
+    assert_near(found[1][1], found[0][1], what="gradients")
+
+
+def test_captured_batches_are_planned_before_their_replays(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs, with a stand-in for the capture: a pass that counted tokens itself would wait for the GPU."""
+    task = Embedding(text_columns=THREE)
+    model, recorder = built(task, tokenizer), Recorder()
+    whole = collated(task, ROWS[:18], tokenizer)
+    batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6, 12)]
+    expected, _, _ = trained_plainly(model, batches)
+    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
+    trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
+    calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
+    calls.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
+    calls.eager_first = 1
+    calls.install("forward")
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, expected)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("cache", [None, 5])
+def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE, gradient_cache=cache)
+    model = built(task, tokenizer)
+    batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6)]
+    expected, first, _ = trained_plainly(model, batches)
+    for techniques in (
+        [Unpadding(8), TorchCompile(scope="blocks", backend="aot_eager")],
+        [GradientCheckpointing(), SDPAAttention()],
+    ):
+        _, recorder = trained(built(task, tokenizer), batches, *techniques)
+        assert_near(recorder.losses, expected, what="losses")
+        assert_near(recorder.first_gradients, first, what="gradients")
+
+
+def test_gradient_caching_keeps_the_activations_of_no_text(tokenizer: Any) -> None:
+    """What autograd keeps from the forward to the backward pass: without it, more than the vectors of all layers."""
+    kept: dict[int | None, int] = {}
+    for cache in (None, 3):
+        task = Embedding(text_columns=THREE, gradient_cache=cache)
+        model, batch = built(task, tokenizer), collated(task, ROWS, tokenizer)
+        weights = {p.data_ptr() for p in model.parameters()}
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor, to: list[Tensor] = saved) -> Tensor:
+            to.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.loss(model(batch), batch)
+        kept[cache] = sum({x.data_ptr(): x.numel() for x in saved if x.data_ptr() not in weights}.values())
+    assert kept[None] > 20 * 72 * 32, "a vector is 32 numbers"
+    assert kept[3] < 0.1 * kept[None]
 
 
 def test_bf16_and_sdpa_stay_near_float32(tokenizer: Any) -> None:
