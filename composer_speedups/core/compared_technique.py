@@ -21,6 +21,7 @@ from composer_speedups.core.comparison import SIXTEEN_BITS, Outcome, compare, me
 from composer_speedups.core.errors import CannotRunError, first_line
 from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.core.trainer_state import max_over_ranks, model_of
+from composer_speedups.families.packed_tokens import token_masks
 from composer_speedups.families.stock import changes_to
 
 __all__ = ["Check", "ComparedTechnique"]
@@ -158,8 +159,12 @@ class _Trial:
         self._model: Any = state.model if self._sharded else model_of(state)
         coarse = any(technique.compares_in_the_runs_precision for technique in techniques)
         self.tolerance = SIXTEEN_BITS if coarse else tolerance_of(self._model)
-        mask = self._batch.get("attention_mask") if isinstance(self._batch, dict) else None
-        self._mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+
+    @property
+    def _mask(self) -> Tensor | None:
+        """The batch's attention mask, (B, S); of several texts a sample one after another."""
+        mask = token_masks(self._batch).get("attention_mask")
+        return None if mask is None else mask.flatten(1)
 
     def changed_and_untouched(self, techniques: Sequence[ComparedTechnique]) -> tuple[Outcome, Outcome]:
         """What the model computes now, and without the techniques, which are withdrawn afterwards."""
@@ -181,7 +186,6 @@ class _Trial:
         if rows < 2 or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in self._batch.values()):
             return False
         self._batch = {name: value[: rows // 2] for name, value in self._batch.items()}
-        self._mask = self._batch["attention_mask"]
         torch.cuda.empty_cache()
         return True
 
@@ -217,14 +221,14 @@ def _with_padding(batch: Any) -> Any:
     if not isinstance(batch, dict):
         return batch
     tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
-    masks = {name: value for name, value in tensors.items() if "attention_mask" in name and value.ndim == 2}
-    shapes = {mask.shape for mask in masks.values()}
+    masks = token_masks(tensors)
     for name, value in tensors.items():
-        if value.shape[:2] in shapes and not any(each in name for each in _INPUTS):
+        per_token = any(value.shape[: mask.ndim] == mask.shape for mask in masks.values())
+        if per_token and not any(each in name for each in _INPUTS):
             return batch
     if any(not bool(mask.all()) for mask in masks.values()):
         return batch
     padded = {name: mask.clone() for name, mask in masks.items()}
     for mask in padded.values():
-        mask[:1, (mask.shape[1] + 1) // 2 :] = 0
+        mask[:1, ..., (mask.shape[-1] + 1) // 2 :] = 0
     return {**batch, **padded}

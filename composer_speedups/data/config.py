@@ -48,7 +48,7 @@ class DataConfig:
     train_samples: int | None = key(8000, ge=1)
     """Samples to train on, drawn at random with data.seed; null takes all of them."""
     eval_samples: int | None = key(8000, ge=1)
-    """Samples to validate on, drawn likewise."""
+    """Samples to validate on, drawn likewise; of task reranking queries with all their documents."""
     seed: int = key(17, ge=0, lt=2**31)
     """Seed of the draw and of the built-in samples."""
     length_scale: float = key(1.0, gt=0, le=10)

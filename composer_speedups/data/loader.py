@@ -103,7 +103,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     )
 
     def batches(
-        rows: Any, size: int, collator: Any, *, drop_last: bool, sampler: Sampler[int] | None = None
+        rows: Any, size: int, collator: Any, *, training: bool, drop_last: bool, sampler: Sampler[int] | None = None
     ) -> DataSpec:
         dataloader = WatchedDataLoader(
             rows,
@@ -117,7 +117,11 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
             persistent_workers=config.persistent_workers,
             worker_timeout=config.worker_timeout,
         )
-        return DataSpec(dataloader, get_num_tokens_in_batch=labelled_tokens if task.loss_per_token else real_tokens)
+        return DataSpec(
+            dataloader,
+            get_num_tokens_in_batch=labelled_tokens if task.loss_per_token else real_tokens,
+            split_batch=_refuse_to_split if training and task.needs_whole_batch else None,
+        )
 
     def sampler(tokens: FlatTokens, batch_size: int, training: bool) -> Sampler[int]:
         if not training:
@@ -136,13 +140,14 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
                 f"data.drop_last: the {len(tokens)} training samples do not fill one batch of {batch_size}"
             )
         collate = task.collator(pad, tokenizer, training=training)
-        return batches(tokens, batch_size, collate, drop_last=drop_last, sampler=sampler(tokens, batch_size, training))
+        drawn = sampler(tokens, batch_size, training)
+        return batches(tokens, batch_size, collate, training=training, drop_last=drop_last, sampler=drawn)
 
     def stream() -> DataSpec:
         rows, declared = stream_of_samples(config, seed)
         collate = task.collator(pad, tokenizer, training=True)
         collator = Tokenized(collate, tokenizer, task, config.max_length, declared)
-        return batches(rows, config.batch_size, collator, drop_last=config.drop_last)
+        return batches(rows, config.batch_size, collator, training=True, drop_last=config.drop_last)
 
     return Data(
         stream() if train is None else loader(train, config.batch_size, training=True),
@@ -192,6 +197,16 @@ def real_tokens(batch: Any) -> int:
     """Tokens of a batch without its padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())
+
+
+def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
+    """For a loss that is over a whole batch: Composer asks for micro-batches of that size, or fewer samples."""
+    if microbatch_size < len(batch["input_ids"]):
+        raise ConfigError(
+            "trainer.microbatch_size: the loss needs the whole batch, which micro-batches would divide; leave it out "
+            "and set model.gradient_cache"
+        )
+    return [batch]
 
 
 def labelled_tokens(batch: Any) -> dict[str, int]:

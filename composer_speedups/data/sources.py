@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow
 import pyarrow.csv
 import pyarrow.json
@@ -26,6 +27,8 @@ from composer_speedups.data.conll import read_conll
 from composer_speedups.tasks.task import Task
 
 __all__ = ["class_names", "load_samples", "load_validation", "named", "random_rows", "unreadable"]
+
+Arrays = npt.NDArray[Any]
 
 _LINES_IN_VALUES = pyarrow.csv.ParseOptions(newlines_in_values=True)
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
@@ -51,17 +54,24 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
     table, where = _training_table(config, task)
     held, held_where = _validation_table(config, task)
     if config.eval_fraction is not None:
-        order = np.random.default_rng(config.seed).permutation(table.num_rows)
         count = min(max(round(config.eval_fraction * table.num_rows), 1), table.num_rows - 1)
         if count < 1:
             raise DataError(f"{where} has one row only, which data.eval_fraction cannot divide")
-        held, held_where = table.take(np.sort(order[:count])), f"{where}, held out by data.eval_fraction"
-        table = table.take(np.sort(order[count:]))
+        if task.groups_samples:
+            columns = _columns(table, task, where, training=True)
+            drawn = _whole_groups(columns[task.texts[0]], count, config.seed)
+        else:
+            drawn = np.sort(np.random.default_rng(config.seed).permutation(table.num_rows)[:count])
+        kept = np.setdiff1d(np.arange(table.num_rows), drawn)
+        if not len(kept):
+            raise DataError(f"{where} has rows of one {task.texts[0]} only, which data.eval_fraction cannot divide")
+        held, held_where = table.take(drawn), f"{where}, held out by data.eval_fraction"
+        table = table.take(kept)
     train = _checked(table, task, where, training=True)
     validation = None if held is None else _checked(held, task, held_where, training=False)
     return (
         _sample(train, config, config.train_samples),
-        None if validation is None else _sample(validation, config, config.eval_samples),
+        None if validation is None else _sample(validation, config, config.eval_samples, whole=task.groups_samples),
     )
 
 
@@ -74,7 +84,8 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     if table is None:
         return None
     _learn(table, task, where)
-    return _sample(_checked(table, task, where, training=False), config, config.eval_samples)
+    checked = _checked(table, task, where, training=False)
+    return _sample(checked, config, config.eval_samples, whole=task.groups_samples)
 
 
 def _training_table(config: DataConfig, task: Task) -> tuple[pyarrow.Table, str]:
@@ -290,8 +301,19 @@ def _version(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _sample(dataset: Dataset, config: DataConfig, samples: int | None) -> Dataset:
-    """A random draw, as the fine-tuning post makes it; everything when there are fewer."""
+def _sample(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:
+    """A random draw, as the fine-tuning post makes it; everything when there are fewer. ``whole`` keeps groups."""
     if samples is None or samples >= len(dataset):
         return dataset
+    if whole:
+        return dataset.select(_whole_groups(dataset["text_1"], samples, config.seed)).flatten_indices()
     return dataset.shuffle(seed=config.seed).select(range(samples)).flatten_indices()
+
+
+def _whole_groups(keys: Sequence[Any], count: int, seed: int) -> Arrays:
+    """Rows of groups drawn at random, all rows of each, in order: at most ``count``, or one group."""
+    numbers: dict[str, int] = {}
+    group_N = np.array([numbers.setdefault(str(key), len(numbers)) for key in keys])
+    order = np.random.default_rng(seed).permutation(len(numbers))
+    ends = np.bincount(group_N)[order].cumsum()
+    return np.flatnonzero(np.isin(group_N, order[: max(1, int((ends <= count).sum()))]))

@@ -37,8 +37,10 @@ class UnpaddedEncoder(nn.Module):
     Attributes:
         plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay as it is. A
             forward pass looks for the very tensor that the model was called with. A mask of None stands for whatever
-            mask of the plan's shape comes, whose values must then be the plan's. A forward pass whose mask is not among
-            them makes a plan of its own, for which a GPU's host waits.
+            mask of the plan's shape comes, whose values must then be the plan's; so does one of several texts a sample,
+            (B, texts, S), whose rows the model gets as one dimension. A forward pass whose mask is not among them makes
+            a plan of its own, for which a GPU's host waits.
+        known_counts: Masks, and the :meth:`count` of their rows: for a forward pass over some rows of one of them.
         given_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
         given_labels: The labels that the outermost model was called with.
         by_token: The outermost model's head has a loss for each slot, and reads no mask.
@@ -55,6 +57,7 @@ class UnpaddedEncoder(nn.Module):
 
     prefix = "Unpadded"
     plans: tuple[tuple[Tensor | None, Layout], ...] = ()
+    known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
     given_mask: Tensor | None = None
     given_labels: Tensor | None = None
     by_token: bool = False
@@ -111,7 +114,7 @@ class UnpaddedEncoder(nn.Module):
         """The plan made for the mask that the model was given, or else one made now; None to stay padded."""
         shape = hidden_states.shape[:2]
         for planned_for, layout in self.plans:
-            if planned_for is not None and planned_for is not given:
+            if not (planned_for is None or planned_for is given or _has_as_rows(planned_for, shape)):
                 continue
             if isinstance(layout, str):
                 return None
@@ -123,11 +126,14 @@ class UnpaddedEncoder(nn.Module):
                 return layout
         if mask_BS is not None and mask_BS.shape != shape:
             return None
-        return self._own_plan(hidden_states, mask_BS)
+        return self._own_plan(hidden_states, mask_BS, given)
 
     @torch.compiler.disable  # it needs a number from the mask
-    def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None) -> Plan | None:
-        counts = None
+    def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None, given: Tensor | None) -> Plan | None:
+        counts = self._known_counts(given)
+        if counts is not None and given is not None and not self.by_token:
+            plan = self.layout(given, counts)
+            return plan if isinstance(plan, Plan) else None
         self.counted += 1
         if mask_BS is None:
             rows, width = hidden_states.shape[:2]
@@ -136,6 +142,20 @@ class UnpaddedEncoder(nn.Module):
             return None
         plan = self.layout(mask_BS, counts if counts is not None else self.count(mask_BS))
         return plan if isinstance(plan, Plan) else None
+
+    def _known_counts(self, given: Tensor | None) -> Sequence[int] | None:
+        """Those of a mask that is some rows of a counted one, by where it lies in memory."""
+        if given is None or not given.is_contiguous():
+            return None
+        for mask, counts in self.known_counts:
+            width = mask.shape[-1]
+            first = given.storage_offset() - mask.storage_offset()
+            rows = range(first // width, first // width + len(given))
+            same = given.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr() and mask.is_contiguous()
+            aligned = given.shape[1:] == (width,) and first % width == 0
+            if same and aligned and 0 <= rows.start <= rows.stop <= len(counts):
+                return counts[rows.start : rows.stop]
+        return None
 
     def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
         """Rows for which the head reads what is computed for padding; see :func:`.reads_padding`."""
@@ -156,6 +176,10 @@ class UnpaddedEncoder(nn.Module):
         if self.reads_first and any(count < 0 for count in counts):
             return "padded"
         return make_plan(mask_BS, sum(map(abs, counts)), self.pad_to_multiple_of)
+
+
+def _has_as_rows(mask: Tensor, shape: torch.Size) -> bool:
+    return mask.ndim > 2 and mask.shape[-1] == shape[1] and mask.numel() == shape.numel()
 
 
 def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:

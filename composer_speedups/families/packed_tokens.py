@@ -5,13 +5,24 @@ Shapes: B rows, S slots a row, N = B·S slots in all, T packed tokens, H hidden 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["IGNORED", "Plan", "gather_tokens", "make_plan", "reads_padding", "round_up", "row_counts", "scatter_tokens"]
+__all__ = [
+    "IGNORED",
+    "Plan",
+    "gather_tokens",
+    "make_plan",
+    "reads_padding",
+    "round_up",
+    "row_counts",
+    "scatter_tokens",
+    "token_masks",
+]
 
 
 IGNORED = -100  # the label that torch's cross entropy leaves out
@@ -34,6 +45,27 @@ class Plan(NamedTuple):
     indices_T: Tensor
     cu_seqlens: Tensor
     longest: int
+
+
+def token_masks(batch: Any) -> dict[str, Tensor]:
+    """The attention masks of a batch by their names: ``attention_mask``, and a bi-encoder's further ones.
+
+    They are (B, S), or (B, texts, S) like their token ids where a sample has several texts.
+    """
+    if not isinstance(batch, Mapping):
+        return {}
+    named = {name: x for name, x in batch.items() if isinstance(name, str) and isinstance(x, Tensor) and x.numel()}
+    return {
+        name: mask
+        for name, mask in named.items()
+        if "attention_mask" in name
+        if mask.ndim == 2 or (mask.ndim == 3 and mask.shape == _shape(named, name))
+    }
+
+
+def _shape(tensors: Mapping[str, Tensor], mask: str) -> torch.Size | None:
+    ids = tensors.get(mask.replace("attention_mask", "input_ids"))
+    return None if ids is None else ids.shape
 
 
 def row_counts(mask_BS: Tensor) -> list[int]:

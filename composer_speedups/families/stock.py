@@ -111,7 +111,8 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
     if not kind.__module__.startswith("transformers.models."):
         return [f"{label} is {_described(kind)}, which is not one of transformers' classes"]
     try:
-        reference = built_on_meta(kind, model.config)
+        without = {"add_pooling_layer": False} if getattr(model, "pooler", _MISSING) is None else {}
+        reference = built_on_meta(kind, model.config, **without)
     except Exception as error:  # a configuration that its class no longer takes
         return [f"{label} cannot be built anew from its configuration ({type(error).__name__})"]
     attention = model.config._attn_implementation or "eager"
@@ -122,7 +123,8 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
 def changes_to(model: nn.Module) -> list[str]:
     """How a model, with whatever is around and inside it, differs from one that is transformers' own throughout.
 
-    Composer's HuggingFaceModel around it is no difference. A bare encoder is one: what reads its result is not known.
+    Composer's HuggingFaceModel around it is no difference. A bare encoder is one, since what reads its result is not
+    known, unless the model around it has ``reads_real_tokens``: only of those, as a task of this package that pools.
     """
     outermost = outermost_models(model)
     found = []
@@ -132,16 +134,16 @@ def changes_to(model: nn.Module) -> list[str]:
     if "" not in outermost:
         found += _own_methods(model, "the model", ours=True)
     for name, inner in outermost.items():
-        if "For" not in type(inner).__name__:
+        if "For" not in type(inner).__name__ and not getattr(model, "reads_real_tokens", False):
             found.append(f"{name or 'the model'} is {_described(type(inner))} without a head")
         found += model_differences(inner, name)
     return found
 
 
-def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any) -> Any:
+def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
     """A module without memory for its weights, and without initialising them."""
     with torch.device("meta"), no_init_weights():
-        return kind(*arguments)
+        return kind(*arguments, **settings)
 
 
 def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:

@@ -56,6 +56,7 @@ class Embedding(Task):
     default_label = None
     most_texts = None
     auto_class = "AutoModel"
+    pools_real_tokens = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,8 +122,15 @@ class Embedding(Task):
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         vectors = outputs["logits"]
-        if self.loss_name == "cosine":
-            return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
+        # Similarities in float32: bfloat16 has 3 digits, and the temperature makes much of the third.
+        with torch.autocast(vectors.device.type, enabled=False):
+            return self._cosine_loss(vectors, batch) if self.loss_name == "cosine" else self._ranking_loss(vectors)
+
+    def _cosine_loss(self, vectors: Tensor, batch: Mapping[str, Any]) -> Tensor:
+        return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
+
+    def _ranking_loss(self, vectors: Tensor) -> Tensor:
+        """The mean over this rank's anchors. DDP's mean over ranks of its gradients is that of the whole batch."""
         anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives come first
         first = 0
         if dist.get_world_size() > 1:
@@ -148,7 +156,10 @@ class Embedding(Task):
         return [{"embedding": vector} for vector in logits[:, 0].float().tolist()]
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
-        """The files by which sentence-transformers loads the folder: its modules, pooling and normalisation."""
+        """The files by which sentence-transformers loads the folder: its modules, pooling and normalisation.
+
+        In the names of version 3, which later ones read too, as most models on the hub have them.
+        """
         package = "sentence_transformers.models"
         modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
         pooling = {
@@ -165,7 +176,12 @@ class Embedding(Task):
             ],
             "1_Pooling/config.json": pooling,
             "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-            "config_sentence_transformers.json": {"similarity_fn_name": "cosine"},
+            "config_sentence_transformers.json": {
+                "model_type": "SentenceTransformer",
+                "prompts": {},
+                "default_prompt_name": None,
+                "similarity_fn_name": "cosine",
+            },
         }
         (folder / "2_Normalize").mkdir(exist_ok=True)
         for name, content in files.items():

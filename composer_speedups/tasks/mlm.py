@@ -27,7 +27,8 @@ class MaskedLanguageModelling(Task):
 
     Attributes:
         mlm_probability: Share of the tokens (or words) that are masked.
-        whole_word_masking: Mask all pieces of a word together.
+        whole_word_masking: Mask all pieces of a word together, all by the mask token; otherwise a tenth of the masked
+            tokens is left as it is, and a tenth replaced by random ones.
         packing: Join the texts and cut them into rows of the maximum length.
     """
 
@@ -83,8 +84,10 @@ class MaskTokens:
         self, pad: Any, tokenizer: Any, probability: float, *, whole_words: bool = False, fixed: bool = False
     ) -> None:
         self.pad, self.whole_words, self.fixed = pad, whole_words, fixed
+        # Of whole words transformers makes nothing but mask tokens, and would warn of its default.
+        replace: dict[str, Any] = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0} if whole_words else {}
         self.collator = DataCollatorForLanguageModeling(
-            tokenizer, mlm=True, mlm_probability=probability, whole_word_mask=whole_words
+            tokenizer, mlm=True, mlm_probability=probability, whole_word_mask=whole_words, **replace
         )
         self._special = np.array(tokenizer.all_special_ids)
 

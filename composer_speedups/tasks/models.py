@@ -60,6 +60,11 @@ class FinetuneModel(HuggingFaceModel):
         self.train_metrics = _metrics(task, training=True) if train_metrics else None
         self.val_metrics = _metrics(task, training=False)
 
+    @property
+    def reads_real_tokens(self) -> bool:
+        """Whether nothing reads what a bare encoder computes for padding; of a task of one's own it is not known."""
+        return self.task.pools_real_tokens and type(self.task).__module__.startswith("composer_speedups.tasks.")
+
     def forward(self, batch: Any) -> Any:
         return self.task.outputs(self.model, {k: v for k, v in batch.items() if k in self.model_forward_args})
 

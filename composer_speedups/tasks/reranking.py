@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torchmetrics import Metric
 from torchmetrics.retrieval import RetrievalMRR, RetrievalNormalizedDCG
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.core.files import write_atomically
 from composer_speedups.tasks.metrics import MeanLoss
 from composer_speedups.tasks.task import Example, Task, joined, number, shown
 
@@ -36,6 +38,7 @@ class Reranking(Task):
 
     name = "reranking"
     default_texts = ("query", "document")
+    groups_samples = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,13 +61,15 @@ class Reranking(Task):
             )
         return label
 
-    def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
-        found = super().example(row, where, training=training)
-        return {**found, "query_id": zlib.crc32(found["text_1"].encode())}
-
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
-        """With the pairwise loss: each document that is not its query's best, after a better one, drawn at random."""
-        if not training or self.loss_name != "pairwise":
+        """With the pairwise loss: each document that is not its query's best, after a better one, drawn at random.
+
+        For evaluation: the samples with ``query_id``, the same number for the same query.
+        """
+        if not training:
+            numbers: dict[str, int] = {}
+            return [{**each, "query_id": numbers.setdefault(each["text_1"], len(numbers))} for each in examples]
+        if self.loss_name != "pairwise":
             return examples
         rng = random.Random(0)
         pairs = []
@@ -101,7 +106,7 @@ class Reranking(Task):
         return outputs
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
-        logits = outputs["logits"].squeeze(-1)
+        logits = outputs["logits"].float().squeeze(-1)
         if logits.ndim == 2:  # (R, 2): a better document and a worse one
             return F.softplus(logits[:, 1] - logits[:, 0]).mean()
         return F.binary_cross_entropy_with_logits(logits, batch["labels"])
@@ -122,8 +127,10 @@ class Reranking(Task):
         if isinstance(metric, MeanLoss):
             metric.update(scores, labels)
         else:
-            target = labels if isinstance(metric, RetrievalNormalizedDCG) else (labels > 0).long()
-            metric.update(scores, target, indexes=batch["query_id"])
+            graded = isinstance(metric, RetrievalNormalizedDCG)
+            target = labels.clamp(min=0) if graded else (labels > 0).long()  # a gain below 0 has no meaning
+            # torchmetrics' MRR leaves out documents with a score below 0; softplus keeps the order, and is positive.
+            metric.update(F.softplus(scores), target, indexes=batch["query_id"])
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
         scores = logits.float().reshape(-1)
@@ -132,3 +139,9 @@ class Reranking(Task):
             for each, probability in zip(found, scores.sigmoid().tolist(), strict=True):
                 each["probability"] = probability
         return found
+
+    def export(self, folder: Path, hidden: int, max_length: int) -> None:
+        """The length at which sentence-transformers' CrossEncoder cuts its pairs: that of training."""
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        write_atomically(path, json.dumps({**settings, "model_max_length": max_length}, indent=2) + "\n")

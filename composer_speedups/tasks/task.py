@@ -46,6 +46,8 @@ class Task:
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
     loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens, and not over samples
     splits_words: ClassVar[bool] = False  # the texts are lists of words
+    pools_real_tokens: ClassVar[bool] = False  # what is made of a bare encoder's vectors leaves out those of padding
+    groups_samples: ClassVar[bool] = False  # those with the same first text are evaluated together
 
     def __post_init__(self) -> None:
         self.text_columns = list(self.text_columns or self.default_texts)

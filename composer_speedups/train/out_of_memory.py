@@ -13,8 +13,11 @@ from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
 from composer_speedups.core.technique import techniques_of
+from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed.fsdp import offloading
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.task import Task
 
 __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
@@ -30,7 +33,8 @@ class MicrobatchTrainer(Trainer):
 
     It stops, with the size to set, where going on would not be the same run: on several ranks (the others wait in the
     collective operations of the batch), with captured graphs, at one review, or once the optimizer's own update has
-    run out, which may have changed some weights already.
+    run out, which may have changed some weights already. A loss over a whole batch, that of in-batch negatives, has no
+    micro-batches: it stops then, too, and names ``model.gradient_cache``.
 
     Attributes:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
@@ -128,6 +132,10 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     Raises:
         torch.OutOfMemoryError: There is none; the last line of the message says why and what to set.
     """
+    first = next(iter(str(error).strip().splitlines()), "CUDA out of memory")
+    model = model_of(state)
+    if isinstance(model, FinetuneModel) and model.task.needs_whole_batch:
+        raise torch.OutOfMemoryError(f"{first}\n{_without_micro_batches(model.task, state, rows)}") from error
     assert state.device_train_microbatch_size is not None
     rows = min(int(state.device_train_microbatch_size), rows)
     half = max(1, rows // 2)
@@ -146,7 +154,20 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
         reason = "trainer.on_out_of_memory is stop"
     else:
         return half
-    first = next(iter(str(error).strip().splitlines()), "CUDA out of memory")
     raise torch.OutOfMemoryError(
         f"{first}\ntrainer.microbatch_size: {rows} reviews a forward pass do not fit, and {reason}; {fix}"
     ) from error
+
+
+def _without_micro_batches(task: Task, state: State, rows: int) -> str:
+    """What to set where each sample of a batch takes part in the loss of the others."""
+    held = getattr(task, "gradient_cache", None)
+    texts = held or state.batch["input_ids"][..., 0].numel()
+    fix = "lower data.batch_size or data.max_length"
+    if texts > 1:
+        fix = f"set model.gradient_cache={texts // 2}"
+    beside = "" if held is None else f" with model.gradient_cache={held}"
+    return (
+        f"data.batch_size: {rows} samples a rank do not fit{beside}, and their loss needs the whole batch, which "
+        f"micro-batches would divide; {fix}"
+    )

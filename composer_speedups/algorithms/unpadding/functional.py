@@ -71,7 +71,8 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
 
     Args:
         model: A model that :func:`apply_unpadding` changed, with one such encoder.
-        attention_mask: (B, S), best still on the CPU; None takes the plan away again.
+        attention_mask: (B, S), or (B, texts, S) where the model gets the texts as rows; best still on the CPU. None
+            takes the plan away again.
         counts: What the encoder's ``count`` gave for it, where that is known already.
 
     Raises:
@@ -84,6 +85,7 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
     if attention_mask is None:
         encoder.plans = ()
         return
+    attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
         counts = encoder.count(attention_mask)
     device = next(encoder.parameters()).device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_
 from composer_speedups.core.compared_technique import ComparedTechnique
 from composer_speedups.core.technique import Conflict, Stage
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
-from composer_speedups.families.packed_tokens import row_counts
+from composer_speedups.families.packed_tokens import row_counts, token_masks
 
 # Composer cuts lists in a batch into micro-batches along with its tensors, and leaves them on the host.
 _COUNTS = "unpadding_row_counts_of_"
@@ -86,21 +85,27 @@ class Unpadding(ComparedTechnique):
     def after_forward(self, state: State) -> None:
         self._forget()
 
-    eval_after_forward = fit_end = after_forward
+    def after_backward(self, state: State) -> None:
+        self._forget(counts=True)  # until then the forward pass may be run again, in parts
+
+    eval_after_forward = fit_end = after_backward
 
     def _count(self, state: State) -> list[tuple[list[int], torch.Tensor]]:
         """Count while the batch is on the host; the last change to it is behind us."""
         counted, known = [], [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
-        for name, mask in _masks_of(state.batch).items():
+        for name, mask in token_masks(state.batch).items():
             if mask.device.type != "cpu":
                 continue
-            counts = known[0].count(mask) if known else row_counts(mask)
-            state.batch = {**state.batch, f"{_COUNTS}{name}": counts}
-            labels = state.batch.get("labels")
+            rows = mask.flatten(0, -2)
+            counts = known[0].count(rows) if known else row_counts(rows)
+            texts = len(rows) // len(mask)
+            by_sample = counts if mask.ndim == 2 else [counts[i : i + texts] for i in range(0, len(rows), texts)]
+            state.batch = {**state.batch, f"{_COUNTS}{name}": by_sample}
+            labels = state.batch.get("labels") if mask.ndim == 2 else None
             if name == "attention_mask" and known and not (isinstance(labels, torch.Tensor) and labels.is_cuda):
-                kept = known[0].reads_padding(mask, labels if isinstance(labels, torch.Tensor) else None)
+                kept = known[0].reads_padding(rows, labels if isinstance(labels, torch.Tensor) else None)
                 if any(kept):
-                    state.batch[_KEPT] = kept
+                    state.batch[_KEPT] = [any(kept[i : i + texts]) for i in range(0, len(rows), texts)]
             counted.append((counts, mask))
         return counted
 
@@ -116,24 +121,31 @@ class Unpadding(ComparedTechnique):
             return 0
         padded = 0
         plans: dict[UnpaddedEncoder, list[tuple[torch.Tensor, Layout]]] = {}
+        known: dict[UnpaddedEncoder, list[tuple[torch.Tensor, list[int]]]] = {}
         keep_padded = any(state.batch.pop(_KEPT, ()))
-        for name, mask in _masks_of(state.batch).items():
+        for name, mask in token_masks(state.batch).items():
             counts = state.batch.pop(f"{_COUNTS}{name}", None)
             if counts is None or len(counts) != len(mask):
                 continue
+            if mask.ndim > 2:
+                counts = [count for sample in counts for count in sample]
             for encoder in self._encoders:
                 if isinstance(encoder, UnpaddedEncoder):  # and nobody turned it back
                     kept = keep_padded and name == "attention_mask"
-                    layout: Layout = "padded" if kept else encoder.layout(mask, counts)
+                    layout: Layout = "padded" if kept else encoder.layout(mask.flatten(0, -2), counts)
+                    if mask.ndim > 2 and not kept:
+                        known.setdefault(encoder, []).append((mask, counts))
                     plans.setdefault(encoder, []).append((mask, layout))
                     padded += layout == "padded"
         for encoder, found in plans.items():
-            encoder.plans = tuple(found)
+            encoder.plans, encoder.known_counts = tuple(found), tuple(known.get(encoder, ()))
         return padded
 
-    def _forget(self) -> None:
+    def _forget(self, *, counts: bool = False) -> None:
         for encoder in self._encoders:
             encoder.plans = ()
+            if counts:
+                encoder.known_counts = ()
 
     def watch(self, state: State) -> None:
         self._first.watch(state, self._encoders)
@@ -143,7 +155,7 @@ class Unpadding(ComparedTechnique):
 
     def close(self) -> None:
         self._first.stop()
-        self._forget()
+        self._forget(counts=True)
         super().close()
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -156,15 +168,3 @@ class Unpadding(ComparedTechnique):
         if self._padded:
             evidence["micro_batches_left_padded"] = self._padded
         return evidence
-
-
-def _masks_of(batch: Any) -> dict[str, torch.Tensor]:
-    """The attention masks (B, S) of a batch by their names: ``attention_mask``, and a bi-encoder's further ones."""
-    if not isinstance(batch, Mapping):
-        return {}
-    return {
-        name: value
-        for name, value in batch.items()
-        if isinstance(name, str) and "attention_mask" in name and isinstance(value, torch.Tensor)
-        if value.ndim == 2 and value.numel()
-    }

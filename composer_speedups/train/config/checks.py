@@ -118,6 +118,8 @@ def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -
             "trainer.microbatch_size",
             "would take in-batch negatives from a micro-batch only; set model.gradient_cache instead",
         )
+    if config.model.gradient_cache is not None and "cuda_graphs" in config.algorithms:
+        refuse("model.gradient_cache", "encodes in parts that cuda_graphs cannot capture; leave one of them out")
     if data.eval_fraction is not None:
         if data.eval_file is not None:
             refuse("data.eval_fraction", "and data.eval_file both say what to validate on; remove one of them")

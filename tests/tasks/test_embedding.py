@@ -1,0 +1,481 @@
+"""A vector for each text: losses beside sentence-transformers' own, gradient caching, ranks, metrics and export."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import Algorithm, Callback, Event, State
+from composer.loggers import Logger
+from safetensors.torch import load_file
+from scipy.stats import spearmanr
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer import losses
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModel
+
+from composer_speedups import (
+    FusedLayers,
+    FusedOptimizer,
+    GradientCheckpointing,
+    MixedPrecision,
+    SDPAAttention,
+    ThroughputMonitor,
+    TorchCompile,
+    Unpadding,
+)
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
+from composer_speedups.data.loader import build_data
+from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.tasks.embedding import Embedding
+from composer_speedups.tasks.models import FinetuneModel, _from_config
+from composer_speedups.train.config.schema import DataConfig
+from composer_speedups.train.out_of_memory import MicrobatchTrainer
+from tests.helpers import forks
+from tests.helpers.common import VOCABULARY, Batch, Recorder, make_trainer
+from tests.helpers.jobs import run
+from tests.helpers.models import UNPADDED, Family, tiny_model
+from tests.helpers.ranks import on_ranks
+from tests.helpers.rerun import Rerun
+from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, write_rows
+from tests.reference.loop import EPS, gradients
+from tests.reference.tolerance import assert_near
+
+# Composer's, at an evaluation batch below the usual size
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
+ROWS = triples(24)
+THREE = ("anchor", "positive", "negative")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
+        return tokenizer_of([row[column] for row in ROWS for column in THREE])
+
+
+def built(task: Embedding, tokenizer: Any, *, dropout: float = 0.0) -> Any:
+    encoder = tiny_encoder(tokenizer, dropout=dropout, add_pooling_layer=False)
+    return FinetuneModel(encoder, task, tokenizer, max_length=12).train()
+
+
+def loss_and_gradients(model: Any, batch: Batch, seed: int = 0) -> dict[str, Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model.model)}
+
+
+def sentence_transformer(model: Any, folder: Path) -> SentenceTransformer:
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    model.task.export(folder, model.config.hidden_size, model.max_length)
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+@pytest.mark.parametrize(
+    ("columns", "loss", "cache"),
+    [(THREE[:2], "ranking", None), (THREE, "ranking", None), (THREE, "ranking", 5), (THREE[:2], "cosine", None)],
+)
+def test_loss_and_gradients_are_those_of_sentence_transformers(
+    columns: Sequence[str], loss: str, cache: int | None, pooling: str, tokenizer: Any, tmp_path: Path
+) -> None:
+    label = "score" if loss == "cosine" else None
+    task = Embedding(
+        text_columns=columns, loss_name=loss, label_column=label, pooling=pooling, gradient_cache=cache, temperature=0.1
+    )
+    model = built(task, tokenizer)
+    batch = collated(task, ROWS[:8], tokenizer)
+    assert batch["input_ids"].shape[:2] == (8, len(columns))
+    found = loss_and_gradients(model, batch)
+
+    reference = sentence_transformer(model, tmp_path)
+    features = [reference.preprocess([row[column] for row in ROWS[:8]]) for column in columns]
+    criterion: Any
+    if loss == "cosine":
+        criterion = losses.CosineSimilarityLoss(reference)
+    elif cache is None:
+        criterion = losses.MultipleNegativesRankingLoss(reference, scale=10.0)
+    else:
+        criterion = losses.CachedMultipleNegativesRankingLoss(reference, scale=10.0, mini_batch_size=cache)
+    expected = criterion(features, torch.tensor([row["score"] for row in ROWS[:8]]))
+    expected.backward()
+    inner = gradients(reference[0].model)
+    assert not any(bool(g.any()) for name, g in inner.items() if "pooler" in name)
+    inner = {name: g for name, g in inner.items() if "pooler" not in name}
+    assert_near(found, {"loss": expected.detach(), **inner})
+
+
+def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(tokenizer: Any) -> None:
+    """The reference encodes the same parts, and keeps all their activations."""
+    task = Embedding(text_columns=THREE, gradient_cache=7)
+    model = built(task, tokenizer, dropout=0.3)
+    batch = collated(task, ROWS[:8], tokenizer)
+    found = loss_and_gradients(model, batch)
+    assert not torch.equal(found["loss"], loss_and_gradients(model, batch, seed=1)["loss"]), "dropout is on"
+
+    torch.manual_seed(0)
+    model.zero_grad()
+    ids, mask = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask"))
+    parts = [task._encode(model.model, *part) for part in zip(ids.split(7), mask.split(7), strict=True)]
+    expected = task.loss({"logits": torch.cat(parts).view(8, 3, -1)}, batch)
+    expected.backward()
+    assert_near(found, {"loss": expected.detach(), **gradients(model.model)})
+
+
+class Kept(Callback):
+    """How often an unpadded encoder had to count the tokens of a batch, and how it ran."""
+
+    def __init__(self) -> None:
+        self.counted: list[int] = []
+        self.calls = 0
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BATCH_END:
+            self.counted += [encoder.counted for encoder in unpadded_encoders(state.model)]
+            assert all(encoder.ran == "unpadded" for encoder in unpadded_encoders(state.model))
+            assert not any(encoder.plans or encoder.known_counts for encoder in unpadded_encoders(state.model))
+
+
+def trained(
+    model: Any, batches: list[Batch], *algorithms: Algorithm, callbacks: Sequence[Callback] = ()
+) -> tuple[Any, Recorder]:
+    recorder = Recorder()
+    trainer = make_trainer(algorithms, model=model, batches=batches, callbacks=[recorder, *callbacks])
+    trainer.fit()
+    trainer.close()
+    return trainer, recorder
+
+
+def trained_plainly(model: Any, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    """Losses, first gradients and weights of an untouched encoder of transformers in plain PyTorch."""
+    encoder = copy.deepcopy(model.model)
+    optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
+    found: list[float] = []
+    first: dict[str, Tensor] = {}
+    for batch in batches:
+        optimizer.zero_grad()
+        pooled = []
+        for text in range(batch["input_ids"].shape[1]):
+            ids, mask = batch["input_ids"][:, text], batch["attention_mask"][:, text]
+            hidden = encoder(input_ids=ids, attention_mask=mask).last_hidden_state * mask[..., None]
+            pooled.append(hidden.sum(1) / mask.sum(1, keepdim=True))
+        anchors, candidates = pooled[0], torch.cat(pooled[1:])
+        scores = torch.cosine_similarity(anchors[:, None], candidates[None], dim=-1) / 0.05
+        loss = -scores.log_softmax(-1).diagonal().mean()
+        loss.backward()
+        first = first or gradients(encoder)
+        optimizer.step()
+        found.append(loss.item())
+    return found, first, {name: p.detach() for name, p in encoder.named_parameters()}
+
+
+@pytest.mark.parametrize(("cache", "check"), [(None, "auto"), (5, "auto"), (5, "always")])
+def test_the_fast_set_trains_as_plain_pytorch_and_plans_every_pass(
+    cache: int | None, check: Any, tokenizer: Any
+) -> None:
+    task = Embedding(text_columns=THREE, gradient_cache=cache)
+    model = built(task, tokenizer)
+    batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6, 12)]
+    expected_losses, expected_gradients, expected_weights = trained_plainly(model, batches)
+    kept, speed = Kept(), ThroughputMonitor()
+    techniques = [Unpadding(8, check=check), FusedLayers(check=check), FusedOptimizer()]
+    trainer, recorder = trained(model, batches, *techniques, callbacks=[kept, speed])
+    assert_near(recorder.losses, expected_losses, what="losses")
+    assert_near(recorder.first_gradients, expected_gradients, what="gradients")
+    assert_near(trainer.state.model.model.state_dict(), expected_weights, what="weights")
+    for technique in techniques[:2]:
+        if check == "auto":  # the parity of this test is the proof
+            assert "compared_with_untouched" not in technique.evidence
+        else:
+            assert technique.evidence["compared_with_untouched"]["loss"] < 1e-4
+    if check == "auto":
+        assert kept.counted == [0, 0, 0]
+    assert [(b.samples, b.tokens, b.slots) for b in speed.batches] == [
+        (6, int(batch["attention_mask"].sum()), batch["input_ids"].numel()) for batch in batches
+    ]
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_every_family_is_unpadded_as_a_bare_encoder(family: Family, tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE)
+    batch = collated(task, ROWS[:6], tokenizer)
+    batch["input_ids"] %= VOCABULARY
+    found = []
+    for algorithms in ([], [Unpadding(8)]):
+        config = tiny_model(family).config
+        torch.manual_seed(0)
+        model = FinetuneModel(_from_config(AutoModel, config, task), task)
+        assert not any("pooler" in name for name, _ in model.named_parameters())
+        _, recorder = trained(model, [batch], *algorithms)
+        found.append((recorder.losses, recorder.first_gradients))
+    assert_near(found[1][0], found[0][0], what="losses")
+    assert_near(found[1][1], found[0][1], what="gradients")
+
+
+def test_captured_batches_are_planned_before_their_replays(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs, with a stand-in for the capture: a pass that counted tokens itself would wait for the GPU."""
+    task = Embedding(text_columns=THREE)
+    model, recorder = built(task, tokenizer), Recorder()
+    whole = collated(task, ROWS[:18], tokenizer)
+    batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6, 12)]
+    expected, _, _ = trained_plainly(model, batches)
+    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
+    trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
+    calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
+    calls.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
+    calls.eager_first = 1
+    calls.install("forward")
+    trainer.fit()
+    trainer.close()
+    assert_near(recorder.losses, expected)
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
+
+
+@pytest.mark.parametrize("cache", [None, 5])
+def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE, gradient_cache=cache)
+    model = built(task, tokenizer)
+    batches = [collated(task, ROWS[start : start + 6], tokenizer) for start in (0, 6)]
+    expected, first, _ = trained_plainly(model, batches)
+    for techniques in (
+        [Unpadding(8), TorchCompile(scope="blocks", backend="aot_eager")],
+        [GradientCheckpointing(), SDPAAttention()],
+    ):
+        _, recorder = trained(built(task, tokenizer), batches, *techniques)
+        assert_near(recorder.losses, expected, what="losses")
+        assert_near(recorder.first_gradients, first, what="gradients")
+
+
+def test_gradient_caching_keeps_the_activations_of_no_text(tokenizer: Any) -> None:
+    """What autograd keeps from the forward to the backward pass: without it, more than the vectors of all layers."""
+    kept: dict[int | None, int] = {}
+    for cache in (None, 3):
+        task = Embedding(text_columns=THREE, gradient_cache=cache)
+        model, batch = built(task, tokenizer), collated(task, ROWS, tokenizer)
+        weights = {p.data_ptr() for p in model.parameters()}
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor, to: list[Tensor] = saved) -> Tensor:
+            to.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            model.loss(model(batch), batch)
+        kept[cache] = sum({x.data_ptr(): x.numel() for x in saved if x.data_ptr() not in weights}.values())
+    assert kept[None] > 20 * 72 * 32, "a vector is 32 numbers"
+    assert kept[3] < 0.1 * kept[None]
+
+
+def test_bf16_and_sdpa_stay_near_float32(tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE)
+    model = built(task, tokenizer)
+    batches = [collated(task, ROWS[:8], tokenizer)]
+    expected, _, _ = trained_plainly(model, batches)
+    _, recorder = trained(model, batches, SDPAAttention(), MixedPrecision("bf16", allow_cpu=True))
+    assert recorder.losses == pytest.approx(expected, rel=0.05)
+
+
+def test_similarities_are_float32_under_autocast() -> None:
+    vectors = torch.nn.functional.normalize(torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0)), dim=-1)
+    for task in (Embedding(), Embedding(loss_name="cosine", label_column="score")):
+        batch = {"labels": torch.linspace(0, 1, 16)}
+        expected = task.loss({"logits": vectors}, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(task.loss({"logits": vectors}, batch), expected)
+
+
+class ReadsPadding(Embedding):
+    name = ""
+
+    def _encode(self, model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+        return model(input_ids=ids, attention_mask=mask)["last_hidden_state"].mean(1)
+
+
+def test_pooling_that_reads_padding_is_refused_though_the_first_batch_has_none(tokenizer: Any) -> None:
+    model = built(ReadsPadding(), tokenizer)
+    full = [{"anchor": "amber birch cedar", "positive": "cedar birch amber"}, {"anchor": "a b c", "positive": "c b a"}]
+    batch = {key: value[..., :5] for key, value in collated(Embedding(), full, tokenizer).items()}
+    assert bool(batch["attention_mask"].all())
+    with pytest.raises(CannotRunError, match=r"^unpadding: the model does not compute what it does untouched"):
+        trained(model, [batch], Unpadding())
+
+
+def gradients_on_a_rank(tokenizer: Any, task: Embedding, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Of a model in DDP, which averages them over the ranks; each has its share of the rows."""
+    model = built(task, tokenizer)
+    parallel = DistributedDataParallel(model)
+    mine = rows[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
+    batch = collated(task, mine, tokenizer)
+    loss = model.loss(parallel(batch), batch)
+    loss.backward()
+    mean = loss.detach().clone()
+    torch.distributed.all_reduce(mean)
+    return {"loss": mean / 2, **gradients(model.model)}
+
+
+@pytest.mark.parametrize("cache", [None, 5])
+def test_two_ranks_average_to_the_gradients_of_one_process(cache: int | None, tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE, gradient_cache=cache)
+    found = on_ranks(lambda: gradients_on_a_rank(tokenizer, task, ROWS[:12]))
+    model = built(task, tokenizer)
+    expected = loss_and_gradients(model, collated(task, ROWS[0:12:2] + ROWS[1:12:2], tokenizer))
+    for each in found:
+        assert_near(each, expected)
+
+
+FILES = [
+    "model.task=embedding", "data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl",
+    "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=12",
+    "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
+    "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
+    "algorithms.fused_optimizer={}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def files() -> list[str]:
+    write_rows("train.jsonl", ROWS)
+    write_rows("eval.jsonl", triples(13, seed=1))  # of two ranks, one has a row more
+    return FILES
+
+
+def train_in_process(*overrides: str) -> dict[str, Any]:
+    return run(*FILES, *overrides, short=False)
+
+
+def expected_metrics(folder: str = "runs/quickstart/model") -> dict[str, float]:
+    """Of the exported model, by sentence-transformers and plain Python."""
+    rows = triples(13, seed=1)
+    model = SentenceTransformer(folder, device="cpu")
+    anchors, positives = (model.encode([row[column] for row in rows]) for column in ("anchor", "positive"))
+    scores = anchors @ positives.T
+    ranks = [sorted(-scores[i]).index(-scores[i, i]) for i in range(len(rows))]
+    return {
+        "recall@1": sum(rank < 1 for rank in ranks) / len(ranks),
+        "recall@10": sum(rank < 10 for rank in ranks) / len(ranks),
+        "spearman": float(spearmanr(scores.diagonal(), [row["score"] for row in rows]).statistic),
+    }
+
+
+@pytest.mark.parametrize("task", ["ranking", "cosine"])
+def test_a_run_reports_what_its_export_scores_in_sentence_transformers(task: str, files: list[str]) -> None:
+    more = ["model.loss=cosine", "data.label_column=score", "model.pooling=cls"] if task == "cosine" else []
+    report = train_in_process(*more, "model.gradient_cache=6")
+    names = ["spearman"] if task == "cosine" else ["recall@1", "recall@10"]
+    expected = expected_metrics()
+    for name in names:
+        assert report["metrics"][name] == pytest.approx(expected[name], abs=1e-5)
+    assert report["throughput"]["samples_per_sec"] < report["throughput"]["tokens_per_sec"] / 2
+    assert Path("runs/quickstart/model/2_Normalize").is_dir()
+    weights = load_file("runs/quickstart/model/model.safetensors")
+    assert not [name for name in weights if "pooler" in name]
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[str]) -> None:
+    settings = ["model.dropout=0.1", "model.gradient_cache=5", "checkpoint.interval=2ba", "checkpoint.keep=-1"]
+    whole = train_in_process(*settings, "run_name=whole")
+    load = "checkpoint.load=runs/whole/checkpoints/ep0-ba2-rank0.pt"
+    part = train_in_process(*settings, "run_name=part", load)
+    assert part["metrics"] == whole["metrics"]
+    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_two_ranks_train_and_score_as_one_process(files: list[str]) -> None:
+    one = train_in_process("run_name=one")
+    ends = forks.on_ranks(lambda: (train_in_process("run_name=two"), None)[1])
+    assert [end.status for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
+    two = json.loads(Path("runs/two/report.json").read_text())
+    expected = expected_metrics("runs/two/model")
+    assert {name: two["metrics"][name] for name in ("recall@1", "recall@10")} == pytest.approx(
+        {name: expected[name] for name in ("recall@1", "recall@10")}
+    )
+    weights = [load_file(f"runs/{name}/model/model.safetensors") for name in ("one", "two")]
+    assert_near(weights[1], weights[0], what="weights")
+    assert one["metrics"]["recall@10"] == pytest.approx(two["metrics"]["recall@10"], abs=0.1)
+
+
+class SmallGPU(Algorithm):
+    """Every forward pass raises what CUDA's allocator raises."""
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.AFTER_FORWARD
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nmore of it")
+
+
+@pytest.mark.parametrize(
+    ("cache", "fix"),
+    [
+        (None, "do not fit, .*; set model.gradient_cache=12"),
+        (6, "do not fit with model.gradient_cache=6, .*; set model.gradient_cache=3"),
+        (1, "do not fit with model.gradient_cache=1, .*; lower data.batch_size or data.max_length"),
+    ],
+)
+def test_out_of_memory_names_the_key_that_helps(cache: int | None, fix: str, tokenizer: Any) -> None:
+    task = Embedding(text_columns=THREE, gradient_cache=cache)
+    batch = collated(task, ROWS[:8], tokenizer)
+    trainer = make_trainer([SmallGPU()], model=built(task, tokenizer), batches=[batch], cls=MicrobatchTrainer)
+    with pytest.raises(torch.OutOfMemoryError, match=rf"data.batch_size: 8 samples a rank {fix}$"):
+        trainer.fit()
+    trainer.close()
+
+
+def test_micro_batches_are_refused_in_a_config_and_in_code(files: list[str]) -> None:
+    for size in ("4", "auto"):
+        with pytest.raises(
+            ConfigError, match=r"trainer.microbatch_size would take .*; set model.gradient_cache instead"
+        ):
+            train_in_process(f"trainer.microbatch_size={size}")
+    with pytest.raises(ConfigError, match=r"model.gradient_cache encodes in parts that cuda_graphs cannot capture"):
+        train_in_process("model.gradient_cache=4", "algorithms.cuda_graphs={}")
+    config = DataConfig(
+        source="files", train_file="train.jsonl", eval_file="eval.jsonl", tokenizer="wordpiece", vocab_size=300,
+        max_length=12, batch_size=8,
+    )  # fmt: skip
+    data = build_data(config, Embedding(), model_name="", on_gpu=False)
+    batch = next(iter(data.train.dataloader))
+    assert data.train.get_num_samples_in_batch(batch) == 8
+    assert data.train.get_num_tokens_in_batch(batch) == int(batch["attention_mask"].sum())
+    assert len(data.train.split_batch(batch, 8)) == 1
+    with pytest.raises(ConfigError, match=r"trainer.microbatch_size: the loss needs the whole batch"):
+        data.train.split_batch(batch, 4)
+    assert len(data.eval.split_batch(batch, 4)) == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_name": "bce"}, r"model.loss: task embedding has ranking and cosine, not bce"),
+        ({"text_columns": ["anchor"]}, r"data.text_columns: task embedding reads two columns or more"),
+        ({"loss_name": "cosine"}, r"data.label_column is missing; model.loss=cosine needs the column of the scores"),
+        ({"loss_name": "cosine", "text_columns": THREE, "label_column": "score"}, r"model.loss=cosine compares two"),
+    ],
+)
+def test_settings_that_cannot_be_used_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Embedding(**settings)
+
+
+def test_bad_rows_name_the_row_and_the_column(files: list[str]) -> None:
+    with pytest.raises(DataError, match=r"has no column 'query' \(it has: anchor, positive, negative, score\)"):
+        train_in_process("data.text_columns=[query,positive]")
+    for score, shown in ((None, "empty"), (math.nan, "nan")):
+        write_rows("train.jsonl", [*ROWS[:2], {**ROWS[2], "score": score}])
+        with pytest.raises(DataError, match=rf"row 3: score is {shown}; it must be a finite number"):
+            train_in_process("model.loss=cosine", "data.label_column=score")
+    write_rows("train.jsonl", [ROWS[0], {**ROWS[1], "positive": " "}])
+    with pytest.raises(DataError, match=r"row 2: positive is empty; every sample needs text there"):
+        train_in_process()

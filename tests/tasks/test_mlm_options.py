@@ -1,0 +1,203 @@
+"""Masked language modelling with whole words masked and texts packed; perplexity; resuming; two ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForMaskedLM, DataCollatorForLanguageModeling
+
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.flat import Ragged
+from composer_speedups.data.loader import Pad, build_data
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
+from composer_speedups.train.config.schema import DataConfig
+from tests.helpers import forks
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+from tests.helpers.texts import sentence, tokenizer_of
+from tests.reference.tolerance import assert_near
+
+# Composer's, at a batch below the usual size
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
+OPTIONS = ["model.task=mlm", "data.whole_word_masking=true", "data.packing=true"]
+TEXTS = [sentence(random.Random(i), 4, 20) for i in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of other texts, so that most words have several pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
+        return tokenizer_of(builtin_reviews(20, 0, "train", 0.1)["text"])
+
+
+def masked(task: MaskedLanguageModelling, tokenizer: Any, *, seed: int = 0) -> tuple[dict[str, Any], list[Any]]:
+    """All texts as one batch, and the word of each token."""
+    torch.manual_seed(seed)
+    rows = Ragged.of(task.encode({"text_1": TEXTS}, tokenizer, 64))
+    collate = task.collator(Pad(tokenizer.pad_token_id, 64, longest=False), tokenizer, training=True)
+    words = [tokenizer(text, truncation=True, max_length=64).word_ids() for text in TEXTS]
+    return collate(rows), words
+
+
+def test_the_pieces_of_a_word_are_masked_together_and_special_tokens_never(tokenizer: Any) -> None:
+    batch, words = masked(MaskedLanguageModelling(whole_word_masking=True, mlm_probability=0.2), tokenizer)
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    chosen, pieces = [], []
+    for labels, word_of in zip(batch["labels"].tolist(), words, strict=True):
+        assert set(labels[len(word_of) :]) <= {-100}, "padding"
+        held: dict[Any, set[bool]] = {}
+        for label, word in zip(labels, word_of, strict=False):
+            held.setdefault(word, set()).add(label != -100)
+        assert held.pop(None) == {False}
+        assert all(len(found) == 1 for found in held.values()), "a word is masked whole, or not at all"
+        chosen += [found.pop() for found in held.values()]
+        pieces += [word_of.count(word) for word in held]
+    assert np.mean(np.array(pieces) > 1) > 0.5
+    assert np.mean(chosen) == pytest.approx(0.2, abs=0.02)  # of about 4,800 words: three standard deviations
+    hidden = batch["labels"] != -100
+    assert torch.equal(batch["input_ids"] == tokenizer.mask_token_id, hidden)
+
+
+def test_the_mask_is_transformers_own_for_the_same_random_numbers(tokenizer: Any) -> None:
+    """It tells words by gaps between the places of their pieces in the text: these texts have no punctuation."""
+    batch, _ = masked(MaskedLanguageModelling(whole_word_masking=True), tokenizer)
+    whole = {"truncation": True, "max_length": 64, "padding": "max_length"}
+    encoded = [tokenizer(text, return_offsets_mapping=True, **whole) for text in TEXTS]
+    for each in encoded:
+        each["special_tokens_mask"] = tokenizer.get_special_tokens_mask(
+            each["input_ids"], already_has_special_tokens=True
+        )
+    torch.manual_seed(0)
+    with pytest.warns(UserWarning, match="Random token replacement is not supported with whole word masking"):
+        collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15, whole_word_mask=True)
+    expected = collator(encoded)
+    assert torch.equal(batch["labels"], expected["labels"])
+    assert torch.equal(batch["input_ids"], expected["input_ids"])
+
+
+def packed(**settings: Any) -> tuple[Any, Any]:
+    """The loaders' data with packing, and the tokenizer."""
+    config = DataConfig(
+        source="builtin", train_samples=30, eval_samples=12, length_scale=0.2, tokenizer="wordpiece", vocab_size=200,
+        max_length=32, batch_size=4, packing=True, **settings,
+    )  # fmt: skip
+    task = MaskedLanguageModelling(packing=True, whole_word_masking=bool(settings.get("whole_word_masking")))
+    data = build_data(config, task, model_name="", on_gpu=False)
+    return data, data.tokenizer
+
+
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_packed_rows_are_full_and_hold_every_token_in_order(whole_words: bool) -> None:
+    data, tokenizer = packed(whole_word_masking=whole_words)
+    for spec, split, count in ((data.train, "train", 30), (data.eval, "eval", 12)):
+        rows = spec.dataloader.dataset
+        texts = builtin_reviews(count, 17, split, 0.2)["text"]
+        expected = [i for text in texts for i in tokenizer(text, verbose=False)["input_ids"]]
+        assert len(expected) > 32 * count, "texts are longer than a row, and none is cut"
+        assert rows.lengths[:-1].tolist() == [32] * (len(expected) // 32)
+        assert rows.lengths.sum() == len(expected)
+        found = rows.__getitems__(range(len(rows))).tokens
+        assert found["input_ids"].tolist() == expected
+        if whole_words:
+            starts = [i == 0 or word is None or word != before
+                      for words in (tokenizer(text, verbose=False).word_ids() for text in texts)
+                      for i, (word, before) in enumerate(zip(words, [None, *words], strict=False))]  # fmt: skip
+            assert found["word_starts"].tolist() == starts
+    batches = list(data.train.dataloader)
+    drawn = sum(int(batch["attention_mask"].sum()) for batch in batches)
+    assert drawn == data.train.dataloader.dataset.lengths.sum(), "an epoch has every token"
+    assert sum(not bool(batch["attention_mask"].all()) for batch in batches) <= 1, "the last row alone is shorter"
+
+
+def test_a_run_reports_the_perplexity_of_its_export_and_resumes_exactly() -> None:
+    settings = [*OPTIONS, "trainer.max_duration=6ba", "checkpoint.interval=3ba", "checkpoint.keep=-1"]
+    settings += ["model.dropout=0.1", "algorithms.sdpa_attention=null", "algorithms.unpadding={}"]
+    settings += ["algorithms.fused_layers={}", "data.eval_batch_size=4"]
+    whole = run(*settings, "run_name=whole")
+    assert whole["throughput"]["padding_fraction"] < 0.05
+    part = run(*settings, "run_name=part", "checkpoint.load=runs/whole/checkpoints/ep0-ba3-rank0.pt")
+    assert part["metrics"] == whole["metrics"]
+    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+    config = DataConfig(
+        source="builtin", length_scale=0.12, train_samples=48, eval_samples=16, tokenizer="wordpiece", vocab_size=400,
+        max_length=48, padding="longest", batch_size=8, eval_batch_size=4, packing=True,
+    )  # fmt: skip
+    task = MaskedLanguageModelling(packing=True, whole_word_masking=True)
+    data = build_data(config, task, model_name="", on_gpu=False)
+    assert data.eval is not None
+    model = AutoModelForMaskedLM.from_pretrained("runs/whole/model").eval()
+    total, count, right = 0.0, 0, 0
+    with torch.no_grad():
+        for batch in data.eval.dataloader:
+            labels = batch.pop("labels")
+            logits = model(**batch).logits
+            total += float(F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum"))
+            count += int((labels != -100).sum())
+            right += int((logits.argmax(-1) == labels).sum())
+    metrics = whole["metrics"]
+    assert metrics["loss"] == pytest.approx(total / count, rel=1e-5)
+    assert metrics["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-4)
+    assert metrics["accuracy"] == pytest.approx(right / count, rel=1e-5)
+
+
+def perplexity_on_a_rank() -> float:
+    from composer_speedups.tasks import models
+
+    metrics = models._metrics(MaskedLanguageModelling(), training=False)
+    rank = torch.distributed.get_rank()
+    for logits, labels in scored()[rank::2]:
+        metrics["LanguagePerplexity"].update(logits, labels)
+    return float(metrics["LanguagePerplexity"].compute())
+
+
+def scored() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, 9, 0.1), (3, 5, 0.8), (4, 7, 0.5), (1, 3, 0.9), (2, 2, 1.0)]  # and the share that has labels
+    found = []
+    for rows, width, share in sizes:
+        labels = torch.randint(0, 20, (rows, width), generator=generator)
+        labels[torch.rand(rows, width, generator=generator) > share] = -100
+        found.append((3 * torch.randn(rows, width, 20, generator=generator), labels))
+    return found
+
+
+def test_perplexity_on_two_ranks_weighs_every_masked_token_alike() -> None:
+    logits = torch.cat([each.flatten(0, 1) for each, _ in scored()])
+    labels = torch.cat([each.flatten() for _, each in scored()])
+    expected = math.exp(F.cross_entropy(logits, labels))
+    assert on_ranks(perplexity_on_a_rank) == pytest.approx([expected] * 2, rel=1e-5)
+
+
+def test_two_ranks_train_on_packed_rows_and_agree() -> None:
+    settings = [*OPTIONS, "trainer.max_duration=2ba", "data.drop_last=true"]
+    ends = forks.on_ranks(lambda: (run(*settings), None)[1])
+    assert [end.status for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
+    report = json.loads(Path("runs/quickstart/report.json").read_text())
+    metrics = report["metrics"]
+    assert_near([math.exp(metrics["loss"])], [metrics["perplexity"]], what="perplexity")
+
+
+def test_options_that_cannot_be_met_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"data.packing joins all texts, which a stream has not; leave it out"):
+        run(*OPTIONS, "data.streaming=true", "data.source=hub")
+    with pytest.raises(ConfigError, match=r"data.whole_word_masking is for model.task: mlm, not classification"):
+        run("data.whole_word_masking=true")
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ConfigError, match=r"data.whole_word_masking needs a fast tokenizer"):
+        MaskedLanguageModelling(whole_word_masking=True).encode({"text_1": ["a"]}, Slow(), 8)

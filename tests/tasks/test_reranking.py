@@ -1,0 +1,287 @@
+"""A cross-encoder: both losses, metrics beside plain Python, queries whose rows lie apart, ranks, and the export."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from sentence_transformers import CrossEncoder
+from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss, RankNetLoss
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import BertForSequenceClassification
+
+from composer_speedups import FusedLayers, FusedOptimizer, ThroughputMonitor, Unpadding
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.reranking import Reranking
+from composer_speedups.train.config.schema import DataConfig
+from tests.helpers import forks
+from tests.helpers.common import Recorder, make_trainer
+from tests.helpers.jobs import run
+from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokenizer_of, write_rows
+from tests.reference.loop import EPS, gradients
+from tests.reference.tolerance import assert_near
+
+# Composer's, at a batch below the usual size
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
+
+
+def judged(queries: int, seed: int = 0, *, grades: int = 2) -> list[dict[str, Any]]:
+    """2 to 13 documents a query, all rows in random order, so that those of a query lie far apart."""
+    rng = random.Random(seed)
+    rows = []
+    for number in range(queries):
+        query = f"{WORDS[number % 24]} {sentence(rng, 2, 3)}"
+        for _ in range(rng.randint(2, 13)):
+            rows.append({"query": query, "document": sentence(rng), "label": rng.randrange(grades)})
+    rng.shuffle(rows)
+    return rows
+
+
+ROWS = judged(6, grades=3)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("tokenizer"))
+        return tokenizer_of([row[column] for row in ROWS for column in ("query", "document")])
+
+
+def built(task: Reranking, tokenizer: Any, length: int = 16) -> Any:
+    encoder = tiny_encoder(tokenizer, kind=BertForSequenceClassification)
+    encoder.classifier, encoder.num_labels, encoder.config.num_labels = torch.nn.Linear(32, 1), 1, 1
+    return FinetuneModel(encoder, task, tokenizer, length).train()
+
+
+def cross_encoder(model: Any, folder: Path) -> CrossEncoder:
+    model.model.save_pretrained(folder)
+    model.tokenizer.save_pretrained(folder)
+    model.task.export(folder, 32, model.max_length)
+    return CrossEncoder(str(folder), device="cpu")
+
+
+def test_binary_cross_entropy_is_that_of_sentence_transformers(tokenizer: Any, tmp_path: Path) -> None:
+    task = Reranking()
+    model = built(task, tokenizer)
+    rows = [{**row, "label": row["label"] / 2} for row in ROWS[:8]]
+    batch = collated(task, rows, tokenizer, 16)
+    assert "query_id" not in batch, "only evaluation reads it"
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    reference = cross_encoder(model, tmp_path)
+    pairs = [[row["query"] for row in rows], [row["document"] for row in rows]]
+    expected = BinaryCrossEntropyLoss(reference)(pairs, batch["labels"])
+    expected.backward()
+    assert_near({"loss": loss, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
+
+
+def test_the_pairwise_loss_is_that_of_ranknet(tokenizer: Any, tmp_path: Path) -> None:
+    """sentence-transformers' is over the documents of a query at a time: those of two are one pair."""
+    task = Reranking(loss_name="pairwise")
+    model = built(task, tokenizer)
+    documents = [(sentence(random.Random(i)), sentence(random.Random(i + 50))) for i in range(5)]
+    rows = [
+        {"query": f"query {WORDS[i]}", "document": document, "label": label}
+        for i, pair in enumerate(documents)
+        for document, label in zip(pair, (-1, -3), strict=True)
+    ]
+    batch = collated(task, rows, tokenizer, 16)
+    assert batch["input_ids"].shape[:2] == batch["token_type_ids"].shape[:2] == (5, 2)
+    loss = model.loss(model(batch), batch)
+    loss.backward()
+    reference = cross_encoder(model, tmp_path)
+    queries, labels = [f"query {WORDS[i]}" for i in range(5)], [torch.tensor([1.0, 0.0])] * 5
+    expected = RankNetLoss(reference, reduction_log="natural")([queries, [list(pair) for pair in documents]], labels)
+    expected.backward()
+    assert_near({"loss": loss, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
+
+
+def test_pairs_are_of_one_query_and_each_worse_document_comes_once() -> None:
+    task = Reranking(loss_name="pairwise")
+    examples = [task.example(row, "", training=True) for row in ROWS]
+    label = {(each["text_1"], each["text_2"]): each["labels"] for each in examples}
+    pairs = task.prepared(examples, training=True)
+    assert pairs == task.prepared(examples, training=True), "the same draw each time"
+    for pair in pairs:
+        assert label[pair["text_1"], pair["text_2"]] > label[pair["text_1"], pair["text_3"]]
+    best = {query: max(grade for (q, _), grade in label.items() if q == query) for query, _ in label}
+    worse = sorted(key for key, grade in label.items() if grade < best[key[0]])
+    assert sorted((pair["text_1"], pair["text_3"]) for pair in pairs) == worse
+
+
+def test_the_fast_set_trains_pairs_as_plain_pytorch_in_micro_batches_too(tokenizer: Any) -> None:
+    task = Reranking(loss_name="pairwise")
+    whole = collated(task, ROWS, tokenizer, 16)
+    batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6)]
+    reference = built(task, tokenizer).model
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False)
+    expected: list[float] = []
+    first: dict[str, Tensor] = {}
+    for batch in batches:
+        optimizer.zero_grad()
+        better, worse = (reference(**{k: x[:, side] for k, x in batch.items()}).logits for side in (0, 1))
+        loss = -torch.nn.functional.logsigmoid(better - worse).mean()
+        loss.backward()
+        first = first or gradients(reference)
+        optimizer.step()
+        expected.append(loss.item())
+
+    for size in (6, 4):  # 4 and 2
+        recorder, speed = Recorder(), ThroughputMonitor()
+        techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
+        trainer = make_trainer(
+            techniques, model=built(task, tokenizer), batches=batches, callbacks=[recorder, speed],
+            device_train_microbatch_size=size, train_dataloader=DataLoader(batches, batch_size=None),
+        )  # fmt: skip
+        trainer.fit()
+        trainer.close()
+        assert_near(recorder.losses, expected, what="losses")
+        assert_near(recorder.first_gradients, first, what="gradients")
+        assert [(b.samples, b.tokens) for b in speed.batches] == [
+            (6, int(batch["attention_mask"].sum())) for batch in batches
+        ]
+
+
+def test_a_stray_row_of_a_query_counts_to_it_and_numbers_are_small() -> None:
+    task = Reranking()
+    examples = [task.example({**row, "label": 1}, "", training=False) for row in ROWS]
+    numbered = task.prepared(examples, training=False)
+    found: dict[str, set[int]] = {}
+    for each in numbered:
+        found.setdefault(each["text_1"], set()).add(each["query_id"])
+    assert sorted(number for numbers in found.values() for number in numbers) == list(range(6))
+
+
+FILES = [
+    "model.task=reranking", "data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl",
+    "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=14",
+    "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
+    "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
+    "algorithms.fused_optimizer={}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def files() -> list[dict[str, Any]]:
+    """Written for a run; the rows to evaluate on, an odd number of them."""
+    write_rows("train.jsonl", judged(6))
+    rows = judged(7, seed=1)
+    rows = rows[: len(rows) - 1 + len(rows) % 2]
+    write_rows("eval.jsonl", rows)
+    return rows
+
+
+def train_in_process(*overrides: str) -> dict[str, Any]:
+    return run(*FILES, *overrides, short=False)
+
+
+def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str, float]:
+    """MRR@10 and NDCG@10 over the queries with a relevant document."""
+    by_query: dict[str, list[tuple[float, int]]] = {}
+    for row, score in zip(rows, scores, strict=True):
+        by_query.setdefault(row["query"], []).append((score, row["label"]))
+    reciprocal, gains = [], []
+    for documents in by_query.values():
+        labels = [label for _, label in sorted(documents, reverse=True)]
+        if any(labels):
+            first = labels.index(next(label for label in labels if label > 0)) + 1
+            reciprocal.append(1 / first if first <= 10 else 0.0)
+            gain, ideal = (
+                sum(label / math.log2(place + 2) for place, label in enumerate(each[:10]))
+                for each in (labels, sorted(labels, reverse=True))
+            )
+            gains.append(gain / ideal)
+    return {"mrr@10": sum(reciprocal) / len(reciprocal), "ndcg@10": sum(gains) / len(gains)}
+
+
+@pytest.mark.parametrize("loss", ["bce", "pairwise"])
+def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[dict[str, Any]]) -> None:
+    report = train_in_process(f"model.loss={loss}")
+    model = CrossEncoder("runs/quickstart/model", device="cpu")
+    assert model.max_seq_length == 14
+    pairs = [(row["query"], row["document"]) for row in files]
+    scores = model.predict(pairs, activation_fn=torch.nn.Identity())
+    found = ranked_by_hand(files, scores.tolist())
+    assert {name: report["metrics"][name] for name in found} == pytest.approx(found, abs=1e-5)
+    if loss == "bce":
+        labels = torch.tensor([row["label"] for row in files])
+        expected = torch.nn.functional.binary_cross_entropy(torch.tensor(model.predict(pairs)), labels.float())
+        assert report["metrics"]["loss"] == pytest.approx(float(expected), abs=1e-5)
+        task = Reranking()
+        probabilities = [each["probability"] for each in task.predictions(torch.tensor(scores), {})]
+        assert probabilities == pytest.approx(model.predict(pairs).tolist(), abs=1e-6)
+
+
+def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[dict[str, Any]]) -> None:
+    settings = ["model.loss=pairwise", "model.dropout=0.1", "checkpoint.interval=1ba", "checkpoint.keep=-1"]
+    whole = train_in_process(*settings, "run_name=whole", "trainer.microbatch_size=4")
+    load = "checkpoint.load=runs/whole/checkpoints/ep0-ba1-rank0.pt"
+    part = train_in_process(*settings, "run_name=part", load, "trainer.microbatch_size=4")
+    assert part["metrics"] == whole["metrics"]
+    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_two_ranks_train_and_score_as_one_process(files: list[dict[str, Any]]) -> None:
+    settings = ["model.loss=pairwise", "data.drop_last=true"]
+    train_in_process("run_name=one", *settings)
+    ends = forks.on_ranks(lambda: (train_in_process("run_name=two", *settings), None)[1])
+    assert [end.status for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
+    weights = [load_file(f"runs/{name}/model/model.safetensors") for name in ("one", "two")]
+    assert_near(weights[1], weights[0], what="weights")
+    report = json.loads(Path("runs/two/report.json").read_text())
+    scores = CrossEncoder("runs/two/model", device="cpu").predict([(row["query"], row["document"]) for row in files])
+    expected = ranked_by_hand(files, scores.tolist())
+    assert {name: report["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
+
+
+def test_validation_draws_whole_queries(files: list[dict[str, Any]]) -> None:
+    def queries(**settings: Any) -> tuple[list[int], int]:
+        """Rows of each query, in evaluation; and all rows of training."""
+        config = DataConfig(
+            source="files", train_file="train.jsonl", tokenizer="wordpiece", vocab_size=300, max_length=14,
+            batch_size=8, train_samples=None, **settings,
+        )  # fmt: skip
+        data = build_data(config, Reranking(), model_name="", on_gpu=False)
+        ids = torch.cat([batch["query_id"] for batch in data.eval.dataloader])
+        return sorted(ids.bincount()[ids.unique()].tolist()), len(data.train.dataloader.dataset)
+
+    def sizes(rows: list[dict[str, Any]]) -> list[int]:
+        names = [row["query"] for row in rows]
+        return sorted(names.count(name) for name in set(names))
+
+    drawn, _ = queries(eval_file="eval.jsonl", eval_samples=25)
+    assert 0 < len(drawn) < len(sizes(files))
+    assert sum(drawn) <= 25
+    assert not [size for size in drawn if size not in sizes(files)]
+    train = judged(6)
+    held, kept = queries(eval_fraction=0.4)
+    assert sum(held) + kept == len(train)
+    assert not [size for size in held if size not in sizes(train)]
+    assert 0 < sum(held) <= 0.4 * len(train)
+
+
+def test_bad_settings_and_rows_are_refused(files: list[dict[str, Any]]) -> None:
+    with pytest.raises(ConfigError, match=r"model.loss: task reranking has bce and pairwise, not ranking"):
+        Reranking(loss_name="ranking")
+    with pytest.raises(ConfigError, match=r"data.text_columns: task reranking reads two columns"):
+        Reranking(text_columns=["query"])
+    good = ROWS[0]
+    for value, shown in ((2, "2"), (math.nan, "nan"), (None, "empty")):
+        write_rows("train.jsonl", [{**good, "label": 1}, {**good, "label": value}])
+        with pytest.raises(DataError, match=rf"row 2: label is {shown}; (with model.loss=bce it must be|it must be a)"):
+            train_in_process()
+    write_rows("train.jsonl", [{**good, "label": 1}, {**good, "label": 1}])
+    with pytest.raises(DataError, match=r"no query has two documents with different labels, .*; use bce"):
+        train_in_process("model.loss=pairwise")
+    with pytest.raises(ConfigError, match=r"model.loss pairwise needs every document of a query up front"):
+        train_in_process("model.loss=pairwise", "data.streaming=true", "data.tokenizer=x")
