@@ -43,6 +43,7 @@ METRICS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Metric .* will save all:UserWarning")
 @pytest.mark.parametrize("task", get_args(Task))
 def test_the_metrics_of_each_task_are_those_that_it_logs(task: Any) -> None:
     kind = task_class(task)
