@@ -125,6 +125,9 @@ def named(tree: ast.AST) -> set[str]:
     return found
 
 
+_ELSEWHERE = {"tasks": {"Transformer"}}  # sentence-transformers has a class of DistilBERT's name
+
+
 def test_nothing_but_a_familys_file_names_its_classes() -> None:
     classes: set[str] = set()
     for name in UNPADDED:
@@ -136,6 +139,6 @@ def test_nothing_but_a_familys_file_names_its_classes() -> None:
         str(path.relative_to(PACKAGE)): found
         for path in PACKAGE.rglob("*.py")
         if path.parent.name != "families" or path.stem not in UNPADDED
-        if (found := named(ast.parse(path.read_text())) & classes)
+        if (found := (named(ast.parse(path.read_text())) & classes) - _ELSEWHERE.get(path.parent.name, set()))
     }
     assert not wrong
