@@ -751,28 +751,6 @@ def test_under_no_grad_and_then_with_gradients() -> None:
 # Arguments of the model.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("argument", ["inputs_embeds", "position_ids", "token_type_ids", "4-D mask", "no mask"])
-def test_every_argument_means_what_it_does_untouched(family: Any, argument: str) -> None:
-    model, reference = both(tiny_model(family)), tiny_model(family)
-    inputs = {**INPUTS, "input_ids": INPUTS["input_ids"].clamp(min=2)}
-    mask = inputs["attention_mask"]
-    if argument == "inputs_embeds":
-        torch.manual_seed(5)
-        inputs["inputs_embeds"] = torch.randn(*inputs.pop("input_ids").shape, 16 if family == "electra" else 32)
-    elif argument == "position_ids":
-        inputs["position_ids"] = torch.arange(16).flip(0).expand(4, -1) + 2
-    elif argument == "token_type_ids":
-        if family == "distilbert":
-            pytest.skip("DistilBERT takes no token types")
-        inputs["token_type_ids"] = (torch.arange(16) > 4).long().expand(4, -1)
-    elif argument == "4-D mask":
-        inputs["attention_mask"] = (1.0 - mask[:, None, None, :] * torch.ones(4, 1, 16, 1)) * -1e9
-    else:
-        del inputs["attention_mask"]
-    assert_same(model, reference, inputs)
-
-
 @pytest.mark.parametrize("family", UNPADDED)
 def test_hidden_states_and_attentions_are_the_untouched_models(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)

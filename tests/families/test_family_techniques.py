@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -36,15 +37,15 @@ from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from tests.helpers.common import VOCABULARY, Batch
-from tests.helpers.models import UNPADDED, Family, tiny_model
-from tests.helpers.refusals import HEADS, INPUTS, TECHNIQUES, UNDEFINED, left_padded, refusal_of
+from tests.helpers.models import EVERY, Family, tiny_model
+from tests.helpers.refusals import HEADS, INPUTS, REFUSALS, TECHNIQUES, UNDEFINED, left_padded, refusal_of
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.pins
 ROWS, WIDTH, CHOICES = 4, 12, 3
 LENGTHS = torch.tensor([[7], [12], [1], [9]])
-TYPED = {family for family in UNPADDED if family not in ("distilbert", "mpnet", "modernbert")}
+TYPED = {family for family in EVERY if family not in ("distilbert", "mpnet", "modernbert")}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -288,7 +289,7 @@ def applied(technique: str, family: Family, head: str) -> Any:
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_input_gives_the_untouched_models_values(family: Family, technique: str) -> None:
     for head in ("mlm", "classification") if technique != "torch_compile" else ("mlm",):  # compiling takes seconds
         torch.compiler.reset()  # each model of a class is compiled anew, up to a limit
@@ -307,10 +308,16 @@ def test_every_input_gives_the_untouched_models_values(family: Family, technique
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
-@pytest.mark.parametrize("family", UNPADDED)
+@pytest.mark.parametrize("family", EVERY)
 def test_every_head_gives_the_untouched_models_values(family: Family, technique: str) -> None:
     for head in HEADS:
         if head != "mlm" and (head != "classification" or technique == "torch_compile"):  # the test above has those
             model = applied(technique, family, head)
             if model is not None and (technique, family, head, "right padding") not in UNDEFINED:
                 check(model, technique, family, head, "right padding")
+
+
+def test_every_line_of_the_table_refuses_something() -> None:
+    combinations = product(TECHNIQUES, EVERY, HEADS, INPUTS)
+    assert {refusal_of(*each) for each in combinations} == {None, *REFUSALS}
+    assert {family for line in REFUSALS for family in line.families} <= set(EVERY)
