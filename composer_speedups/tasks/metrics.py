@@ -154,7 +154,8 @@ class Recall(Metric):
         self.positives.append(positives_RH)
 
     def compute(self) -> Tensor:
-        anchors, positives = dim_zero_cat(self.anchors), dim_zero_cat(self.positives)
+        # In float64: TF32 and autocast would make two equal texts differ by more than _EQUAL.
+        anchors, positives = dim_zero_cat(self.anchors).double(), dim_zero_cat(self.positives).double()
         found = torch.zeros((), device=anchors.device)
         for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True):
             nearer = chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL
