@@ -74,28 +74,28 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
 class MeanLoss(Metric):
     """The mean over samples of a loss that is itself the mean over a batch's.
 
-    torchmetrics' MeanMetric forgets the weights where it is told not to wait for the device and look for NaN.
+    torchmetrics' MeanMetric would look for NaN on the host at each batch, and forgets the weights when told not to.
 
     Args:
-        function: (logits, labels) → scalar.
+        function: (logits in float32, labels) → scalar.
     """
 
     full_state_update = False
     total: Tensor
-    samples: Tensor
+    count: Tensor
 
     def __init__(self, function: Callable[[Tensor, Tensor], Tensor]) -> None:
         super().__init__()
         self.function = function
         self.add_state("total", default=torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("samples", default=torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("count", default=torch.tensor(0.0), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
-        self.total += self.function(logits, labels).float() * len(labels)
-        self.samples += len(labels)
+        self.total += self.function(logits.float(), labels) * len(labels)
+        self.count += len(labels)
 
     def compute(self) -> Tensor:
-        return self.total / self.samples
+        return self.total / self.count
 
 
 class EntityF1(Metric):
