@@ -131,7 +131,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         settings: dict[str, Any] = {"ranks": world, "rank": rank, "seed": seed, "drop_last": drop_last}
         if config.length_batching is None:
             return BalancedSampler(tokens.lengths, batch_size, **settings)
-        return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, **settings)
+        return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, tokens.widths, **settings)
 
     def loader(tokens: FlatTokens, batch_size: int, *, training: bool) -> DataSpec:
         drop_last = training and config.drop_last

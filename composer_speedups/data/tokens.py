@@ -83,7 +83,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],  # as BERT's own
         **{f"{name}_token": token for name, token in _SPECIAL.items()},
     )
 
