@@ -82,7 +82,9 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
         special_tokens=[("[CLS]", cls), ("[SEP]", sep)],
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, **{f"{name}_token": token for name, token in _SPECIAL.items()}
+        tokenizer_object=tokenizer,
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],  # as BERT's own
+        **{f"{name}_token": token for name, token in _SPECIAL.items()},
     )
 
 
