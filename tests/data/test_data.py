@@ -128,7 +128,7 @@ def test_bad_files_are_named() -> None:
     Path("empty.csv").touch()
     Path("corrupt.parquet").write_bytes(b"PAR1" + b"\0" * 50)
     Path("corrupt.jsonl").write_text('{"text": "a", "label": 1}\n{"text": ')
-    Path("a.txt").write_text("x")
+    Path("a.doc").write_text("x")
     Path("whole.parquet").write_bytes(b"")
     good = Path(save(ROWS, "good.parquet")).read_bytes()
     Path("cut.parquet").write_bytes(good[: len(good) // 2])
@@ -138,7 +138,7 @@ def test_bad_files_are_named() -> None:
         "corrupt.parquet": "cannot be read",
         "corrupt.jsonl": "cannot be read",
         "cut.parquet": "cannot be read",
-        "a.txt": "must end in .parquet, .csv, .tsv, .jsonl, .conll",
+        "a.doc": "must end in .parquet, .csv, .tsv, .jsonl, .conll, .txt",
         "missing.csv": rf"\(relative to {Path.cwd()}\) is not a file",
     }.items():
         with pytest.raises(DataError, match=rf"data\.train_file: {name} {message}"):

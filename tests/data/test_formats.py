@@ -145,7 +145,7 @@ def test_given_labels_order_the_head_and_refuse_others() -> None:
 
 
 def test_numbers_are_read_and_others_are_named() -> None:
-    scores = {"text": ["a", "b", "c"], "label": [1, 2.5, -3.0]}
+    scores: Rows = {"text": ["a", "b", "c"], "label": [1, 2.5, -3.0]}
     assert load(save(scores, "a.csv"), Regression())[0] == {"text_1": ["a", "b", "c"], "labels": [1.0, 2.5, -3.0]}
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
         name = save({**scores, "label": [1.0, bad, 2.0]}, "b.parquet")
@@ -154,7 +154,7 @@ def test_numbers_are_read_and_others_are_named() -> None:
 
 
 def test_a_share_is_held_out_and_trained_on_no_more() -> None:
-    rows = {"text": [f"text {i}" for i in range(50)], "label": [0, 1] * 25}
+    rows: Rows = {"text": [f"text {i}" for i in range(50)], "label": [0, 1] * 25}
     name = save(rows, "a.csv")
     train, held = load(name, eval_fraction=0.2)
     assert train is not None
