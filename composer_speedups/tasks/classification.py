@@ -61,10 +61,10 @@ class Classification(Task):
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         if not self._has_own_loss():
             return outputs["loss"]
-        logits_RK = outputs["logits"]
+        logits_RK = outputs["logits"].float()
         weights_K = None
         if self.class_weights is not None:
-            weights_K = torch.tensor(self.class_weights, dtype=logits_RK.dtype, device=logits_RK.device)
+            weights_K = torch.tensor(self.class_weights, device=logits_RK.device)
         return F.cross_entropy(logits_RK, batch["labels"], weights_K, label_smoothing=self.label_smoothing)
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:

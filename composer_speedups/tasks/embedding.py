@@ -136,9 +136,8 @@ class Embedding(Task):
         if dist.get_world_size() > 1:
             first = dist.get_global_rank() * len(candidates)
             candidates = torch.cat(all_gather(candidates.contiguous()))
-        with torch.autocast(anchors.device.type, enabled=False):  # 16 bits are coarse for what is divided by 0.05
-            scores = anchors @ candidates.T / self.temperature
-            return F.cross_entropy(scores, torch.arange(first, first + len(anchors), device=scores.device))
+        scores = anchors @ candidates.T / self.temperature
+        return F.cross_entropy(scores, torch.arange(first, first + len(anchors), device=scores.device))
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         if training:
