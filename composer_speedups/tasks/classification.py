@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassMatthewsCorrCoef
+from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.metrics import MeanLoss
+from composer_speedups.tasks.metrics import MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 
 __all__ = ["Classification"]
@@ -76,8 +76,7 @@ class Classification(Task):
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }
         if not training:
-            found["MulticlassF1Score"] = MulticlassF1Score(num_classes=classes, average="macro", validate_args=False)
-            found["MulticlassMatthewsCorrCoef"] = MulticlassMatthewsCorrCoef(num_classes=classes, validate_args=False)
+            found["MacroF1"], found["MatthewsCorrelation"] = MacroF1(classes), Matthews(classes)
         return found
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
