@@ -178,6 +178,8 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
         )
         return tokenizer, train, evaluation
     if config.streaming or config.source == "mds":
+        if task.needs_every_sample:
+            raise ConfigError(f"data.streaming: the loss of task {task.name} needs all samples up front; leave it out")
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
         train, validation = None, load_validation(config, task)
     else:
