@@ -162,7 +162,7 @@ def in_turn(batches: list[Batch]) -> Any:
 
 
 def _rows(batch: Batch) -> int:
-    return len(batch.get("labels", batch["input_ids"]))
+    return len(batch["labels"] if "labels" in batch else batch["input_ids"])
 
 
 def final_weights(trainer: Trainer) -> dict[str, Tensor]:
