@@ -129,14 +129,16 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         tokens = None
     # A file cut between two of its batches reads as a shorter one.
-    if tokens is None or len(tokens) != len(dataset) or _labels(tokens) != _labels(dataset):
+    if tokens is None or len(tokens) != len(dataset) or _differ(tokens, dataset):
         cache.unlink()
         return run()
     return tokens
 
 
-def _labels(dataset: Dataset) -> list[Any]:
-    return list(dataset["labels"]) if "labels" in dataset.column_names else []
+def _differ(tokens: Dataset, dataset: Dataset) -> bool:
+    """Whether both have labels of samples, and not the same; those of tokens lie in another column."""
+    both = "labels" in tokens.column_names and "labels" in dataset.column_names
+    return both and list(tokens["labels"]) != list(dataset["labels"])
 
 
 def _identity(tokenizer: Any) -> str:
