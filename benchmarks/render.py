@@ -4,6 +4,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 :mod:`benchmarks.tables`, and its arguments are that one's:
 
 - from the code: ``order``, ``ranks``, ``clashes NAME``;
+- from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``heads``, ``refusals``;
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
   ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``.
 
@@ -24,7 +25,8 @@ from benchmarks.charts import Chart
 ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_KINDS = "order ranks clashes ladder summary effect steps call jobs starts kernels kinds accuracy".split()
+_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy"
+_KINDS = f"order ranks clashes families heads refusals {_OF_ROWS}".split()
 
 
 def documents() -> list[Path]:

@@ -200,6 +200,60 @@ def accuracy(name: str, *only: str) -> list[str]:
     return _figure(columns, lines, rows)
 
 
+# What goes together, as tests/families/test_family_techniques.py has seen it
+
+
+def families() -> list[str]:
+    """Families × techniques: a number for what is refused, of the line of :func:`refusals` that says why."""
+    from composer_speedups.families.family import families as known
+    from tests.helpers.refusals import TECHNIQUES
+
+    lines = [
+        [each.title, *(_works(technique, each.name, "mlm") for technique in TECHNIQUES)]
+        for each in sorted(known(), key=lambda each: each.title.lower())
+    ]
+    return table(["family", *(f"`{technique}`" for technique in TECHNIQUES)], lines)
+
+
+def heads() -> list[str]:
+    """Heads × techniques, for every family that the technique serves."""
+    from tests.helpers.refusals import HEADS, TECHNIQUES
+
+    lines = [[title, *(_works(technique, "bert", head) for technique in TECHNIQUES)] for head, title in HEADS.items()]
+    return table(["head", *(f"`{technique}`" for technique in TECHNIQUES)], lines)
+
+
+def refusals() -> list[str]:
+    """What is refused, by number, and where the untouched model's own values mean nothing."""
+    from composer_speedups.families.family import family_named
+    from tests.helpers.refusals import HEADS, INPUTS, REFUSALS, UNDEFINED
+
+    def title(name: str) -> str:
+        family = family_named(name)
+        assert family is not None
+        return family.title
+
+    lines = []
+    for number, line in enumerate(REFUSALS, 1):
+        names = ", ".join(f"`{technique}`" for technique in line.techniques)
+        among = [*(title(name) for name in line.families), HEADS.get(line.head, ""), line.input and f"a {line.input}"]
+        lines.append(f"{number}. {names} with {', '.join(filter(None, among))}: {line.why}.")
+    lines += ["", f"- Inputs tried with each: {', '.join(INPUTS)}."]
+    for (technique, family, head, given), what in UNDEFINED.items():
+        lines.append(
+            f"- Not compared: `{technique}` on {title(family)} for {HEADS[head]} with {given}. The head {what}, and a "
+            "padding slot in whose local window there is no token attends to nothing: eager attention and SDPA differ."
+        )
+    return lines
+
+
+def _works(technique: str, family: str, head: str) -> str:
+    from tests.helpers.refusals import REFUSALS, refusal_of
+
+    line = refusal_of(technique, family, head)
+    return "yes" if line is None else f"no ({REFUSALS.index(line) + 1})"
+
+
 # Figures that set the suite beside its peers
 
 

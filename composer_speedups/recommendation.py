@@ -25,7 +25,7 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
 
 
 def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
-    """The fastest stable techniques for BERT, RoBERTa, ELECTRA and DistilBERT, on one GPU or several: new objects.
+    """The fastest stable techniques for BERT, RoBERTa and their kin, on one GPU or several: new objects.
 
     None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision.
 

@@ -97,11 +97,12 @@ class Family:
     """One family. Classes are named as in its ``modeling_`` module.
 
     Attributes:
-        name: transformers' folder of it, and its ``model_type``.
+        name: transformers' folder of it, and its ``model_type`` but for hyphens.
         title: As people write it.
         encoder: The class that runs the blocks and is given the attention mask.
-        blocks: The encoder's attribute that lists them.
+        blocks: The encoder's attribute that lists them, each once, however often it is run.
         layer: A block's class.
+        attention: The class of a block's attention module, where ``packed_attention`` takes its place.
         embeddings: The class that turns ids into the first hidden state.
         query_and_value: Names of the Linear modules of these two, in a block; those that LoRA adapts by default.
         feed_forward: Where the module that holds a feed-forward layer has its first Linear, its activation and its
@@ -113,6 +114,8 @@ class Family:
         reads: Name of a model's class and its config → what its head reads.
         packed_encoder: The class that makes the encoder run on packed tokens; None is
             :class:`~.packed_encoder.UnpaddedEncoder`.
+        packed_attention: The class that makes an attention module take packed tokens; None where transformers'
+            attention interface reaches it.
         hidden, inner, heads, embedding: Keys of config.json: widths, and the number of attention heads.
         activation: Key of the feed-forward layer's activation.
         attention_dropout, attention_output_dropout, hidden_dropout: Keys of the probabilities of dropping attention
@@ -124,6 +127,7 @@ class Family:
     encoder: str
     blocks: str = "layer"
     layer: str
+    attention: str = ""
     embeddings: str
     query_and_value: tuple[str, ...]
     feed_forward: tuple[str, str, str] | None = None
@@ -132,6 +136,7 @@ class Family:
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
     reads: Callable[[str, Any], Reads] = usual_head
     packed_encoder: type[Any] | None = None
+    packed_attention: type[Any] | None = None
     hidden: str = "hidden_size"
     inner: str = "intermediate_size"
     heads: str = "num_attention_heads"
@@ -142,7 +147,8 @@ class Family:
     hidden_dropout: str = "hidden_dropout_prob"
 
     def has(self, role: str, kind: type) -> bool:
-        """Whether a class is the family's ``"encoder"``, ``"layer"`` or ``"embeddings"``; a subclass is not."""
+        """Whether a class is the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``; a subclass
+        is not."""
         module = f"transformers.models.{self.name}.modeling_{self.name}"
         return (kind.__module__, kind.__qualname__) == (module, getattr(self, role))
 
@@ -150,6 +156,7 @@ class Family:
 @cache
 def family_named(name: str) -> Family | None:
     """The family of a ``model_type``; None for one without a file here."""
+    name = name.replace("-", "_")  # "xlm-roberta" lies in xlm_roberta
     if name not in _names():
         return None
     family = importlib.import_module(f"composer_speedups.families.{name}").FAMILY

@@ -55,6 +55,7 @@ def unpadded_attention(
     scaling: float | None = None,
     unpadding: Plan | None = None,
     sliding_window: int | None = None,
+    bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in transformers' signature.
@@ -68,6 +69,7 @@ def unpadded_attention(
         unpadding: Where the tokens lie. Without it, attention is computed as transformers' eager one is.
         sliding_window: A token attends to those of its row that are nearer than this; None is all of them. Masks
             of pairs bring their own window. Flash counts packed tokens and so wants rows without holes.
+        bias: Added to the scores between the slots of each row, (1, A, S, S), with a plan. Flash takes none.
 
     Returns:
         (1, T, A, D), or (B, S, A, D); and the weights (B, A, S, S), only without a plan.
@@ -79,7 +81,7 @@ def unpadded_attention(
         return _padded(query, key, value, attention_mask, dropout, scaling, window)
     heads = query.shape[1]
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    if takes_flash(query.device, query.dtype, query.shape[-1]):
+    if bias is None and takes_flash(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
             *packed_TAD,
             unpadding.cu_seqlens,
@@ -99,6 +101,9 @@ def unpadded_attention(
     if window is not None:  # padding far from every token would have nothing to attend to: each slot may to itself
         distance_SS = _distances(unpadding.mask_BS.shape[1], query.device)
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # (B, A, S, S)
     queries, keys, values = (repad(x.flatten(1), unpadding, heads) for x in packed_TAD)
     out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
     out_TH = gather_tokens(out_BASD.transpose(1, 2).reshape(unpadding.mask_BS.numel(), -1), unpadding.indices_T)

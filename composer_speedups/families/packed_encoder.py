@@ -82,8 +82,8 @@ class UnpaddedEncoder(nn.Module):
         reads their first slot.
         """
         given, self.given_mask = self.given_mask, None
-        can = self._can_unpad(attention_mask, kwargs)
-        plan = self._plan_of(hidden_states, attention_mask, given) if can else None
+        mask = self._mask_of(attention_mask, given)
+        plan = self._plan_of(hidden_states, mask, given) if self._can_unpad(mask, kwargs) else None
         if plan is None:
             self.ran = "padded"
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
@@ -93,17 +93,29 @@ class UnpaddedEncoder(nn.Module):
             torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
         if self.first_tokens_only:
             kwargs["first_tokens_only"] = True  # a keyword, and so there too when a layer is recomputed
-        output = super().forward(packed, attention_mask=None, unpadding=plan, **kwargs)
+        output = self._packed(packed, plan, **kwargs)
         self.ran = "unpadded"
         last = scatter_tokens(output.last_hidden_state.squeeze(0), plan.indices_T, rows * width)
-        output.last_hidden_state = last.view(rows, width, hidden)
+        output.last_hidden_state = last.view(rows, width, -1)
         return output
+
+    def _mask_of(self, attention_mask: Tensor | None, given: Tensor | None) -> Tensor | None:
+        """The mask (B, S), from what the encoder and the model around it were given."""
+        return attention_mask
+
+    def _packed(self, packed: Tensor, plan: Plan, **kwargs: Any) -> Any:
+        """The layers on packed tokens, (1, T, H) → transformers' output."""
+        return super().forward(packed, attention_mask=None, unpadding=plan, **kwargs)
+
+    def _attends_packed(self) -> bool:
+        """Whether the layers would not take the packed tokens for one long row."""
+        return bool(self.model_config._attn_implementation == IMPLEMENTATION)
 
     def _can_unpad(self, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
         config = self.model_config
         asked = ("output_attentions", "output_hidden_states")
         return (
-            config._attn_implementation == IMPLEMENTATION  # else the layers would take the batch for one long row
+            self._attends_packed()
             and (mask is None or mask.ndim == 2)
             and kwargs.get("encoder_hidden_states") is None
             and kwargs.get("past_key_values") is None

@@ -30,7 +30,7 @@ _HOOKS = {
 _RECORDERS = "transformers.utils.output_capturing"
 # Read by the techniques themselves (rates and epsilons), or of no effect on what a module computes.
 _FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
-_FREE |= {"is_gradient_checkpointing", "gradient_checkpointing"}
+_FREE |= {"is_gradient_checkpointing", "gradient_checkpointing", "attn_implementation"}
 _PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType, MethodType)
 # Hooks of every module: torch has no function that asks for them.
 _EVERYWHERE = (
@@ -236,7 +236,12 @@ def _methods(kind: type[nn.Module]) -> frozenset[str]:
 
 def _settings(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
     """What reads a module's children and settings from its attributes, and what they are now."""
-    names = [name for name, value in vars(module).items() if not name.startswith("_") and isinstance(value, _PLAIN)]
+    ours = {name for kind in type(module).__mro__ if _is_ours(kind) for name in vars(kind)}  # such as what ran last
+    names = [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and name not in ours and isinstance(value, _PLAIN)
+    ]
     read = itemgetter("_modules", *(name for name in names if name not in _FREE))
     return read, read({**vars(module), "_modules": dict(module._modules)})
 

@@ -96,15 +96,6 @@ def test_a_batch_of_nothing_but_padding_gives_no_nan(head: str) -> None:
     assert all(g.isfinite().all() for g in gradients(model).values())
 
 
-@pytest.mark.parametrize("family", UNPADDED)
-def test_without_a_mask_every_token_is_real(family: str) -> None:
-    reference, model = pair(family)
-    inputs = masked_batch(torch.ones(3, 7, dtype=torch.long), "classification")
-    del inputs["attention_mask"]
-    compare(reference, model, inputs)
-    assert encoder_of(model).ran == "unpadded"
-
-
 def test_a_plan_serves_its_own_mask_only() -> None:
     reference, model = pair("bert")
     planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)

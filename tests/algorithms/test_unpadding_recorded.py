@@ -12,8 +12,7 @@ from packaging.version import Version
 from composer_speedups import apply_unpadding
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from tests.helpers.common import batch
-from tests.helpers.masks import masked_batch
-from tests.helpers.models import HEADS, UNPADDED, tiny_model
+from tests.helpers.models import UNPADDED, tiny_model
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.pins
@@ -37,18 +36,6 @@ def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: 
             assert len(theirs) == len(ours) == count, name
             assert [each is None for each in ours] == [each is None for each in theirs], name
             assert_near([each for each in ours if each is not None], [each for each in theirs if each is not None])
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", UNPADDED)
-def test_both_asked_for_in_the_call(family: str, head: str) -> None:
-    reference, model, encoder = pair(family, head)
-    inputs = masked_batch(batch([3, 7, 1], 9)["attention_mask"], head)
-    asked = {"output_hidden_states": True, "output_attentions": True}
-    assert_same_records(model(**inputs, **asked), reference(**inputs, **asked), states=3, attentions=2)
-    assert encoder.ran == "padded"
-    model(**inputs)
-    assert encoder.ran == "unpadded"
 
 
 @pytest.mark.parametrize("family", UNPADDED)

@@ -45,7 +45,8 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
     blocks = apply_gradient_checkpointing(model)
     inputs = batch([3, 9, 16, 1, 8])
     assert_near(values(model, inputs), values(reference, inputs))
-    assert [recomputations(model.get_submodule(name)) for name in blocks] == [1, 1]
+    times = [recomputations(model.get_submodule(name)) for name in blocks]
+    assert times == ([2] if family == "albert" else [1, 1]), "ALBERT's one block runs twice"
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 

@@ -751,33 +751,11 @@ def test_under_no_grad_and_then_with_gradients() -> None:
 # Arguments of the model.
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("argument", ["inputs_embeds", "position_ids", "token_type_ids", "4-D mask", "no mask"])
-def test_every_argument_means_what_it_does_untouched(family: Any, argument: str) -> None:
-    model, reference = both(tiny_model(family)), tiny_model(family)
-    inputs = {**INPUTS, "input_ids": INPUTS["input_ids"].clamp(min=2)}
-    mask = inputs["attention_mask"]
-    if argument == "inputs_embeds":
-        torch.manual_seed(5)
-        inputs["inputs_embeds"] = torch.randn(*inputs.pop("input_ids").shape, 16 if family == "electra" else 32)
-    elif argument == "position_ids":
-        inputs["position_ids"] = torch.arange(16).flip(0).expand(4, -1) + 2
-    elif argument == "token_type_ids":
-        if family == "distilbert":
-            pytest.skip("DistilBERT takes no token types")
-        inputs["token_type_ids"] = (torch.arange(16) > 4).long().expand(4, -1)
-    elif argument == "4-D mask":
-        inputs["attention_mask"] = (1.0 - mask[:, None, None, :] * torch.ones(4, 1, 16, 1)) * -1e9
-    else:
-        del inputs["attention_mask"]
-    assert_same(model, reference, inputs)
-
-
 @pytest.mark.parametrize("family", UNPADDED)
 def test_hidden_states_and_attentions_are_the_untouched_models(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)
     apply_unpadding(model, 8)
-    if family != "modernbert":
+    if family in FAMILIES:
         apply_fused_layers(model)
     inputs = {**without_labels(INPUTS), "input_ids": INPUTS["input_ids"].clamp(min=2)}
     for asked in ({"output_hidden_states": True}, {"output_attentions": True}):
@@ -793,7 +771,7 @@ def test_hidden_states_and_attentions_are_the_untouched_models(family: Any) -> N
             )
             assert_near([chosen[0]], [chosen[1]], what=key)
     assert_same(model, reference, {**INPUTS, **inputs})  # packed again, and fused: transformers' recorders only look
-    if family != "modernbert":
+    if family in FAMILIES:
         assert "unfused" not in {layer.ran for layer in layers_of(model)}
 
 
@@ -838,7 +816,7 @@ def test_labels_of_padding_count_as_they_do_untouched(family: Any, head: Any) ->
     torch.manual_seed(0)
     model = head.from_config(config, attn_implementation="eager")
     reference = copy.deepcopy(model)
-    both(model) if family != "modernbert" else apply_unpadding(model, 8)
+    both(model) if family in FAMILIES else apply_unpadding(model, 8)
     ids = INPUTS["input_ids"].clamp(min=2)
     mask = INPUTS["attention_mask"].bool()
     for labels, way in ((ids % 2, "padded"), ((ids % 2).masked_fill(~mask, -100), "unpadded")):
@@ -849,7 +827,7 @@ def test_labels_of_padding_count_as_they_do_untouched(family: Any, head: Any) ->
 @pytest.mark.parametrize("family", UNPADDED)
 def test_a_row_without_a_token_that_has_a_label_counts(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)
-    both(model) if family != "modernbert" else apply_unpadding(model, 8)
+    both(model) if family in FAMILIES else apply_unpadding(model, 8)
     rows = batch([5, 0, 9])
     rows["input_ids"] = rows["input_ids"].clamp(min=2)
     (encoder,) = unpadded_encoders(model)
@@ -995,7 +973,7 @@ def test_undoing_gives_everything_back() -> None:
         classes = [type(module) for module in model.modules()]
         state = {name: set(vars(module)) for name, module in model.named_modules()}
         apply_unpadding(model, 8)
-        if family != "modernbert":
+        if family in FAMILIES:
             apply_fused_layers(model)
         assert [type(module) for module in model.modules()] != classes
         undo_fused_layers(model)

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import ast
+import copy
 import importlib
 import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
 import composer_speedups
+from composer_speedups import apply_gradient_checkpointing, apply_unpadding
+from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
 from composer_speedups.families.blocks import blocks_of, repeated_blocks
 from composer_speedups.families.family import Reads, config_value, families, family_named, family_of, kernel_shape
-from tests.helpers.models import FAMILIES, HEADS, UNPADDED, Family, tiny_model
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from tests.algorithms.test_unpadding_properties import values
+from tests.helpers.common import batch
+from tests.helpers.masks import draw_mask, masked_batch
+from tests.helpers.models import COPIES, EVERY, FAMILIES, HEADS, Family, tiny_model
+from tests.reference.tolerance import assert_near
 
 PACKAGE = Path(composer_speedups.__file__).parent
-EVERY = pytest.mark.parametrize("name", UNPADDED)
+every_family = pytest.mark.parametrize("name", EVERY)
 
 
 def test_every_family_has_an_entry_in_the_tests_settings() -> None:
-    assert {family.name for family in families()} == set(UNPADDED)
-    assert {family.name for family in families() if family.parts is not None} == set(FAMILIES)
+    assert {family.name for family in families()} == set(EVERY)
+    assert {family.name for family in families() if family.parts is not None} == {*FAMILIES, *COPIES}
 
 
 def known(name: str) -> Any:
@@ -36,7 +45,7 @@ def playing(model: nn.Module, role: str) -> list[nn.Module]:
     return [m for m in model.modules() if (family := family_of(type(m))) is not None and family.has(role, type(m))]
 
 
-@EVERY
+@every_family
 def test_a_family_is_what_its_file_says(name: Family) -> None:
     model, family = tiny_model(name, layers=3), known(name)
     assert family_of(type(model)) is family
@@ -50,7 +59,7 @@ def test_a_family_is_what_its_file_says(name: Family) -> None:
     assert all(getattr(family, key) in model.config.to_dict() for key in keys), "as config.json has them"
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *COPIES])
 def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
     model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), known(name)
     block = playing(model, "layer")[0]
@@ -71,7 +80,7 @@ def _has(module: nn.Module, path: str) -> bool:
     return path in dict(module.named_modules())
 
 
-@EVERY
+@every_family
 @pytest.mark.parametrize("head", HEADS)
 def test_what_the_usual_heads_read(name: Family, head: Any) -> None:
     model, family = tiny_model(name, head, classifier_pooling="cls"), known(name)
@@ -125,9 +134,12 @@ def named(tree: ast.AST) -> set[str]:
     return found
 
 
+_ELSEWHERE = {"tasks": {"Transformer"}}  # sentence-transformers has a class of DistilBERT's name
+
+
 def test_nothing_but_a_familys_file_names_its_classes() -> None:
     classes: set[str] = set()
-    for name in UNPADDED:
+    for name in EVERY:
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         own = {n for n, each in inspect.getmembers(modeling, inspect.isclass) if each.__module__ == modeling.__name__}
         classes |= {modeling.__name__, f"transformers.models.{name}", *own}
@@ -135,7 +147,57 @@ def test_nothing_but_a_familys_file_names_its_classes() -> None:
     wrong = {
         str(path.relative_to(PACKAGE)): found
         for path in PACKAGE.rglob("*.py")
-        if path.parent.name != "families" or path.stem not in UNPADDED
-        if (found := named(ast.parse(path.read_text())) & classes)
+        if path.parent.name != "families" or path.stem not in EVERY
+        if (found := (named(ast.parse(path.read_text())) & classes) - _ELSEWHERE.get(path.parent.name, set()))
     }
     assert not wrong
+
+
+@every_family
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_positions_are_those_that_the_embeddings_count(name: Family, side: str) -> None:
+    """For RoBERTa and its kin, from the ids that are no padding."""
+    if name == "modernbert":
+        pytest.skip("its positions are rotations inside attention")
+    (embeddings,) = playing(tiny_model(name), "embeddings")
+    padding = 0 if embeddings.word_embeddings.padding_idx is None else embeddings.word_embeddings.padding_idx
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, padding, padding]]).flip(-1 if side == "left" else ())
+    counted = known(name).positions(embeddings, ids)
+    torch.testing.assert_close(embeddings(ids), embeddings(ids, position_ids=counted), rtol=0, atol=0)
+    assert not torch.equal(embeddings(ids), embeddings(ids, position_ids=counted.flip(-1)))
+    padded = name in ("roberta", "xlm_roberta", "camembert", "mpnet")
+    assert counted.expand(2, 4)[0].tolist() == ([2, 3, 4, 5] if padded else [0, 1, 2, 3])
+
+
+def test_albert_with_several_groups_of_several_layers() -> None:
+    model = tiny_model("albert", layers=4, num_hidden_groups=2, inner_group_num=2)
+    (encoder,) = playing(model, "encoder")
+    assert len(repeated_blocks(model)) == len(blocks_of(encoder)) == 2
+    reference = copy.deepcopy(model)
+    assert apply_unpadding(model, 8) == ["albert.encoder"]
+    assert apply_gradient_checkpointing(model, every=2) == ["albert.encoder.albert_layer_groups.0"]
+    inputs = batch([3, 9, 12, 1])
+    assert_near(values(model, inputs), values(reference, inputs))
+    assert [recomputations(block) for block in blocks_of(encoder)] == [2, 0]
+
+
+def test_mpnets_bias_matters_and_gets_its_gradient() -> None:
+    reference = tiny_model("mpnet", "mlm")
+    inputs = masked_batch(draw_mask("holes", 4), "mlm")
+    without, model = copy.deepcopy(reference), copy.deepcopy(reference)
+    without.mpnet.encoder.relative_attention_bias.weight.data.zero_()
+    apply_unpadding(model, 8)
+    expected, found = values(reference, inputs), values(model, inputs)
+    name = "mpnet.encoder.relative_attention_bias.weight"
+    assert expected[name].abs().max() > 1e-3
+    assert_near(found[name], expected[name])
+    assert not torch.allclose(values(without, inputs)["logits"], expected["logits"], atol=1e-2)
+
+
+def test_another_attention_in_mpnet_is_refused_and_left_alone() -> None:
+    model = tiny_model("mpnet")
+    attention = model.mpnet.encoder.layer[1].attention
+    attention.attn.__class__ = type("Mine", (type(attention.attn),), {})
+    with pytest.raises(ValueError, match=r"^unpadding cannot serve MPNet with another attention than its MPNetSelfAtt"):
+        apply_unpadding(model)
+    assert not unpadded_encoders(model)

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family with either head, and batches that fit them."""
+"""Tiny random models of every supported family with every head, and batches that fit them."""
 
 from __future__ import annotations
 
@@ -7,25 +7,42 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from transformers import (
+    AlbertConfig,
     AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     BertConfig,
+    CamembertConfig,
     DistilBertConfig,
     ElectraConfig,
     ModernBertConfig,
+    MPNetConfig,
     PreTrainedConfig,
     RobertaConfig,
+    XLMRobertaConfig,
 )
 
 from tests.helpers.common import VOCABULARY, Batch
 
-Family = Literal["bert", "roberta", "distilbert", "electra", "modernbert"]
-Head = Literal["classification", "mlm"]
+Family = Literal[
+    "bert", "roberta", "xlm_roberta", "camembert", "distilbert", "electra", "albert", "mpnet", "modernbert"
+]
+Head = Literal["classification", "tokens", "choice", "answering", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
-UNPADDED: tuple[Family, ...] = (*FAMILIES, "modernbert")
-HEADS: tuple[Head, ...] = ("classification", "mlm")
+UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert")
+COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
+EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
+HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
-_AUTO: dict[Head, Any] = {"classification": AutoModelForSequenceClassification, "mlm": AutoModelForMaskedLM}
+_AUTO: dict[Head, Any] = {
+    "classification": AutoModelForSequenceClassification,
+    "tokens": AutoModelForTokenClassification,
+    "choice": AutoModelForMultipleChoice,
+    "answering": AutoModelForQuestionAnswering,
+    "mlm": AutoModelForMaskedLM,
+}
 
 
 def tiny_model(
@@ -52,7 +69,8 @@ def tiny_model(
 def _config(family: Family, layers: int, dropout: float, attention_dropout: float) -> PreTrainedConfig:
     common = {"vocab_size": VOCABULARY, "max_position_embeddings": 80, "initializer_range": 0.2}
     if family == "distilbert":
-        rates = {"dropout": dropout, "attention_dropout": attention_dropout, "seq_classif_dropout": dropout}
+        rates = {"dropout": dropout, "attention_dropout": attention_dropout}
+        rates |= {"seq_classif_dropout": dropout, "qa_dropout": dropout}
         return DistilBertConfig(n_layers=layers, n_heads=2, dim=32, hidden_dim=64, **common, **rates)
     if family == "modernbert":
         rates = dict.fromkeys(("embedding_dropout", "mlp_dropout", "classifier_dropout"), dropout)
@@ -70,10 +88,17 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
             **rates,
         )
     common |= {"num_hidden_layers": layers, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
-    common |= {"type_vocab_size": 2, "hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
+    common |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
+    if family == "mpnet":
+        return MPNetConfig(**common)
+    common |= {"type_vocab_size": 2}
     if family == "electra":
+        common |= {"summary_last_dropout": dropout}  # of its head for multiple choice
         return ElectraConfig(embedding_size=16, **common)  # smaller than the hidden size: a projection between
-    return {"bert": BertConfig, "roberta": RobertaConfig}[family](**common)
+    if family == "albert":
+        return AlbertConfig(embedding_size=16, classifier_dropout_prob=dropout, **common)
+    like_bert = {"roberta": RobertaConfig, "xlm_roberta": XLMRobertaConfig, "camembert": CamembertConfig}
+    return like_bert.get(family, BertConfig)(**common)
 
 
 def fit_batches(model: Any, batches: list[Batch]) -> list[Batch]:

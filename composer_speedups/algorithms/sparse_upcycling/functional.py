@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing
 from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
 from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
+from composer_speedups.families.family import family_of, titles
 from composer_speedups.surgery.applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
@@ -34,7 +35,8 @@ def apply_sparse_upcycling(
     ``load_balancing_loss(model)`` to the loss. The settings go to the model's config as ``sparse_upcycling``.
 
     Args:
-        model: A Hugging Face BERT, RoBERTa, ELECTRA or DistilBERT, or a module that holds one; changed in place.
+        model: A Hugging Face model of a family with BERT's or DistilBERT's feed-forward layers, or a module that
+            holds one; changed in place.
         optimizers: Its optimizer or optimizers, where they exist: experts and router go to the groups of the
             weights they replace.
         experts: Experts a layer. Default 4; the paper has 32.
@@ -58,6 +60,10 @@ def apply_sparse_upcycling(
         return []
     chosen = blocks[every - 1 :: every]
     if not chosen:
+        family = family_of(type(encoder))
+        if family is not None and family.feed_forward is None:
+            known = titles(lambda each: each.feed_forward)
+            raise ValueError(f"sparse_upcycling knows the feed-forward layers of {known}, and this is {family.title}")
         raise ValueError(
             f"the model has {len(blocks)} feed-forward layers as BERT or DistilBERT have them, and every={every} "
             "takes none of them"

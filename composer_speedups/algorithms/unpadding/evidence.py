@@ -12,6 +12,7 @@ from composer.core import State, get_precision_context
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.blocks import blocks_of
+from composer_speedups.families.family import family_of
 from composer_speedups.families.packed_attention import operators_among, unpadded_attention
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
 from composer_speedups.families.packed_tokens import Plan, make_plan
@@ -108,6 +109,9 @@ def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
     with torch.no_grad(), get_precision_context(state.precision, state.precision_config):
         shape = (1, heads, len(plan.indices_T), config.hidden_size // heads)
         query = torch.ones(shape, device=device, dtype=compute_dtype(state))
+        family = family_of(type(encoder))
+        biased = family is not None and family.packed_attention is not None
+        bias = query.new_zeros(1, heads, 4, 4) if biased else None
         with recorder:
-            unpadded_attention(encoder, query, query, query, None, unpadding=plan)
+            unpadded_attention(encoder, query, query, query, None, unpadding=plan, bias=bias)
     return operators_among(recorder.counts)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Reads, family_of, titles
 from composer_speedups.families.packed_attention import IMPLEMENTATION
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
@@ -84,6 +85,10 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
             family = family_of(type(encoder))
             assert family is not None
             encoder.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(encoder))
+            if family.packed_attention is not None:
+                for module in encoder.modules():
+                    if family.has("attention", type(module)):
+                        module.__class__ = derived_class(family.packed_attention, type(module))
             encoder.attention_before = base.config._attn_implementation or "eager"
             encoder.owner = owner
             for around in each.bases:
@@ -98,7 +103,8 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
         elif encoder.owner is not None:
             encoder.owner = owner
         for around in each.bases:
-            around.set_attn_implementation(IMPLEMENTATION)
+            if not _has_own_attention(encoder):
+                around.set_attn_implementation(IMPLEMENTATION)
         encoder.model_config = base.config
         encoder.by_token = Reads.LABELLED_TOKENS in reads
         encoder.pad_to_multiple_of = pad_to_multiple_of
@@ -124,6 +130,9 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
                 base.set_attn_implementation(encoder.attention_before)
         for outer in around.values():
             _remove_hooks(outer, encoder)
+        for module in encoder.modules():
+            if _is_packed_attention(module):
+                module.__class__ = stock_class(type(module))  # type: ignore[assignment]
         encoder.__class__ = stock_class(type(encoder))  # type: ignore[assignment]
         for attribute in UnpaddedEncoder.__annotations__:
             vars(encoder).pop(attribute, None)
@@ -139,6 +148,17 @@ def _remove_hooks(model: nn.Module, encoder: UnpaddedEncoder) -> None:
                 del hooks[handle]
                 for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
                     getattr(model, flags).pop(handle, None)
+
+
+def _has_own_attention(encoder: nn.Module) -> bool:
+    family = family_of(type(encoder))
+    return family is not None and family.packed_attention is not None
+
+
+def _is_packed_attention(module: nn.Module) -> bool:
+    family = family_of(type(module))
+    kind = None if family is None else family.packed_attention
+    return kind is not None and isinstance(module, kind)
 
 
 def _around(model: nn.Module) -> dict[str, PreTrainedModel]:
@@ -182,6 +202,14 @@ def _check(found: _Found) -> None:
             raise ValueError(f"unpadding cannot serve {head}, {_REFUSED[reads]}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError("unpadding cannot serve a decoder: its attention is causal or has a second input")
+    family = family_of(type(found.encoder))
+    if family is not None and family.packed_attention is not None:
+        kind, modules = family.packed_attention, [*found.encoder.modules()]
+        known = [m for m in modules if isinstance(m, kind) or family.has("attention", type(m))]
+        if len(known) != len(blocks_of(found.encoder)) or any("forward" in vars(module) for module in known):
+            raise ValueError(
+                f"unpadding cannot serve {family.title} with another attention than its {family.attention}"
+            )
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("unpadding needs chunk_size_feed_forward=0: chunks need a fixed number of tokens")
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):

@@ -1,0 +1,18 @@
+"""CamemBERT: RoBERTa's modules under names of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from composer_speedups.families import roberta
+
+__all__ = ["FAMILY"]
+
+FAMILY = replace(
+    roberta.FAMILY,
+    name="camembert",
+    title="CamemBERT",
+    encoder="CamembertEncoder",
+    layer="CamembertLayer",
+    embeddings="CamembertEmbeddings",
+)

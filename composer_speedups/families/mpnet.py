@@ -1,0 +1,107 @@
+"""MPNet: BERT's blocks with a bias for relative positions added to the scores, and how it runs on real tokens.
+
+Its attention takes no implementation of transformers' interface: an attention module's class is exchanged too. The
+bias is between the slots of a row, so queries, keys and values go back to their slots, and all else stays packed.
+
+Shapes: B rows, S slots a row, T packed tokens, A heads, H hidden units.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from composer_speedups.families.family import Family
+from composer_speedups.families.packed_attention import unpadded_attention
+from composer_speedups.families.packed_encoder import UnpaddedEncoder
+from composer_speedups.families.packed_tokens import Plan
+
+__all__ = ["FAMILY"]
+
+
+class _PackedBias(NamedTuple):
+    """In the place of the bias (B, A, S, S): that of one row, and where the tokens lie."""
+
+    bias_1ASS: Tensor
+    plan: Plan
+
+
+class _UnpaddedAttention(nn.Module):
+    """The methods of an attention module that takes packed tokens with a :class:`_PackedBias`."""
+
+    prefix = "Unpadded"
+
+    num_attention_heads: int
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
+    dropout: nn.Dropout
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, ...]:
+        """(1, T, H) → (1, T, H) with a packed bias; else whatever the original takes and gives."""
+        if not isinstance(position_bias, _PackedBias):
+            return super().forward(hidden_states, attention_mask, position_bias, **kwargs)  # type: ignore[misc, no-any-return]
+        heads = self.num_attention_heads
+        query, key, value = (
+            project(hidden_states).unflatten(-1, (heads, -1)).transpose(1, 2) for project in (self.q, self.k, self.v)
+        )
+        dropped = self.dropout.p if self.dropout.training else 0.0
+        attended_1TAD, _ = unpadded_attention(
+            self, query, key, value, None, dropped, unpadding=position_bias.plan, bias=position_bias.bias_1ASS
+        )
+        return (self.o(attended_1TAD.flatten(2)),)
+
+
+class _UnpaddedMPNet(UnpaddedEncoder):
+    """As :class:`UnpaddedEncoder`; its mask (B, S) is what the model around it was given, which hands on another."""
+
+    layer: nn.ModuleList
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, return_dict: bool = False, **kwargs: Any
+    ) -> Any:
+        output = super().forward(hidden_states, attention_mask, return_dict=True, **kwargs)
+        return output if return_dict else output.to_tuple()
+
+    def _mask_of(self, attention_mask: Tensor | None, given: Tensor | None) -> Tensor | None:
+        return attention_mask if given is None else given
+
+    def _attends_packed(self) -> bool:
+        return True
+
+    def _packed(self, packed: Tensor, plan: Plan, return_dict: bool = True, **kwargs: Any) -> Any:
+        bias_1ASS = self.compute_position_bias(packed.new_empty(1, plan.mask_BS.shape[1]))  # type: ignore[operator]
+        for layer in self.layer:
+            if not torch.compiler.is_compiling():
+                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+            packed = layer(packed, None, _PackedBias(bias_1ASS, plan), unpadding=plan, **kwargs)[0]
+        last: Any = packed
+        return BaseModelOutput(last_hidden_state=last)
+
+
+def _positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
+    """Counted from the ids that are no padding."""
+    from transformers.models.mpnet.modeling_mpnet import create_position_ids_from_input_ids  # late: few need it
+
+    return create_position_ids_from_input_ids(ids_BS, embeddings.padding_idx)  # type: ignore[no-any-return]
+
+
+FAMILY = Family(
+    name="mpnet",
+    title="MPNet",
+    encoder="MPNetEncoder",
+    layer="MPNetLayer",
+    attention="MPNetSelfAttention",
+    embeddings="MPNetEmbeddings",
+    query_and_value=("q", "v"),
+    feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    positions=_positions,
+    packed_encoder=_UnpaddedMPNet,
+    packed_attention=_UnpaddedAttention,
+)

@@ -1,0 +1,18 @@
+"""XLM-RoBERTa: RoBERTa's modules under names of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from composer_speedups.families import roberta
+
+__all__ = ["FAMILY"]
+
+FAMILY = replace(
+    roberta.FAMILY,
+    name="xlm_roberta",
+    title="XLM-RoBERTa",
+    encoder="XLMRobertaEncoder",
+    layer="XLMRobertaLayer",
+    embeddings="XLMRobertaEmbeddings",
+)

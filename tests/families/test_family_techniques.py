@@ -1,0 +1,323 @@
+"""Every technique on every family: the untouched model's outputs and gradients for every input, or refused by name.
+
+Models without dropout, of two layers; tests/helpers/refusals.py has the table of what is refused.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composer_speedups import (
+    apply_fast_layernorm,
+    apply_fused_layers,
+    apply_gradient_checkpointing,
+    apply_lora,
+    apply_sdpa_attention,
+    apply_sparse_upcycling,
+    apply_torch_compile,
+    apply_unpadding,
+)
+from composer_speedups.algorithms.fast_layernorm.layers import LowPrecisionLayerNorm
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
+from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, trained_copies
+from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward
+from composer_speedups.algorithms.torch_compile.torch_compile import _has_compiled_code
+from composer_speedups.core.operator_recorder import OperatorRecorder, compile_counts
+from composer_speedups.families.blocks import repeated_blocks
+from composer_speedups.families.family import family_named
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from tests.helpers.common import VOCABULARY, Batch
+from tests.helpers.models import EVERY, Family, tiny_model
+from tests.helpers.refusals import HEADS, INPUTS, REFUSALS, TECHNIQUES, UNDEFINED, left_padded, refusal_of
+from tests.reference.loop import gradients
+from tests.reference.tolerance import assert_near
+
+pytestmark = pytest.mark.pins
+ROWS, WIDTH, CHOICES = 4, 12, 3
+LENGTHS = torch.tensor([[7], [12], [1], [9]])
+TYPED = {family for family in EVERY if family not in ("distilbert", "mpnet", "modernbert")}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Matrices this small gain nothing from a second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    torch.compiler.reset()
+    untouched.cache_clear()
+    expected_of.cache_clear()
+
+
+class MeanPooled(nn.Module):
+    """Somebody's own head on a bare encoder."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.encoder, self.top = encoder, nn.Linear(encoder.config.hidden_size, 2)
+
+    def forward(self, labels: Tensor | None = None, **inputs: Any) -> dict[str, Any]:
+        hidden = self.encoder(**inputs).last_hidden_state
+        weights = inputs["attention_mask"][..., None].float()
+        logits = self.top((hidden * weights).sum(1) / weights.sum(1).clamp(min=1))
+        return {"logits": logits, "loss": None if labels is None else nn.functional.cross_entropy(logits, labels)}
+
+
+@cache
+def untouched(family: Family, head: str) -> Any:
+    if head != "pooling":
+        return tiny_model(family, head).train()
+    torch.manual_seed(0)
+    return MeanPooled(tiny_model(family).base_model).train()
+
+
+def draw(family: Family, head: str, given: str) -> Batch:
+    """Four rows of 12 slots: right padding, unless it is said otherwise."""
+    generator = torch.Generator().manual_seed(INPUTS.index(given))
+    model = untouched(family, head)
+    config = (model.encoder if head == "pooling" else model).config
+    mask = (torch.arange(WIDTH) < LENGTHS).long()
+    if given == "left padding":
+        mask = mask.flip(-1)
+    elif given == "holes":
+        mask = (torch.rand(ROWS, WIDTH, generator=generator) < 0.6).long()
+        mask[:, 0] = 1
+    elif given in ("no padding", "no mask"):
+        mask[:] = 1
+    elif given == "a row of padding":
+        mask[2] = 0
+    ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator).masked_fill(mask == 0, config.pad_token_id)
+    inputs: Batch = {"input_ids": ids, "attention_mask": mask}
+    if given == "token types":
+        inputs["token_type_ids"] = torch.randint(0, 2, mask.shape, generator=generator)
+    elif given == "position ids":
+        inputs["position_ids"] = torch.randint(2, 80, mask.shape, generator=generator)
+    elif given == "embeddings":
+        del inputs["input_ids"]
+        width = config.embedding_size if family in ("albert", "electra") else 32
+        inputs["inputs_embeds"] = torch.randn(ROWS, WIDTH, width, generator=generator)
+    elif given == "4-D mask":
+        added = torch.zeros(ROWS, 1, WIDTH, WIDTH)
+        inputs["attention_mask"] = added.masked_fill(mask[:, None, None, :] == 0, torch.finfo(added.dtype).min)
+    elif given == "no mask":
+        del inputs["attention_mask"]
+    elif given == "hidden states and attentions":
+        inputs |= {"output_hidden_states": True, "output_attentions": True}  # type: ignore[dict-item]
+    if head in ("mlm", "tokens"):
+        asked = (mask == 1) & ((torch.arange(WIDTH) % 3 == 0) | (head == "tokens"))
+        inputs["labels"] = (ids if head == "mlm" else ids % 2).masked_fill(~asked, -100)
+    elif head == "answering":
+        real = (mask * torch.arange(1, WIDTH + 1)).argmax(-1)  # the last real token
+        inputs |= {"start_positions": mask.argmax(-1), "end_positions": real}
+    else:
+        inputs["labels"] = torch.randint(0, 2, (ROWS,), generator=generator).masked_fill(mask.sum(-1) == 0, -100)
+    if head == "choice":
+        inputs |= {name: torch.stack([inputs[name].roll(i, 0) for i in range(CHOICES)], 1) for name in ids_and_mask}
+    return inputs
+
+
+ids_and_mask = ("input_ids", "attention_mask")
+
+
+def real(values: Tensor, mask: Tensor) -> Tensor:
+    """Of slots and rows with a token: (B, S, …), (B, A, S, S), or (B, …)."""
+    if values.ndim == 4:
+        values = values.transpose(1, 2)
+    return values[mask] if values.shape[:2] == mask.shape else values[mask.any(-1)]
+
+
+def outcome(model: Any, inputs: Batch, given: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs of real tokens or rows, and gradients."""
+    model.zero_grad()
+    model.train(given != "eval mode")
+    with torch.set_grad_enabled(given != "eval mode"):
+        output = model(**inputs)
+    mask = inputs.get("attention_mask", torch.ones(ROWS, WIDTH))
+    mask = mask[:, 0, 0] == 0 if mask.is_floating_point() and mask.ndim == 4 else mask.bool()
+    if mask.ndim == 3:  # of choices; each row's logits are read
+        mask = mask.any(1)
+    found = {"loss": output["loss"].detach()}
+    for name in ("logits", "start_logits", "end_logits"):
+        if output.get(name) is not None:
+            found[name] = real(output[name].detach(), mask)
+    for name in ("hidden_states", "attentions"):
+        for i, each in enumerate(output.get(name) or ()):
+            if each is not None:
+                found[f"{name}.{i}"] = real(each.detach(), mask)
+    if given != "eval mode":
+        output["loss"].backward()
+    return found, gradients(model)
+
+
+@cache
+def expected_of(family: Family, head: str, given: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return outcome(copy.deepcopy(untouched(family, head)), draw(family, head, given), given)  # recorders stay hooked
+
+
+def fuse(model: Any, inputs: Batch) -> None:
+    apply_unpadding(model, 8, compare_on=inputs)
+    apply_fused_layers(model)
+
+
+APPLY: dict[str, Callable[[Any, Batch], Any]] = {
+    "unpadding": lambda model, inputs: apply_unpadding(model, 8, compare_on=inputs),
+    "fused_layers": fuse,
+    "sdpa_attention": lambda model, _: apply_sdpa_attention(model),
+    "fast_layernorm": lambda model, _: apply_fast_layernorm(model),
+    "gradient_checkpointing": lambda model, _: apply_gradient_checkpointing(model),
+    "torch_compile": lambda model, _: apply_torch_compile(model, "blocks", backend="eager", dynamic=True),
+    "lora": lambda model, _: apply_lora(model),
+    "sparse_upcycling": lambda model, _: apply_sparse_upcycling(model, experts=3, every=1),
+}
+
+
+class Watch:
+    """What shows that a technique was at work in a forward and backward pass."""
+
+    def __init__(self, technique: str, model: Any) -> None:
+        self.technique, self.model = technique, model
+        self.recomputed, self.compiled = self._recomputed(), compile_counts()
+        self.operators = OperatorRecorder()
+
+    def _recomputed(self) -> int:
+        return sum(map(recomputations, self.model.modules()))
+
+    def _count(self, kind: Any) -> int:
+        return sum(isinstance(module, kind) for module in self.model.modules())
+
+    def check(self, family: Family, head: str, given: str) -> None:
+        padded = given in left_padded(family, head)
+        if self.technique in ("unpadding", "fused_layers"):
+            assert [each.ran for each in unpadded_encoders(self.model)] == ["padded" if padded else "unpadded"]
+        if self.technique == "fused_layers":
+            last = "first tokens" if head == "classification" else "torch"
+            ran = [module.ran for module in self.model.modules() if isinstance(module, FusedLayer)]
+            assert ran == (["stock"] * 2 if padded else ["torch", last]), given
+        elif self.technique == "sdpa_attention":
+            # The math kernel comes apart before it is dispatched; no other attention takes this softmax.
+            ran = [name for name in self.operators.counts if "scaled_dot_product" in name or name == "_safe_softmax"]
+            assert ran
+        elif self.technique == "fast_layernorm":
+            plain = sum(type(module) is nn.LayerNorm for module in untouched(family, head).modules())
+            assert self._count(LowPrecisionLayerNorm) == plain > 0
+        elif self.technique == "gradient_checkpointing":
+            assert self._recomputed() - self.recomputed == (0 if given == "eval mode" else 2)
+        elif self.technique == "torch_compile":
+            since = compile_counts().since(self.compiled)
+            assert since.failed == 0 or given == "hidden states and attentions", (
+                "transformers' recorders are not compiled"
+            )
+            assert all(map(_has_compiled_code, repeated_blocks(self.model).values())), "now, or by an earlier test"
+        elif self.technique == "lora":
+            assert adapted_layers(self.model)
+        elif self.technique == "sparse_upcycling":
+            sparse = [module for module in self.model.modules() if isinstance(module, SparseFeedForward)]
+            assert len(sparse) == 2
+            assert len(sparse[0].routing.load) == (0 if given == "eval mode" else 2)
+
+
+def as_dense(model: Any, family: Family, found: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients of experts under the names of the layers that they stand for: weights of a token's experts add up to
+    one, and so do the gradients of their copies."""
+    up, _, down = family_named(family).feed_forward  # type: ignore[union-attr, misc]
+    for place, sparse in model.named_modules():
+        if isinstance(sparse, SparseFeedForward):
+            router = found.pop(f"{place}.router.weight")
+            assert router.abs().max() < 1e-4, "copies give the same, whichever is chosen"
+            names = {"up": place, "down": place.removesuffix(up) + down}
+            for part in ("up.weight", "up.bias", "down.weight", "down.bias"):
+                name, _, kind = part.partition(".")
+                parts = [found.pop(f"{place}.experts.{i}.{part}") for i in range(len(sparse.experts))]
+                found[f"{names[name]}.{kind}"] = torch.stack(parts).sum(0)
+    return found
+
+
+def of_adapters(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the gradients of adapters that start at zero, and of copied heads, are made of the dense model's."""
+    made: dict[str, Tensor] = {}
+    for name, layer in adapted_layers(model).items():
+        first = layer.lora_A[ADAPTER].weight.detach()
+        made[f"{name}.lora_A.{ADAPTER}.weight"] = torch.zeros_like(first)
+        made[f"{name}.lora_B.{ADAPTER}.weight"] = layer.scaling[ADAPTER] * expected[f"{name}.weight"] @ first.T
+    copied = {name for name, _ in trained_copies(model).items()}
+    for name, gradient in expected.items():
+        for place in copied:
+            if name.startswith(f"{place}."):
+                made[name.replace(place, f"{place}.modules_to_save.{ADAPTER}", 1)] = gradient
+    if isinstance(model, MeanPooled):  # its own head is none of the model that adapters go into
+        made |= {name: gradient for name, gradient in expected.items() if name.startswith("top.")}
+    return made
+
+
+def check(model: Any, technique: str, family: Family, head: str, given: str) -> None:
+    inputs, watch = draw(family, head, given), Watch(technique, model)
+    with watch.operators if technique == "sdpa_attention" else nullcontext():  # dynamo leaves its code alone in such
+        values, found = outcome(model, inputs, given)
+    expected, wanted = expected_of(family, head, given)
+    if technique == "sdpa_attention":  # transformers gives none
+        expected = {name: value for name, value in expected.items() if not name.startswith("attentions")}
+    what = f"{technique} on {family} with {head} and {given}"
+    assert_near(values, expected, what=what)
+    if given != "eval mode":
+        found = as_dense(model, family, found) if technique == "sparse_upcycling" else found
+        wanted = of_adapters(model, wanted) if technique == "lora" else wanted
+        assert_near(found, wanted, what=f"gradients of {what}")
+    watch.check(family, head, given)
+
+
+def applied(technique: str, family: Family, head: str) -> Any:
+    """A copy of the untouched model with the technique; None where the table has a refusal, which is then seen."""
+    model = copy.deepcopy(untouched(family, head))
+    refused = refusal_of(technique, family, head)
+    if refused is None:
+        APPLY[technique](model, draw(family, head, "right padding"))
+        return model
+    with pytest.raises(ValueError, match=refused.error):
+        APPLY[technique](model, draw(family, head, "right padding"))
+    return None
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("family", EVERY)
+def test_every_input_gives_the_untouched_models_values(family: Family, technique: str) -> None:
+    for head in ("mlm", "classification") if technique != "torch_compile" else ("mlm",):  # compiling takes seconds
+        torch.compiler.reset()  # each model of a class is compiled anew, up to a limit
+        model = applied(technique, family, head)
+        if model is None:
+            continue
+        for given in INPUTS:
+            if (given == "token types" and family not in TYPED) or (technique, family, head, given) in UNDEFINED:
+                continue
+            refused = refusal_of(technique, family, head, given)
+            if refused is None:
+                check(model, technique, family, head, given)
+            else:
+                with pytest.raises(ValueError, match=refused.error):
+                    model(**draw(family, head, given))
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+@pytest.mark.parametrize("family", EVERY)
+def test_every_head_gives_the_untouched_models_values(family: Family, technique: str) -> None:
+    for head in HEADS:
+        if head != "mlm" and (head != "classification" or technique == "torch_compile"):  # the test above has those
+            model = applied(technique, family, head)
+            if model is not None and (technique, family, head, "right padding") not in UNDEFINED:
+                check(model, technique, family, head, "right padding")
+
+
+def test_every_line_of_the_table_refuses_something() -> None:
+    combinations = product(TECHNIQUES, EVERY, HEADS, INPUTS)
+    assert {refusal_of(*each) for each in combinations} == {None, *REFUSALS}
+    assert {family for line in REFUSALS for family in line.families} <= set(EVERY)
