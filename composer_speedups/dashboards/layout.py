@@ -19,8 +19,8 @@ _METRICS: dict[Task, tuple[tuple[str, str, str], ...]] = {
     "classification": (
         ("accuracy", "MulticlassAccuracy", "accuracy"),
         ("loss", "CrossEntropy", "loss"),
-        ("macro F1", "MulticlassF1Score", "macro_f1"),
-        ("Matthews correlation", "MulticlassMatthewsCorrCoef", "matthews"),
+        ("macro F1", "MacroF1", "macro_f1"),
+        ("Matthews correlation", "MatthewsCorrelation", "matthews"),
     ),
     "multilabel": (
         ("micro F1", "MicroF1", "micro_f1"),

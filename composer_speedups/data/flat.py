@@ -60,6 +60,7 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
 
     Attributes:
         lengths: Tokens of each sample, (N,).
+        widths: Tokens of each sample's longest text, (N,).
     """
 
     def __init__(self, dataset: Dataset) -> None:
@@ -75,6 +76,11 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         offsets = [chunk.offsets.to_numpy() for chunk in table.column("input_ids").chunks]
         self.lengths: Arrays = np.concatenate([np.diff(each) for each in offsets]).astype(np.int64)
         self._starts_N = np.cumsum(self.lengths) - self.lengths
+
+    @property
+    def widths(self) -> Arrays:
+        texts_NQ = self.rows.get("lengths")
+        return self.lengths if texts_NQ is None else texts_NQ.max(-1)
 
     def packed(self, length: int) -> FlatTokens:
         """The same tokens in rows of ``length``, the last one shorter; what belongs to samples is left out."""

@@ -131,7 +131,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         settings: dict[str, Any] = {"ranks": world, "rank": rank, "seed": seed, "drop_last": drop_last}
         if config.length_batching is None:
             return BalancedSampler(tokens.lengths, batch_size, **settings)
-        return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, **settings)
+        return LengthGroupedSampler(tokens.lengths, batch_size, config.length_batching, tokens.widths, **settings)
 
     def loader(tokens: FlatTokens, batch_size: int, *, training: bool) -> DataSpec:
         drop_last = training and config.drop_last
@@ -178,6 +178,8 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
         )
         return tokenizer, train, evaluation
     if config.streaming or config.source == "mds":
+        if task.needs_every_sample:
+            raise ConfigError(f"data.streaming: the loss of task {task.name} needs all samples up front; leave it out")
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
         train, validation = None, load_validation(config, task)
     else:

@@ -176,7 +176,7 @@ def _saved_dataset(path: Path, where: str) -> pyarrow.Table:
         raise DataError(
             f"{where} holds the splits {', '.join(saved)}; give the folder of one, such as {path}/{next(iter(saved))}"
         )
-    return saved.flatten_indices().data.table
+    return saved.data.table  # save_to_disk leaves no indices
 
 
 def read_file(path: Path, key: str) -> pyarrow.Table:

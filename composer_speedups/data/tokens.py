@@ -83,7 +83,7 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],  # as BERT's own
         **{f"{name}_token": token for name, token in _SPECIAL.items()},
     )
 
@@ -129,14 +129,16 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         tokens = None
     # A file cut between two of its batches reads as a shorter one.
-    if tokens is None or len(tokens) != len(dataset) or _labels(tokens) != _labels(dataset):
+    if tokens is None or len(tokens) != len(dataset) or _differ(tokens, dataset):
         cache.unlink()
         return run()
     return tokens
 
 
-def _labels(dataset: Dataset) -> list[Any]:
-    return list(dataset["labels"]) if "labels" in dataset.column_names else []
+def _differ(tokens: Dataset, dataset: Dataset) -> bool:
+    """Whether both have labels of samples, and not the same; those of tokens lie in another column."""
+    both = "labels" in tokens.column_names and "labels" in dataset.column_names
+    return both and list(tokens["labels"]) != list(dataset["labels"])
 
 
 def _identity(tokenizer: Any) -> str:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassMatthewsCorrCoef
+from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.metrics import MeanLoss
+from composer_speedups.tasks.metrics import MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 
 __all__ = ["Classification"]
@@ -61,10 +61,10 @@ class Classification(Task):
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         if not self._has_own_loss():
             return outputs["loss"]
-        logits_RK = outputs["logits"]
+        logits_RK = outputs["logits"].float()
         weights_K = None
         if self.class_weights is not None:
-            weights_K = torch.tensor(self.class_weights, dtype=logits_RK.dtype, device=logits_RK.device)
+            weights_K = torch.tensor(self.class_weights, device=logits_RK.device)
         return F.cross_entropy(logits_RK, batch["labels"], weights_K, label_smoothing=self.label_smoothing)
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
@@ -76,8 +76,7 @@ class Classification(Task):
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }
         if not training:
-            found["MulticlassF1Score"] = MulticlassF1Score(num_classes=classes, average="macro", validate_args=False)
-            found["MulticlassMatthewsCorrCoef"] = MulticlassMatthewsCorrCoef(num_classes=classes, validate_args=False)
+            found["MacroF1"], found["MatthewsCorrelation"] = MacroF1(classes), Matthews(classes)
         return found
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -161,7 +161,11 @@ class Embedding(Task):
         In the names of version 3, which later ones read too, as most models on the hub have them.
         """
         package = "sentence_transformers.models"
-        modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+        modules = [
+            ("", f"{package}.Transformer"),
+            ("1_Pooling", f"{package}.Pooling"),
+            ("2_Normalize", f"{package}.Normalize"),
+        ]
         pooling = {
             "word_embedding_dimension": hidden,
             "pooling_mode_cls_token": self.pooling == "cls",
@@ -171,8 +175,7 @@ class Embedding(Task):
         }
         files: dict[str, Any] = {
             "modules.json": [
-                {"idx": i, "name": str(i), "path": path, "type": f"{package}.{kind}"}
-                for i, (path, kind) in enumerate(modules)
+                {"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(modules)
             ],
             "1_Pooling/config.json": pooling,
             "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},

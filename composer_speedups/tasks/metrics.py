@@ -14,7 +14,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from composer_speedups.families.packed_tokens import IGNORED
 
-__all__ = ["EntityF1", "MeanLoss", "Recall", "final_metrics", "gather_alike"]
+__all__ = ["EntityF1", "MacroF1", "Matthews", "MeanLoss", "Recall", "final_metrics", "gather_alike"]
 
 _CHUNK = 1024  # anchors compared at a time
 _EQUAL = 1e-5  # cosine similarities that differ by less are equal
@@ -25,8 +25,7 @@ _NAMES = {
     "MaskedAccuracy": "accuracy",
     "LanguageCrossEntropy": "loss",
     "LanguagePerplexity": "perplexity",
-    "MulticlassF1Score": "macro_f1",
-    "MulticlassMatthewsCorrCoef": "matthews",
+    "MatthewsCorrelation": "matthews",
     "BinaryCrossEntropy": "loss",
     "MicroF1": "micro_f1",
     "MacroF1": "macro_f1",
@@ -69,6 +68,44 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, tensor.contiguous(), group)
     return gathered
+
+
+class Confusion(Metric):
+    """Counts (true class, predicted class), without waiting for the device as torchmetrics' ``bincount`` does.
+
+    Args:
+        num_classes: The counts are (num_classes, num_classes).
+    """
+
+    full_state_update = False
+    counts: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.add_state("counts", default=torch.zeros(num_classes, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+
+    def update(self, logits_RK: Tensor, labels_R: Tensor) -> None:
+        places_R = labels_R * len(self.counts) + logits_RK.argmax(-1)
+        self.counts.view(-1).index_add_(0, places_R, torch.ones_like(places_R))
+
+
+class MacroF1(Confusion):
+    """The mean over classes of F1; a class that is neither true nor predicted anywhere is left out."""
+
+    def compute(self) -> Tensor:
+        hits_K, all_K = self.counts.diag(), self.counts.sum(0) + self.counts.sum(1)
+        return (2 * hits_K[all_K > 0] / all_K[all_K > 0]).mean()
+
+
+class Matthews(Confusion):
+    """Matthews' correlation coefficient for any number of classes; 0 where all are, or are predicted as, one class."""
+
+    def compute(self) -> Tensor:
+        true_K, predicted_K = self.counts.sum(1).double(), self.counts.sum(0).double()
+        total, hits = self.counts.sum().double(), self.counts.diag().sum().double()
+        spread = (total**2 - (predicted_K**2).sum()) * (total**2 - (true_K**2).sum())
+        found = (hits * total - (true_K * predicted_K).sum()) / spread.sqrt().clamp(min=1)
+        return found.float()
 
 
 class MeanLoss(Metric):
@@ -154,7 +191,8 @@ class Recall(Metric):
         self.positives.append(positives_RH)
 
     def compute(self) -> Tensor:
-        anchors, positives = dim_zero_cat(self.anchors), dim_zero_cat(self.positives)
+        # In float64: TF32 and autocast would make two equal texts differ by more than _EQUAL.
+        anchors, positives = dim_zero_cat(self.anchors).double(), dim_zero_cat(self.positives).double()
         found = torch.zeros((), device=anchors.device)
         for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True):
             nearer = chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL

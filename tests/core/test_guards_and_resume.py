@@ -161,6 +161,8 @@ def test_shards_never_repeat_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     state = make_trainer(device_train_microbatch_size=8).state
     error = torch.OutOfMemoryError("CUDA out of memory.")
     assert out_of_memory._half_of(state, 8, "halve", error) == 4
-    sharded = SimpleNamespace(device_train_microbatch_size=8, fsdp_config=object(), algorithms=[])
+    sharded = SimpleNamespace(
+        device_train_microbatch_size=8, fsdp_config=object(), algorithms=[], model=None, is_model_ddp=False
+    )
     with pytest.raises(torch.OutOfMemoryError, match=r"FSDP cannot repeat a batch .*; set trainer\.microbatch_size=4"):
         out_of_memory._half_of(sharded, 8, "halve", error)  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pyarrow
 import pyarrow.csv
@@ -22,7 +22,8 @@ from composer_speedups.data.sources import load_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
-from composer_speedups.train.config.schema import DataConfig
+from composer_speedups.tasks.task import build_task, task_class
+from composer_speedups.train.config.schema import DataConfig, ModelConfig
 
 ROWS = {
     "text": [f"Review {i}, and it is {'good' if i % 2 else 'bad'}." for i in range(20)],
@@ -297,3 +298,23 @@ def test_counting_words_does_not_solve_the_built_in_reviews(length_scale: float)
     for word in ("wonderful", "dull"):
         assert any(w.startswith(word) for w in positive)
         assert any(w.startswith(word) for w in negative)
+
+
+@pytest.mark.parametrize("task", get_args(get_type_hints(ModelConfig)["task"]))
+def test_a_second_run_finds_the_tokens_of_every_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = DataConfig(
+        source="builtin", tokenizer="wordpiece", vocab_size=200, train_samples=40, eval_samples=20, length_scale=0.1
+    )
+
+    def build() -> dict[str, Any]:
+        kind = build_task(ModelConfig(task=task), config)  # type: ignore[arg-type]
+        data = build_data(config, kind, model_name="", on_gpu=False)
+        return {name: array.tolist() for name, array in data.train.dataloader.dataset.tokens.items()}
+
+    first = build()
+
+    def encode(*_: Any) -> Any:
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr(task_class(task), "encode", encode)
+    assert build() == first

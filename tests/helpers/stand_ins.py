@@ -16,7 +16,7 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers.common import tiny_config
 
-__all__ = ["GLUE", "make_stand_ins", "save_rows"]
+__all__ = ["GLUE", "make_glue", "make_stand_ins", "save_rows"]
 
 ROWS = 12
 _ENTAILMENT = ["entailment", "not_entailment"]
@@ -42,7 +42,7 @@ def make_stand_ins(folder: Path) -> None:
     for name in ("stanfordnlp/imdb", "imdb"):
         for split in ("train", "test"):
             save_rows(folder / name / f"{split}.parquet", reviews)
-    _glue(folder / "nyu-mll/glue", reviews["text"])
+    make_glue(folder / "nyu-mll/glue", reviews["text"])
     _conll(folder / "tomaarsen/conll2003")
     pairs = {"sentence1": reviews["text"][:ROWS], "sentence2": reviews["text"][-ROWS:]}
     for split in ("train", "validation", "test"):
@@ -67,7 +67,7 @@ def save_rows(path: Path, columns: dict[str, list[Any]], features: Features | No
         Dataset.from_dict(columns, features).to_parquet(path)
 
 
-def _glue(folder: Path, texts: list[str]) -> None:
+def make_glue(folder: Path, texts: list[str]) -> None:
     """A folder for each configuration, which the card's header lists."""
     configs = []
     for name, (columns, classes) in GLUE.items():

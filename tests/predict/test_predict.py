@@ -11,10 +11,10 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.predict import rows
 from composer_speedups.predict.__main__ import main, read_request
 from composer_speedups.predict.model import FinishedModel
@@ -181,3 +181,53 @@ def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
         read_request(["--help"])
     shown = capsys.readouterr().out
     assert all(f"\n  {name}: " in shown for name in ("input", "output", "text_columns", "batch_size", "precision"))
+
+
+def stock_answer(task: str, folder: Path, row: dict[str, Any]) -> dict[str, Any]:
+    """What the exported model says of one row, by transformers alone (or sentence-transformers)."""
+    if task == "embedding":
+        from sentence_transformers import SentenceTransformer
+
+        return {"embedding": SentenceTransformer(str(folder), device="cpu").encode(row["anchor"]).tolist()}
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    kind = AutoModelForTokenClassification if task == "token_classification" else AutoModelForSequenceClassification
+    model = kind.from_pretrained(folder).eval()
+    texts = [row["query"], row["document"]] if task == "reranking" else [row.get("text", row.get("tokens"))]
+    encoded = tokenizer(
+        *texts, truncation=True, max_length=48, is_split_into_words="tokens" in row, return_tensors="pt"
+    )
+    with torch.no_grad():
+        logits = model(**encoded).logits[0]
+    names = model.config.id2label
+    if task == "multilabel":
+        return {"probabilities": {names[i]: p for i, p in enumerate(logits.sigmoid().tolist())}}
+    if task == "token_classification":
+        words, probabilities = encoded.word_ids(0), logits.softmax(-1)
+        first = [i for i, word in enumerate(words) if word is not None and word != words[i - 1]]
+        return {
+            "tags": [names[int(probabilities[i].argmax())] for i in first],
+            "probabilities": [float(probabilities[i].max()) for i in first],
+        }
+    score = {"score": float(logits[0])}
+    return score if task == "regression" else {**score, "probability": float(logits[0].sigmoid())}
+
+
+@pytest.mark.parametrize("task", ["multilabel", "regression", "token_classification", "reranking", "embedding"])
+def test_the_other_tasks_predict_what_their_exports_say(task: str) -> None:
+    run(f"model.task={task}", "trainer.max_duration=3ba", "run_name=done", "plot=false", "data.length_scale=0.2")
+    samples = builtin_samples(task, 9, 5, "eval", 0.2)
+    given = [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]
+    Path("in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
+    main(["runs/done", "--input", "in.jsonl", "batch_size=4"])
+    found = predictions()
+    assert len(found) == len(given)
+    for row, answer in list(zip(given, found, strict=True))[::4]:
+        expected = stock_answer(task, Path("runs/done/model"), row)
+        for name, value in expected.items():
+            numbers = name != "tags"
+            assert flat(answer[name]) == (pytest.approx(flat(value), abs=2e-5) if numbers else value), name
+
+
+def flat(value: Any) -> Any:
+    """Numbers for pytest.approx; names as they are."""
+    return list(value.values()) if isinstance(value, dict) else value

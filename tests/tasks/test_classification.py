@@ -35,7 +35,9 @@ def test_classes_are_those_of_the_samples_in_order() -> None:
 def test_a_label_is_found_by_name_or_position_and_refused_by_row_and_value() -> None:
     names = Labels(["bad", "good"])
     assert [names.index(value, "f, row 1", "label") for value in ("good", " bad ", 1, 0.0)] == [1, 0, 1, 0]
-    assert Labels(["1", "2"]).index(1, "f, row 1", "label") == 0, "a name that is a number is no position"
+    assert Labels(["1", "2"]).index(1, "f, row 1", "label") == 0
+    with pytest.raises(DataError, match="label is 0; it must be one of 1, 2"):  # where names are numbers, no position
+        Labels(["1", "2"]).index(0, "f, row 1", "label")
     for value, shown in (("great", "'great'"), (2, "2"), (-1, "-1"), (None, "empty"), (float("nan"), "nan")):
         with pytest.raises(
             DataError, match=rf"f, row 3: label is {shown}(; it must be one of bad, good|, and no class)"

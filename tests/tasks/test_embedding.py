@@ -455,6 +455,23 @@ def test_micro_batches_are_refused_in_a_config_and_in_code(files: list[str]) -> 
     assert len(data.eval.split_batch(batch, 4)) == 2
 
 
+def test_batches_of_like_length_go_by_the_longest_text() -> None:
+    """Its row is what the others are padded to: the sum of the texts says little of it."""
+    write_rows("train.jsonl", triples(200, seed=3))
+    padding, seen = {}, set()
+    for pool in (None, 4):
+        config = DataConfig(
+            source="files", train_file="train.jsonl", tokenizer="wordpiece", vocab_size=300, max_length=24,
+            batch_size=8, train_samples=None, padding="longest", pad_to_multiple_of=1, length_batching=pool,
+        )  # fmt: skip
+        data = build_data(config, Embedding(text_columns=THREE), model_name="", on_gpu=False)
+        masks = [batch["attention_mask"] for batch in data.train.dataloader]
+        seen.add((len(masks), sum(int(mask.sum()) for mask in masks)))
+        padding[pool] = 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+    assert len(seen) == 1, "every token once"
+    assert padding[4] < 0.85 * padding[None]  # by the sum it is 0.95
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -11,6 +11,7 @@ from composer.utils import dist
 from torch import distributed
 
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.metrics import MacroF1, Matthews
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
@@ -79,3 +80,20 @@ def _collectives_of_a_batch() -> Counter[str]:
 def test_no_batch_has_ranks_meet_at_a_barrier() -> None:
     for more in on_ranks(_collectives_of_a_batch):
         assert dict(more) == {"all_gather": 6}, "one for each number that the two metrics count"
+
+
+@pytest.mark.parametrize("shown", [[0, 1, 2, 3], [0, 2], [1]])
+def test_macro_f1_and_matthews_are_scikit_learns_also_where_classes_are_missing(shown: list[int]) -> None:
+    from sklearn.metrics import f1_score, matthews_corrcoef
+
+    drawn = torch.Generator().manual_seed(1)
+    metrics = [MacroF1(4), Matthews(4)]
+    logits, labels = [], []
+    for rows in (7, 30, 1):
+        logits.append(torch.randn(rows, 4, generator=drawn).index_fill(1, torch.tensor([0]), -9.0))
+        labels.append(torch.tensor(shown)[torch.randint(len(shown), (rows,), generator=drawn)])
+        for metric in metrics:
+            metric.update(logits[-1], labels[-1])
+    predicted, expected = torch.cat(logits).argmax(-1).tolist(), torch.cat(labels).tolist()
+    assert float(metrics[0].compute()) == pytest.approx(f1_score(expected, predicted, average="macro", zero_division=0))
+    assert float(metrics[1].compute()) == pytest.approx(matthews_corrcoef(expected, predicted), abs=1e-6)

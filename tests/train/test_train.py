@@ -85,7 +85,7 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_where_it_is() -> None:
     run("trainer.max_duration=1ba", "trainer.eval_batches=1")
     folder = Path("runs/quickstart")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    with pytest.raises(ConfigError, match=r"data\.drop_last: the 4 training reviews do not fill one batch"):
+    with pytest.raises(ConfigError, match=r"data\.drop_last: the 4 training samples do not fill one batch"):
         run("data.train_samples=4", "data.batch_size=8", "data.drop_last=true")
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     assert [path for path in Path("runs").iterdir() if path.is_dir()] == [folder]
@@ -144,8 +144,8 @@ def test_nothing_is_built_for_techniques_that_clash_or_data_that_is_bad(monkeypa
     with pytest.raises(TechniqueError, match="tf32_matmul: TF32 needs a CUDA GPU"):
         run("algorithms.tf32_matmul={}", "trainer.device=cpu")
     assert not Path("runs").exists()
-    Path("bad.csv").write_text("text,label\nfine,1\nwrong,7\n")
-    with pytest.raises(DataError, match=r"bad\.csv, row 2: label is 7"):
+    Path("bad.csv").write_text("text,label\nfine,1\nwrong,0\nlate,0.5\n")
+    with pytest.raises(DataError, match=r"bad\.csv, row 3: label is 0\.5"):
         run("data.source=files", "data.train_file=bad.csv")
 
 

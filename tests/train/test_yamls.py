@@ -53,7 +53,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def stand_ins(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stand_ins(hub: Path, datasets_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Local folders under the names that the YAMLs use on the hub, and those that the environment names."""
     for folder in hub.iterdir():
         Path(folder.name).symlink_to(folder)

@@ -14,7 +14,7 @@ from torch import nn
 from composer_speedups.algorithms.mixed_precision.functional import DTYPES, apply_mixed_precision
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique, Variant
-from composer_speedups.core.trainer_state import device_of, is_compiled
+from composer_speedups.core.trainer_state import device_of, is_compiled, model_of
 
 
 class MixedPrecision(Technique):
@@ -63,10 +63,16 @@ class MixedPrecision(Technique):
         return {"dtype": self.dtype, "precision_before": before}
 
     def watch(self, state: State) -> None:
-        """Collect the dtypes of the model's outputs, and in eager mode those of its first Linear."""
+        """Collect the dtypes of the outputs, and in eager mode those of the first Linear and of the model inside.
+
+        A task may turn the model's hidden states to float32, and fused layers call no Linear.
+        """
+        if is_compiled(state.model):  # a hook would stay in its graph
+            return
         linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
-        if linear is not None and not is_compiled(state.model):  # or it stays in its graph
-            self._hook.callback(linear.register_forward_hook(lambda _m, _i, out: self._note(out)).remove)
+        for module in (linear, getattr(model_of(state), "model", None)):
+            if isinstance(module, nn.Module):
+                self._hook.callback(module.register_forward_hook(lambda _m, _i, out: self._note(out)).remove)
 
     def stop_watching(self, state: State) -> None:
         self._note(state.outputs)

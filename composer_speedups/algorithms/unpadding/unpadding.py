@@ -85,10 +85,10 @@ class Unpadding(ComparedTechnique):
     def after_forward(self, state: State) -> None:
         self._forget()
 
-    def after_backward(self, state: State) -> None:
-        self._forget(counts=True)  # until then the forward pass may be run again, in parts
+    def batch_end(self, state: State) -> None:
+        self._forget(counts=True)  # until then the backward pass may run the forward pass again, in parts
 
-    eval_after_forward = fit_end = after_backward
+    eval_after_forward = fit_end = batch_end
 
     def _count(self, state: State) -> list[tuple[list[int], torch.Tensor]]:
         """Count while the batch is on the host; the last change to it is behind us."""

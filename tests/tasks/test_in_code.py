@@ -1,0 +1,63 @@
+"""A task in a Trainer of one's own, with no config and no application."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer import Trainer
+from torch.utils.data import DataLoader
+from transformers import BertForSequenceClassification
+
+from composer_speedups import tasks
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.data.config import DataConfig
+from composer_speedups.data.loader import build_data
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks import Classification, FinetuneModel, Reranking
+from tests.helpers.common import batch, tiny_config
+
+
+def test_every_public_name_is_there() -> None:
+    for name in tasks.__all__:
+        assert getattr(tasks, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'Clasification'"):
+        tasks.Clasification  # noqa: B018
+
+
+def test_a_task_trains_and_evaluates_in_a_trainer_of_ones_own() -> None:
+    task = Classification(labels=["no", "perhaps", "yes"], label_smoothing=0.1)
+    torch.manual_seed(0)
+    stock = BertForSequenceClassification(tiny_config(**task.head_settings()))
+    model = FinetuneModel(stock, task)
+    assert stock.config.id2label == {0: "no", 1: "perhaps", 2: "yes"}
+    batches: list[Any] = [batch([9, 7, 12], 12, seed=seed) for seed in range(4)]
+    rows = [{name: values[row] for name, values in each.items()} for each in batches for row in range(3)]
+    trainer = Trainer(
+        model=model,
+        train_dataloader=DataLoader(rows, batch_size=3),
+        eval_dataloader=DataLoader(rows, batch_size=3),
+        max_duration="1ep",
+        progress_bar=False,
+        optimizers=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        device="cpu",
+    )
+    trainer.fit()
+    trainer.close()
+    stock.eval()
+    with torch.no_grad():
+        logits = torch.cat([stock(each["input_ids"], each["attention_mask"]).logits for each in batches])
+    labels = torch.cat([each["labels"] for each in batches])
+    (metrics,) = trainer.state.eval_metrics.values()
+    torch.testing.assert_close(metrics["CrossEntropy"].compute(), torch.nn.functional.cross_entropy(logits, labels))
+    assert float(metrics["MulticlassAccuracy"].compute()) == pytest.approx(
+        float((logits.argmax(-1) == labels).float().mean())
+    )
+
+
+def test_a_loss_that_compares_samples_cannot_be_streamed() -> None:
+    load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "", ["a film"]).save_pretrained("words")
+    config = DataConfig(source="files", train_file="a.csv", streaming=True, tokenizer="words")
+    with pytest.raises(ConfigError, match=r"^data\.streaming: the loss of task reranking needs all samples up front"):
+        build_data(config, Reranking(loss_name="pairwise"), model_name="", on_gpu=False)
