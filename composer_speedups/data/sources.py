@@ -53,10 +53,12 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
     """
     table, where = _training_table(config, task)
     held, held_where = _validation_table(config, task)
+    kept = drawn = None
     if config.eval_fraction is not None:
         count = min(max(round(config.eval_fraction * table.num_rows), 1), table.num_rows - 1)
         if count < 1:
             raise DataError(f"{where} has one row only, which data.eval_fraction cannot divide")
+        _learn(table, task, where, training=True)  # of all rows: those held out may have the only one of a class
         if task.groups_samples:
             columns = _columns(table, task, where, training=True)
             drawn = _whole_groups(columns[task.texts[0]], count, config.seed)
@@ -65,10 +67,9 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
         kept = np.setdiff1d(np.arange(table.num_rows), drawn)
         if not len(kept):
             raise DataError(f"{where} has rows of one {task.texts[0]} only, which data.eval_fraction cannot divide")
-        held, held_where = table.take(drawn), f"{where}, held out by data.eval_fraction"
-        table = table.take(kept)
-    train = _checked(table, task, where, training=True)
-    validation = None if held is None else _checked(held, task, held_where, training=False)
+        held, held_where = table, where
+    train = _checked(table, task, where, training=True, places=kept)
+    validation = None if held is None else _checked(held, task, held_where, training=False, places=drawn)
     return (
         _sample(train, config, config.train_samples),
         None if validation is None else _sample(validation, config, config.eval_samples, whole=task.groups_samples),
@@ -83,7 +84,7 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     table, where = _validation_table(config, task)
     if table is None:
         return None
-    _learn(table, task, where)
+    _learn(table, task, where, training=False)
     checked = _checked(table, task, where, training=False)
     return _sample(checked, config, config.eval_samples, whole=task.groups_samples)
 
@@ -241,8 +242,13 @@ def not_utf8(path: Path) -> str | None:
     return None
 
 
-def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> Dataset:
-    """Refuse rows that would train silently on nothing, and keep what the task reads."""
+def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool, places: Any = None) -> Dataset:
+    """Refuse rows that would train silently on nothing, and keep what the task reads.
+
+    ``places`` are the rows to take, counted from 0; None takes all.
+    """
+    numbers = range(1, table.num_rows + 1) if places is None else (places + 1).tolist()
+    table = table if places is None else table.take(places)
     columns = _columns(table, task, where, training=training)
     if training:
         task.learn(columns, _declared(table), where)
@@ -250,13 +256,13 @@ def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool) ->
     rows = zip(*columns.values(), strict=True)
     examples = [
         task.example(dict(zip(names, row, strict=True)), f"{where}, row {number}", training=training)
-        for number, row in enumerate(rows, start=1)
+        for number, row in zip(numbers, rows, strict=True)
     ]
     return Dataset.from_list(task.prepared(examples, training=training))
 
 
-def _learn(table: pyarrow.Table, task: Task, where: str) -> None:
-    task.learn(_columns(table, task, where, training=False), _declared(table), where)
+def _learn(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> None:
+    task.learn(_columns(table, task, where, training=training), _declared(table), where)
 
 
 def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> dict[str, list[Any]]:

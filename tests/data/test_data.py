@@ -318,3 +318,20 @@ def test_a_second_run_finds_the_tokens_of_every_task(task: str, monkeypatch: pyt
 
     monkeypatch.setattr(task_class(task), "encode", encode)
     assert build() == first
+
+
+def test_a_class_that_only_a_held_out_row_has_is_known() -> None:
+    rows = {"text": [f"text {i}" for i in range(12)], "label": ["b", "a", *"cdefghijkl"]}
+    task = Classification()
+    train, held = load_samples(files(save(rows, "a.csv"), eval_fraction=0.25), task)
+    assert held is not None
+    assert (len(train), len(held)) == (9, 3)
+    assert task.labels == sorted(rows["label"])
+    assert not set(train["labels"]) & set(held["labels"])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_bad_row_has_its_number_in_the_file_where_some_are_held_out(seed: int) -> None:
+    name = save({"text": ["a", "b", "c", "d", " ", "f"], "label": [0, 1] * 3}, "a.csv")
+    with pytest.raises(DataError, match=r"^data\.train_file: a\.csv, row 5: text is empty"):
+        load_samples(files(name, eval_fraction=0.5, seed=seed), Classification())
