@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoTokenizer
 
+from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.config import DataConfig
@@ -119,18 +119,11 @@ class FinishedModel:
         batch = self._pad(Ragged.of(columns))
         device = self.model.device
         if self._plans:
-            from composer_speedups.algorithms.unpadding.functional import plan_unpadding
-
             plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
         inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in _INPUTS}
-        with self._autocast(device):
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits = self.task.outputs(self.model, inputs)["logits"]
         return logits, batch
-
-    @contextlib.contextmanager
-    def _autocast(self, device: torch.device) -> Iterator[None]:
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-            yield
 
 
 # The labels that token classification encodes say where a word begins; the model would compute a loss of them.
