@@ -26,7 +26,16 @@ from composer_speedups.data.config import DataConfig
 from composer_speedups.data.conll import read_conll
 from composer_speedups.tasks.task import Task
 
-__all__ = ["class_names", "load_samples", "load_validation", "named", "random_rows", "unreadable"]
+__all__ = [
+    "check_columns",
+    "class_names",
+    "load_samples",
+    "load_validation",
+    "named",
+    "random_rows",
+    "read_file",
+    "unreadable",
+]
 
 Arrays = npt.NDArray[Any]
 
@@ -58,9 +67,9 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
         count = min(max(round(config.eval_fraction * table.num_rows), 1), table.num_rows - 1)
         if count < 1:
             raise DataError(f"{where} has one row only, which data.eval_fraction cannot divide")
-        _learn(table, task, where, training=True)  # of all rows: those held out may have the only one of a class
+        columns = _columns(table, task, where, training=True)
+        task.learn(columns, _declared(table), where)  # of all rows: those held out may have the only one of a class
         if task.groups_samples:
-            columns = _columns(table, task, where, training=True)
             drawn = _whole_groups(columns[task.texts[0]], count, config.seed)
         else:
             drawn = np.sort(np.random.default_rng(config.seed).permutation(table.num_rows)[:count])
@@ -84,7 +93,7 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     table, where = _validation_table(config, task)
     if table is None:
         return None
-    _learn(table, task, where, training=False)
+    task.learn(_columns(table, task, where, training=False), _declared(table), where)
     checked = _checked(table, task, where, training=False)
     return _sample(checked, config, config.eval_samples, whole=task.groups_samples)
 
@@ -261,17 +270,10 @@ def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool, pl
     return Dataset.from_list(task.prepared(examples, training=training))
 
 
-def _learn(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> None:
-    task.learn(_columns(table, task, where, training=training), _declared(table), where)
-
-
 def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> dict[str, list[Any]]:
     """The columns that the task reads, with the names of classes in place of the integers that stand for them."""
     needed = task.columns(training=training)
-    for column, key in needed:
-        if column not in table.column_names:
-            has = ", ".join(table.column_names) or "none"
-            raise DataError(f"{where} has no column {column!r} (it has: {has}); set {key}")
+    check_columns(table, needed, where)
     if table.num_rows == 0:
         raise DataError(f"{where} has no rows; give a file with samples in it")
     declared = _declared(table)
@@ -283,6 +285,23 @@ def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) ->
         column: [named(value, declared[column]) for value in values] if column in declared else values
         for column, values in columns.items()
     }
+
+
+def check_columns(table: pyarrow.Table, needed: Sequence[tuple[str, str]], where: str) -> None:
+    """Refuse a table that lacks a column.
+
+    Args:
+        table: What was read.
+        needed: Columns, each with the config key that names it.
+        where: The dataset, for the error.
+
+    Raises:
+        DataError: One line that names the column, those that there are, and the key.
+    """
+    for column, key in needed:
+        if column not in table.column_names:
+            has = ", ".join(table.column_names) or "none"
+            raise DataError(f"{where} has no column {column!r} (it has: {has}); set {key}")
 
 
 def _declared(table: pyarrow.Table) -> dict[str, list[str]]:

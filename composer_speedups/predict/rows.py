@@ -17,9 +17,9 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 
-from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.core.files import publish
-from composer_speedups.data.sources import read_file
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import publish, write_atomically
+from composer_speedups.data.sources import check_columns, read_file
 from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]
@@ -66,10 +66,7 @@ def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: 
 
 def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
     table = read_file(source, "input")
-    for column in model.columns:
-        if column not in table.column_names:
-            has = ", ".join(table.column_names) or "none"
-            raise DataError(f"input: {source} has no column {column!r} (it has: {has}); set text_columns")
+    check_columns(table, [(column, "text_columns") for column in model.columns], f"input: {source}")
     rows = table.select(model.columns).to_pylist()
     for number, row in enumerate(rows, start=1):
         for column in model.columns:
@@ -111,7 +108,7 @@ class _Partial:
                     self.count, whole = self.count + 1, whole + len(line)
             os.truncate(path, whole)
         else:
-            path.write_bytes(head)
+            write_atomically(path, head)
         self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
 
     def __enter__(self) -> _Partial:
