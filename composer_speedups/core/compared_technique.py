@@ -20,7 +20,7 @@ from torch import Tensor
 from composer_speedups.core.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of
 from composer_speedups.core.errors import CannotRunError, first_line
 from composer_speedups.core.technique import Technique, techniques_of
-from composer_speedups.core.trainer_state import max_over_ranks, model_of
+from composer_speedups.core.trainer_state import loss_of_this_rank, max_over_ranks, model_of, world_size
 from composer_speedups.families.packed_tokens import token_masks
 from composer_speedups.families.stock import changes_to
 
@@ -177,7 +177,15 @@ class _Trial:
             except RuntimeError as error:
                 for technique in techniques:
                     technique.reapply(self.state)
-                if not isinstance(error, torch.OutOfMemoryError) or self._sharded or not self._halve():
+                if not isinstance(error, torch.OutOfMemoryError) or self._sharded:
+                    raise
+                if world_size() > 1 and not _loss_is_known(self._model):
+                    raise torch.OutOfMemoryError(
+                        f"the comparison with the untouched model ran out of memory ({first_line(error)}), and one of "
+                        f"{world_size()} ranks cannot repeat it in part, since the model's loss may gather samples "
+                        "from the others; lower the micro-batch, or set check: never"
+                    ) from error
+                if not self._halve():
                     raise
 
     def _halve(self) -> bool:
@@ -206,11 +214,18 @@ class _Trial:
         outputs = self._model(self._batch)
         if not self._with_loss:
             return outputs, None
-        found = model_of(self.state).loss(outputs, self._batch)
+        with loss_of_this_rank():  # another rank may have fewer rows by now
+            found = model_of(self.state).loss(outputs, self._batch)
         if isinstance(found, Tensor):
             return outputs, found
         losses = list(found.values()) if isinstance(found, dict) else list(found)
         return outputs, torch.stack(losses).sum()
+
+
+def _loss_is_known(model: Any) -> bool:
+    """Whether the loss is of this package or of Composer, and asks :func:`.loss_ranks` before it gathers anything."""
+    methods = [type(each).loss for each in (model, getattr(model, "task", model))]
+    return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)
 
 
 def _with_padding(batch: Any) -> Any:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,8 @@ __all__ = [
     "is_compiled",
     "is_composer_model",
     "local_shard",
+    "loss_of_this_rank",
+    "loss_ranks",
     "max_over_ranks",
     "model_of",
     "open_host_group",
@@ -67,6 +70,25 @@ def world_size() -> int:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+_alone = False
+
+
+@contextlib.contextmanager
+def loss_of_this_rank() -> Iterator[None]:
+    """Inside, losses take nothing of other ranks, which may not be computing theirs: see :func:`loss_ranks`."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
+
+
+def loss_ranks() -> int:
+    """Ranks whose samples a loss that gathers them may take: all, or this one inside :func:`loss_of_this_rank`."""
+    return 1 if _alone else world_size()
 
 
 _host_groups: list[Any] = []  # the one process group, once for each of its users

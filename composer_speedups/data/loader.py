@@ -80,7 +80,8 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
 
     Raises:
         DataError: Rows or files that cannot be used.
-        ConfigError: A batch size that the ranks cannot share, or a tokenizer that cannot be loaded.
+        ConfigError: A batch size that the ranks cannot share, a tokenizer that cannot be loaded, or a stream whose
+            classes nothing names.
     """
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
@@ -145,6 +146,13 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
 
     def stream() -> DataSpec:
         rows, declared = stream_of_samples(config, seed)
+        if task.lacks_classes:  # without validation samples
+            if task.label_column not in declared:
+                raise ConfigError(
+                    "data.labels is missing: a stream without validation samples does not show its classes before "
+                    "training; name them, as in data.labels=[no,yes]"
+                )
+            task.learn({str(task.label_column): []}, declared, "data.streaming")
         collate = task.collator(pad, tokenizer, training=True)
         collator = Tokenized(collate, tokenizer, task, config.max_length, declared)
         return batches(rows, config.batch_size, collator, training=True, drop_last=config.drop_last)

@@ -51,6 +51,7 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
     tokens, rows = int(lengths.sum()), lengths.numel()
     linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
     attention = 4 * hidden * int((lengths**2).sum())
+    layers *= getattr(config, "inner_group_num", 1)  # layers of a group of ALBERT's, all of which run each time
     extra = 0
     if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
         one_layer = (sparse["top_k"] - 1) * 2 * hidden * inner + hidden * sparse["experts"]
@@ -76,9 +77,14 @@ def frozen_flops(weights: Iterable[torch.Tensor], lengths: torch.Tensor) -> int:
 
 
 def block_weights(model: nn.Module) -> list[torch.Tensor]:
-    """The weights of the Linear layers in a model's blocks, which every token goes through; walks the whole model."""
+    """The weights of the Linear layers in a model's blocks, which every token goes through; walks the whole model.
+
+    A weight comes once for each time that its block runs: ALBERT runs few blocks for many layers.
+    """
     try:
-        blocks = repeated_blocks(model).values()
+        blocks = list(repeated_blocks(model).values())
     except ValueError:  # layers that are no list
         return []
-    return [m.weight for block in blocks for m in block.modules() if isinstance(m, nn.Linear)]
+    layers = getattr(getattr(model, "config", None), "num_hidden_layers", None) or len(blocks)
+    runs = [blocks[int(i / (layers / len(blocks)))] for i in range(layers)]  # as AlbertTransformer has it
+    return [m.weight for block in runs for m in block.modules() if isinstance(m, nn.Linear)]

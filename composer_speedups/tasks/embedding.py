@@ -20,6 +20,7 @@ from torchmetrics.regression import SpearmanCorrCoef
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import write_atomically
+from composer_speedups.core.trainer_state import loss_ranks
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.task import Example, Task, joined, number
 
@@ -31,8 +32,10 @@ class Embedding(Task):
     """A sample is an anchor, a positive and any number of negatives, or two texts and a score.
 
     With the ``ranking`` loss each anchor is to be nearer to its positive than to every other positive and negative of
-    the batch, over all ranks. With ``cosine`` the cosine similarity of two texts is to equal their score. Evaluation is
-    by recall@1 and recall@10 among all positives, or by Spearman's correlation where there are scores.
+    the batch, over all ranks. Texts that would be false negatives are left out for an anchor: those equal to it or to
+    its positive, and the positives of equal anchors (a row may come twice to even out a batch over ranks). With
+    ``cosine`` the cosine similarity of two texts is to equal their score. Evaluation is by recall@1 and recall@10 among
+    all positives, or by Spearman's correlation where there are scores.
 
     Attributes:
         label_column: Column of the scores. With ``ranking`` only evaluation reads it.
@@ -124,27 +127,41 @@ class Embedding(Task):
         vectors = outputs["logits"]
         # Similarities in float32: bfloat16 has 3 digits, and the temperature makes much of the third.
         with torch.autocast(vectors.device.type, enabled=False):
-            return self._cosine_loss(vectors, batch) if self.loss_name == "cosine" else self._ranking_loss(vectors)
+            if self.loss_name == "cosine":
+                return self._cosine_loss(vectors, batch)
+            return self._ranking_loss(vectors, _text_keys(batch["input_ids"], batch["attention_mask"]))
 
     def _cosine_loss(self, vectors: Tensor, batch: Mapping[str, Any]) -> Tensor:
         return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
 
-    def _ranking_loss(self, vectors: Tensor) -> Tensor:
+    def _ranking_loss(self, vectors: Tensor, keys_RN: Tensor) -> Tensor:
         """The mean over this rank's anchors. DDP's mean over ranks of its gradients is that of the whole batch."""
         anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives come first
+        # For each candidate its own key, and that of the anchor that it is the positive of (0 for a negative).
+        answered_RN = F.pad(keys_RN[:, :1], (0, keys_RN.shape[1] - 2))
+        keys_C2 = torch.stack([keys_RN[:, 1:], answered_RN], dim=-1).transpose(0, 1).flatten(0, 1)
         first = 0
-        if dist.get_world_size() > 1:
+        if (ranks := loss_ranks()) > 1:
             first = dist.get_global_rank() * len(candidates)
             candidates = torch.cat(all_gather(candidates.contiguous()))
+            gathered = [torch.empty_like(keys_C2) for _ in range(ranks)]
+            torch.distributed.all_gather(gathered, keys_C2)
+            keys_C2 = torch.cat(gathered)
+        own_R = torch.arange(first, first + len(anchors), device=vectors.device)
+        text_C, answered_C = keys_C2.unbind(-1)
+        anchor_R1, positive_R1 = keys_RN[:, :1], keys_RN[:, 1:2]
+        false_RC = (text_C == anchor_R1) | (text_C == positive_R1) | (answered_C == anchor_R1)
+        false_RC = false_RC.scatter(1, own_R[:, None], False)
         scores = anchors @ candidates.T / self.temperature
-        return F.cross_entropy(scores, torch.arange(first, first + len(anchors), device=scores.device))
+        return F.cross_entropy(scores.masked_fill(false_RC, -torch.inf), own_R)
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         if training:
             return {}
         if self._has_scores(training=False):
             return {"SpearmanCorrCoef": SpearmanCorrCoef()}
-        return {"Recall@1": Recall(1), "Recall@10": Recall(10)}
+        first = Recall(1)
+        return {"Recall@1": first, "Recall@10": Recall(10, shares=first)}
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         if isinstance(metric, Recall):
@@ -191,3 +208,16 @@ class Embedding(Task):
             path = folder / name
             path.parent.mkdir(exist_ok=True)
             write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def _text_keys(ids_RNS: Tensor, mask_RNS: Tensor) -> Tensor:
+    """A number for each text, (R, N), int64: the same for the same real tokens, however they are padded.
+
+    A sum of the ids modulo 2**64, with a pseudo-random coefficient for each position: two texts have the same number
+    by a chance of 2**-60 or so. On the device, since ranks compare them.
+    """
+    place_RNS = mask_RNS.cumsum(-1)
+    mixed = place_RNS * -0x61C8864680B583EB  # the multipliers of splitmix64, as signed numbers
+    mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
+    return ((ids_RNS + 1) * mask_RNS * mixed).sum(-1)

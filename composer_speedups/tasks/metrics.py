@@ -14,12 +14,21 @@ from torchmetrics.utilities import dim_zero_cat
 
 from composer_speedups.families.packed_tokens import IGNORED
 
-__all__ = ["EntityF1", "MacroF1", "Matthews", "MeanLoss", "Recall", "final_metrics", "gather_alike"]
+__all__ = [
+    "REPORTED_NAMES",
+    "EntityF1",
+    "MacroF1",
+    "Matthews",
+    "MeanLoss",
+    "Recall",
+    "final_metrics",
+    "gather_alike",
+]
 
 _CHUNK = 1024  # anchors compared at a time
 _EQUAL = 1e-5  # cosine similarities that differ by less are equal
 
-_NAMES = {
+REPORTED_NAMES = {
     "MulticlassAccuracy": "accuracy",
     "CrossEntropy": "loss",
     "MaskedAccuracy": "accuracy",
@@ -39,6 +48,7 @@ _NAMES = {
     "Recall@1": "recall@1",
     "Recall@10": "recall@10",
 }
+"""The name that a metric is logged under → its name in reports, summaries and dashboards."""
 
 
 def final_metrics(state: State) -> dict[str, float]:
@@ -55,7 +65,7 @@ def final_metrics(state: State) -> dict[str, float]:
     ]:
         for name, metric in group.items():
             if metric.update_called:
-                metrics.setdefault(prefix + _NAMES.get(name, name), float(metric.compute()))
+                metrics.setdefault(prefix + REPORTED_NAMES.get(name, name), float(metric.compute()))
     return metrics
 
 
@@ -173,28 +183,46 @@ class Recall(Metric):
     """The share of anchors whose own positive is among the nearest ``k`` of all positives, by cosine similarity.
 
     A positive that is as near as the anchor's own, such as the same text, does not push that back.
+
+    Args:
+        k: How many of the nearest positives are looked at.
+        shares: Another recall over the same anchors, whose vectors and comparisons this one takes. It is updated and
+            reset with this one, as all metrics of an evaluation are.
     """
 
     full_state_update = False
     anchors: list[Tensor]
     positives: list[Tensor]
 
-    def __init__(self, k: int) -> None:
+    def __init__(self, k: int, shares: Recall | None = None) -> None:
         super().__init__()
-        self.k = k
-        self.add_state("anchors", default=[], dist_reduce_fx="cat")
-        self.add_state("positives", default=[], dist_reduce_fx="cat")
+        self.k, self.shares = k, shares
+        self.nearer_A: Tensor | None = None  # for each anchor, the positives that are nearer than its own
+        if shares is None:
+            self.add_state("anchors", default=[], dist_reduce_fx="cat")
+            self.add_state("positives", default=[], dist_reduce_fx="cat")
 
     def update(self, anchors_RH: Tensor, positives_RH: Tensor) -> None:
         """Unit vectors; row i of the one belongs to row i of the other."""
-        self.anchors.append(anchors_RH)
-        self.positives.append(positives_RH)
+        if self.shares is None:
+            self.anchors.append(anchors_RH)
+            self.positives.append(positives_RH)
 
     def compute(self) -> Tensor:
+        if self.shares is None:
+            self.nearer_A = self._compared()
+        else:
+            self.shares.compute()  # torchmetrics keeps what it has computed already
+            self.nearer_A = self.shares.nearer_A
+        assert self.nearer_A is not None
+        return (self.nearer_A < self.k).float().mean()
+
+    def _compared(self) -> Tensor:
         # In float64: TF32 and autocast would make two equal texts differ by more than _EQUAL.
         anchors, positives = dim_zero_cat(self.anchors).double(), dim_zero_cat(self.positives).double()
-        found = torch.zeros((), device=anchors.device)
-        for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True):
-            nearer = chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL
-            found += (nearer.sum(-1) < self.k).sum()
-        return found / len(anchors)
+        return torch.cat(
+            [
+                (chunk @ positives.T > (chunk * own).sum(-1, keepdim=True) + _EQUAL).sum(-1)
+                for chunk, own in zip(anchors.split(_CHUNK), positives.split(_CHUNK), strict=True)
+            ]
+        )

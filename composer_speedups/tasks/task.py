@@ -67,6 +67,11 @@ class Task:
         """Samples are made of all rows together, so they cannot be streamed."""
         return False
 
+    @property
+    def lacks_classes(self) -> bool:
+        """The names of the classes are still to be learned, by :meth:`learn`."""
+        return "labels" in vars(self) and vars(self)["labels"] is None
+
     # --- data ---------------------------------------------------------------------------------------------------------
 
     @property

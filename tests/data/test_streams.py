@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from composer.utils import dist
-from datasets import Dataset
+from datasets import ClassLabel, Dataset
 from torch.utils.data import DataLoader
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.data import streams
-from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.data.streams import EndlessSamples, Tokenized, stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.data.watched import WatchedDataLoader
@@ -156,6 +157,7 @@ def stream_run(*overrides: str) -> dict[str, Any]:
         f"data.tokenizer={Path.cwd()}/words",
         "trainer.eval_interval=4ba",
         "export=false",
+        "data.labels=[0,1]",
         *overrides,
     )
 
@@ -192,6 +194,23 @@ def test_what_a_stream_cannot_do_is_one_line(overrides: list[str], message: str)
     tokenizer_in("words")
     with pytest.raises((ConfigError, DataError), match=message):
         stream_run(*overrides)
+
+
+@pytest.mark.parametrize("task", ["classification", "multilabel", "token_classification"])
+def test_a_stream_that_shows_no_classes_is_refused_before_training(task: str) -> None:
+    tokenizer_in("words")
+    pyarrow.parquet.write_table(pyarrow.table(builtin_samples(task, 44, 1, "train", 0.1)), "train.parquet")
+    with pytest.raises(ConfigError, match=r"^data\.labels is missing: a stream without validation samples does not"):
+        stream_run("trainer.max_duration=2ba", f"model.task={task}", "data.labels=null")
+
+
+def test_a_stream_takes_the_classes_that_its_dataset_declares() -> None:
+    tokenizer_in("words")
+    rows = Dataset.from_dict(builtin_reviews(44, 1, "train", 0.1))
+    rows.cast_column("label", ClassLabel(names=["bad", "good"])).to_parquet("train.parquet")
+    stream_run("trainer.max_duration=2ba", "data.labels=null", "export=true")
+    saved = json.loads(Path("runs/quickstart/model/config.json").read_text())
+    assert saved["id2label"] == {"0": "bad", "1": "good"}
 
 
 def test_mds_without_its_package_or_its_shards_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

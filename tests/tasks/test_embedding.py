@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
+import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -33,9 +35,11 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
+from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.tasks.embedding import Embedding
+from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.models import FinetuneModel, _from_config
 from composer_speedups.train.config.schema import DataConfig
 from composer_speedups.train.out_of_memory import MicrobatchTrainer
@@ -289,7 +293,8 @@ def test_bf16_and_sdpa_stay_near_float32(tokenizer: Any) -> None:
 def test_similarities_are_float32_under_autocast() -> None:
     vectors = torch.nn.functional.normalize(torch.randn(16, 2, 32, generator=torch.Generator().manual_seed(0)), dim=-1)
     for task in (Embedding(), Embedding(loss_name="cosine", label_column="score")):
-        batch = {"labels": torch.linspace(0, 1, 16)}
+        ids = torch.arange(32).view(16, 2, 1)
+        batch = {"labels": torch.linspace(0, 1, 16), "input_ids": ids, "attention_mask": torch.ones_like(ids)}
         expected = task.loss({"logits": vectors}, batch)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(task.loss({"logits": vectors}, batch), expected)
@@ -332,6 +337,137 @@ def test_two_ranks_average_to_the_gradients_of_one_process(cache: int | None, to
     expected = loss_and_gradients(model, collated(task, ROWS[0:12:2] + ROWS[1:12:2], tokenizer))
     for each in found:
         assert_near(each, expected)
+
+
+# Row 1 comes twice; row 3 has row 0's anchor; row 4's positive is row 0's anchor, and its negative row 1's positive.
+REPEATED = [ROWS[0], ROWS[1], ROWS[1], {**ROWS[3], "anchor": ROWS[0]["anchor"]},
+            {**ROWS[4], "positive": ROWS[0]["anchor"], "negative": ROWS[1]["positive"]}, ROWS[5]]  # fmt: skip
+
+
+def without_false_negatives(model: Any, rows: list[dict[str, Any]], tokenizer: Any) -> Tensor:
+    """The loss of each anchor over the texts that are neither it, nor its positive, nor an equal anchor's positive."""
+    with torch.no_grad():
+        vectors = model({**collated(model.task, rows, tokenizer)})["logits"]
+    candidates = [(i, column) for column in (1, 2) for i in range(len(rows))]
+    losses = []
+    for i, row in enumerate(rows):
+        kept = [
+            (j, column)
+            for j, column in candidates
+            if (j, column) == (i, 1)
+            or (
+                rows[j][THREE[column]] not in (row["anchor"], row["positive"])
+                and not (column == 1 and rows[j]["anchor"] == row["anchor"])
+            )
+        ]
+        scores = torch.stack([vectors[i, 0] @ vectors[j, column] for j, column in kept]) / 0.05
+        losses.append(-scores.log_softmax(-1)[kept.index((i, 1))])
+    return torch.stack(losses).mean()
+
+
+def repeated_on_a_rank(tokenizer: Any) -> float:
+    """Of this rank's half of the rows, which are padded to other lengths than the other's."""
+    model = built(Embedding(text_columns=THREE), tokenizer)
+    half = len(REPEATED) // 2
+    mine = REPEATED[:half] if torch.distributed.get_rank() == 0 else REPEATED[half:]
+    batch = collated(model.task, mine, tokenizer)
+    return float(model.loss(model(batch), batch))
+
+
+def test_equal_texts_are_no_negatives_in_one_process_and_over_ranks(tokenizer: Any) -> None:
+    model = built(Embedding(text_columns=THREE), tokenizer)
+    batch = collated(model.task, REPEATED, tokenizer)
+    expected = without_false_negatives(model, REPEATED, tokenizer)
+    found = model.loss(model(batch), batch)
+    torch.testing.assert_close(found, expected)
+    wide = {name: torch.nn.functional.pad(batch[name], (3, 2)) for name in ("input_ids", "attention_mask")}
+    torch.testing.assert_close(model.task.loss(model(batch), {**batch, **wide}), expected)
+    others = {"input_ids": torch.arange(18).view(6, 3, 1), "attention_mask": torch.ones(6, 3, 1, dtype=torch.int64)}
+    with torch.no_grad():
+        assert float(expected) < float(model.task.loss(model(batch), {**batch, **others})) - 0.05
+    losses = on_ranks(lambda: repeated_on_a_rank(tokenizer))
+    assert sum(losses) / 2 == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_both_recalls_compare_the_vectors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = Embedding()
+    metrics = copy.deepcopy(task.metrics(training=False))  # as Composer does
+    compared: list[int] = []
+    compute = Recall._compared
+    monkeypatch.setattr(Recall, "_compared", lambda self: compared.append(1) or compute(self))
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 2):  # two evaluations
+        anchors, noise = (torch.randn(40, 8, generator=generator) for _ in range(2))
+        vectors = torch.nn.functional.normalize(torch.stack([anchors, anchors + noise], 1), dim=-1)
+        for metric in metrics.values():
+            metric.reset()
+            for part in vectors.split(15):
+                task.update_metric(metric, part, torch.empty(0), {})
+        scores = vectors[:, 0] @ vectors[:, 1].T
+        places = (scores > scores.diagonal()[:, None]).sum(-1)
+        for name, k in (("Recall@10", 10), ("Recall@1", 1)):
+            assert float(metrics[name].compute()) == pytest.approx(float((places < k).float().mean()))
+        assert 0 < float(metrics["Recall@1"].compute()) < float(metrics["Recall@10"].compute()) < 1
+        assert len(compared) == count
+    assert sum(len(metric._defaults) for metric in metrics.values()) == 2, "one metric keeps the vectors"
+
+
+class OneRankIsSmall(Callback):
+    """On rank 1, the untouched model fits half of the batch only."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event != Event.FIT_START:
+            return
+
+        def too_large(module: Any, args: Any, kwargs: Any) -> None:
+            self.rows.append(len(kwargs["input_ids"]))
+            untouched = not unpadded_encoders(state.model)
+            if torch.distributed.get_rank() == 1 and untouched and len(kwargs["input_ids"]) > 12:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        model_of(state).model.register_forward_pre_hook(too_large, with_kwargs=True)
+
+
+class Gathers(FinetuneModel):
+    """A loss of one's own, of which nothing is known."""
+
+    def loss(self, outputs: Any, batch: Any) -> Any:
+        return super().loss(outputs, batch)
+
+
+def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
+    task, small = Embedding(text_columns=THREE), OneRankIsSmall()
+    encoder = tiny_encoder(tokenizer, add_pooling_layer=False)
+    model = kind(encoder, task, tokenizer, max_length=12).train()
+    mine = ROWS[torch.distributed.get_rank() :: 2]
+    unpadding = Unpadding(8, check="always")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer = make_trainer(
+            [unpadding], model=model, batches=[collated(task, mine[:6], tokenizer)], callbacks=[small],
+            cls=MicrobatchTrainer,
+        )  # fmt: skip
+    try:
+        trainer.fit()
+    except torch.OutOfMemoryError as error:
+        said = "one of 2 ranks cannot repeat it in part, since the model's loss may gather samples from the others; "
+        os._exit(9 if said + "lower the micro-batch, or set check: never" in str(error) else 8)  # the other one waits
+    return small.rows, unpadding.evidence["compared_with_untouched"]["loss"]
+
+
+def test_a_rank_that_compares_in_part_takes_nothing_of_the_others(tokenizer: Any) -> None:
+    (rows_0, apart_0), (rows_1, apart_1) = on_ranks(lambda: compared_on_a_rank(tokenizer, FinetuneModel), timeout=60)
+    assert rows_0 == [18, 18, 18]
+    assert rows_1 == [18, 18, 9, 9, 18]
+    assert max(apart_0, apart_1) < 1e-4
+
+
+def test_a_rank_with_a_loss_of_ones_own_is_not_compared_in_part(tokenizer: Any) -> None:
+    ends = forks.on_ranks(lambda: (compared_on_a_rank(tokenizer, Gathers), None)[1])
+    assert ends[1].status == 9, ends[1].stderr
 
 
 FILES = [

@@ -12,6 +12,8 @@ from composer.models import huggingface
 from safetensors.torch import load_file, save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     AutoModel,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
@@ -24,6 +26,7 @@ from transformers import (
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.models import FinetuneModel, build_model
 from composer_speedups.tasks.task import build_task
@@ -225,6 +228,27 @@ def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
     layer = model.model.bert.encoder.layer[0].intermediate.dense.requires_grad_(False)
     assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "frozen after the first batch"
+
+
+@pytest.mark.parametrize("inner", [1, 2])
+def test_flops_of_shared_layers_count_each_of_their_runs(inner: int) -> None:
+    """ALBERT's; those of its embeddings' projection, a hundredth, are not counted."""
+    config = AlbertConfig(
+        vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=4, num_hidden_groups=2,
+        inner_group_num=inner, num_attention_heads=2, intermediate_size=64, attn_implementation="eager",
+    )  # fmt: skip
+    model = FinetuneModel(AlbertForSequenceClassification(config), Classification())
+    full = batch([24, 24, 24])
+    counts = []
+    for _ in range(2):
+        with FlopCounterMode(display=False) as counter:
+            model(full).loss.backward()
+        counts.append((counter.get_total_flops(), model.flops_per_batch(full)))
+        # The second group, so that gradients still go through it.
+        model.model.albert.encoder.albert_layer_groups[1].requires_grad_(False)
+    for torchs, ours in counts:
+        assert ours == pytest.approx(torchs, rel=0.02)
+    assert counts[0][0] - counts[1][0] == counts[0][1] - counts[1][1] > 0.1 * counts[0][1]
 
 
 def test_flops_leave_padding_out() -> None:
