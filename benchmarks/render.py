@@ -4,7 +4,9 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 :mod:`benchmarks.tables`, and its arguments are that one's:
 
 - from the code: ``order``, ``ranks``, ``clashes NAME``;
-- from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``heads``, ``refusals``;
+- from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``families_short``, ``heads``,
+  ``refusals``;
+- from tests/helpers/support.py: ``tasks``, and with tests/supported.json, what marked tests recorded, ``support``;
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
   ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``.
 
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy"
-_KINDS = f"order ranks clashes families heads refusals {_OF_ROWS}".split()
+_KINDS = f"order ranks clashes families families_short heads refusals tasks support {_OF_ROWS}".split()
 
 
 def documents() -> list[Path]:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import shlex
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of, read_rows, spell
@@ -17,6 +19,7 @@ from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of
 if TYPE_CHECKING:
     from composer_speedups.core.technique import Technique
 
+ROOT = Path(__file__).parent.parent
 COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
 _COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
@@ -252,6 +255,63 @@ def _works(technique: str, family: str, head: str) -> str:
 
     line = refusal_of(technique, family, head)
     return "yes" if line is None else f"no ({REFUSALS.index(line) + 1})"
+
+
+def families_short() -> list[str]:
+    """The families, and of the techniques that read a model's code those that each refuses."""
+    from composer_speedups.families.family import families as known
+    from tests.helpers.refusals import TECHNIQUES, refusal_of
+
+    lines = []
+    for each in sorted(known(), key=lambda each: each.title.lower()):
+        refused = [f"`{name}`" for name in TECHNIQUES if refusal_of(name, each.name, "mlm")]
+        lines.append([each.title, f"all but {', '.join(refused)}" if refused else "all"])
+    names = ", ".join(f"`{name}`" for name in TECHNIQUES)
+    return [*table(["family", "techniques"], lines), "", f"All are {names}."]
+
+
+# What each task reads, reports and supports, as the tests that ran recorded it
+
+
+def tasks() -> list[str]:
+    """The tasks: columns, loss, metrics of an evaluation, and the YAMLs that train them."""
+    from tests.helpers.support import TASKS
+
+    yamls = _yamls_by_task()
+    lines = []
+    for name, row in TASKS.items():
+        metrics = ", ".join(filter(None, [*row.metrics.values(), row.more]))
+        lines.append([f"`{name}`", row.data, row.loss, metrics, ", ".join(f"`{each}`" for each in yamls[name])])
+    return table(["`model.task`", "columns it reads", "loss", "metrics", "YAML (`-f`)"], lines)
+
+
+def support() -> list[str]:
+    """Tasks × ways to use them: what the marked tests that passed claim, and a dash where none has."""
+    from tests.helpers.support import TASKS, WAYS, read_record
+
+    found = {
+        (task, way): {"supports": "yes", "refuses": "refused"}[mark]
+        for entry in read_record().values()
+        for task, way, mark in entry["claims"]
+    }
+    lines = [[f"`{task}`", *(found.get((task, way), "–") for way in WAYS)] for task in TASKS]
+    return [*table(["task", *WAYS], lines), "", *(f"- {way}: {what}." for way, what in WAYS.items())]
+
+
+def _yamls_by_task() -> dict[str, list[str]]:
+    """The YAMLs of the repository, those of a folder as one; the quickstart trains every task."""
+    import yaml
+
+    from composer_speedups.tasks.config import ModelConfig
+
+    found: dict[str, list[str]] = defaultdict(lambda: ["quickstart"])
+    for path in sorted((ROOT / "yamls").rglob("*.yaml")):
+        name = path.relative_to(ROOT / "yamls").with_suffix("")
+        task = (yaml.safe_load(path.read_text()).get("model") or {}).get("task", ModelConfig.task)
+        shown = f"{name.parent}/…" if name.parent.name else str(name)
+        if shown not in found[task]:
+            found[task].append(shown)
+    return found
 
 
 # Figures that set the suite beside its peers

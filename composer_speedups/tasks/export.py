@@ -8,6 +8,7 @@ from typing import Any
 from composer.core import State
 from composer.models import HuggingFaceModel
 from composer.utils import dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from composer_speedups.core.files import replace_folder
@@ -36,7 +37,7 @@ def export_model(state: State, folder: Path) -> Path:
     weights = None
     if state.fsdp_enabled:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(wrapped.model, options=options)
+        weights = _tied_again(wrapped.model, get_model_state_dict(wrapped.model, options=options))
     if dist.get_global_rank() == 0:
         weights = wrapped.model.state_dict() if weights is None else weights
         for technique in techniques_of(state.algorithms):
@@ -50,3 +51,13 @@ def export_model(state: State, folder: Path) -> Path:
                 wrapped.task.export(partial, wrapped.config.hidden_size, wrapped.max_length)
     dist.barrier()
     return folder
+
+
+def _tied_again(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Gathered weights in which names of one parameter have one tensor again: ``save_pretrained`` writes that once."""
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        same = first.setdefault(id(parameter), name)
+        if name in weights:
+            weights[name] = weights[same]
+    return weights

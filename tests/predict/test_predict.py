@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def predictions(name: str = "in.predictions.jsonl") -> list[dict[str, Any]]:
     return [json.loads(line) for line in Path(name).read_text().splitlines()]
 
 
+@pytest.mark.supports("predict", task="classification")
 def test_probabilities_are_the_exported_models_own_in_the_inputs_order(finished: Path) -> None:
     main([str(finished), "--input", save(TEXTS), "batch_size=7"])
     tokenizer = AutoTokenizer.from_pretrained(finished / "model")
@@ -176,6 +178,18 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
             main([folder, "--input", "in.jsonl"])
 
 
+@pytest.mark.refuses("predict", task="mlm")
+def test_a_masked_language_model_has_nothing_to_predict(finished: Path) -> None:
+    save(TEXTS[:2])
+    copy = Path("masked")
+    shutil.copytree(finished, copy)
+    report = json.loads((copy / "report.json").read_text())
+    report["config"]["model"]["task"] = "mlm"
+    (copy / "report.json").write_text(json.dumps(report))
+    with pytest.raises(ConfigError, match=r"^RUN: a masked language model has nothing to predict for a text"):
+        main(["masked", "--input", "in.jsonl"])
+
+
 def test_help_names_every_key(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         read_request(["--help"])
@@ -212,6 +226,7 @@ def stock_answer(task: str, folder: Path, row: dict[str, Any]) -> dict[str, Any]
     return score if task == "regression" else {**score, "probability": float(logits[0].sigmoid())}
 
 
+@pytest.mark.supports("predict")
 @pytest.mark.parametrize("task", ["multilabel", "regression", "token_classification", "reranking", "embedding"])
 def test_the_other_tasks_predict_what_their_exports_say(task: str) -> None:
     run(f"model.task={task}", "trainer.max_duration=3ba", "run_name=done", "plot=false", "data.length_scale=0.2")

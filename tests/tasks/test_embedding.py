@@ -184,6 +184,7 @@ def trained_plainly(model: Any, batches: list[Batch]) -> tuple[list[float], dict
     return found, first, {name: p.detach() for name, p in encoder.named_parameters()}
 
 
+@pytest.mark.supports("in code", task="embedding")
 @pytest.mark.parametrize(("cache", "check"), [(None, "auto"), (5, "auto"), (5, "always")])
 def test_the_fast_set_trains_as_plain_pytorch_and_plans_every_pass(
     cache: int | None, check: Any, tokenizer: Any
@@ -504,11 +505,12 @@ def expected_metrics(folder: str = "runs/quickstart/model") -> dict[str, float]:
     }
 
 
-@pytest.mark.parametrize("task", ["ranking", "cosine"])
-def test_a_run_reports_what_its_export_scores_in_sentence_transformers(task: str, files: list[str]) -> None:
-    more = ["model.loss=cosine", "data.label_column=score", "model.pooling=cls"] if task == "cosine" else []
+@pytest.mark.parametrize("loss", ["ranking", "cosine"])
+@pytest.mark.supports("export", task="embedding")
+def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[str]) -> None:
+    more = ["model.loss=cosine", "data.label_column=score", "model.pooling=cls"] if loss == "cosine" else []
     report = train_in_process(*more, "model.gradient_cache=6")
-    names = ["spearman"] if task == "cosine" else ["recall@1", "recall@10"]
+    names = ["spearman"] if loss == "cosine" else ["recall@1", "recall@10"]
     expected = expected_metrics()
     for name in names:
         assert report["metrics"][name] == pytest.approx(expected[name], abs=1e-5)
@@ -518,6 +520,7 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(task: str
     assert not [name for name in weights if "pooler" in name]
 
 
+@pytest.mark.supports("resume", task="embedding")
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[str]) -> None:
     settings = ["model.dropout=0.1", "model.gradient_cache=5", "checkpoint.interval=2ba", "checkpoint.keep=-1"]
     whole = train_in_process(*settings, "run_name=whole")

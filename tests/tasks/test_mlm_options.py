@@ -120,6 +120,7 @@ def test_packed_rows_are_full_and_hold_every_token_in_order(whole_words: bool) -
     assert sum(not bool(batch["attention_mask"].all()) for batch in batches) <= 1, "the last row alone is shorter"
 
 
+@pytest.mark.supports("resume", "export", task="mlm")
 def test_a_run_reports_the_perplexity_of_its_export_and_resumes_exactly() -> None:
     settings = [*OPTIONS, "trainer.max_duration=6ba", "checkpoint.interval=3ba", "checkpoint.keep=-1"]
     settings += ["model.dropout=0.1", "algorithms.sdpa_attention=null", "algorithms.unpadding={}"]

@@ -118,6 +118,7 @@ def test_pairs_are_of_one_query_and_each_worse_document_comes_once() -> None:
     assert sorted((pair["text_1"], pair["text_3"]) for pair in pairs) == worse
 
 
+@pytest.mark.supports("in code", task="reranking")
 def test_the_fast_set_trains_pairs_as_plain_pytorch_in_micro_batches_too(tokenizer: Any) -> None:
     task = Reranking(loss_name="pairwise")
     whole = collated(task, ROWS, tokenizer, 16)
@@ -203,6 +204,7 @@ def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str,
     return {"mrr@10": sum(reciprocal) / len(reciprocal), "ndcg@10": sum(gains) / len(gains)}
 
 
+@pytest.mark.supports("export", task="reranking")
 @pytest.mark.parametrize("loss", ["bce", "pairwise"])
 def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str, files: list[dict[str, Any]]) -> None:
     report = train_in_process(f"model.loss={loss}")
@@ -221,6 +223,7 @@ def test_a_run_reports_what_its_export_scores_in_sentence_transformers(loss: str
         assert probabilities == pytest.approx(model.predict(pairs).tolist(), abs=1e-6)
 
 
+@pytest.mark.supports("resume", task="reranking")
 def test_a_resumed_run_ends_where_the_uninterrupted_one_does(files: list[dict[str, Any]]) -> None:
     settings = ["model.loss=pairwise", "model.dropout=0.1", "checkpoint.interval=1ba", "checkpoint.keep=-1"]
     whole = train_in_process(*settings, "run_name=whole", "trainer.microbatch_size=4")

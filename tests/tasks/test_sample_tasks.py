@@ -101,6 +101,7 @@ def config_of(task: str) -> tuple[DataConfig, ModelConfig]:
     return data, ModelConfig(init="random", size="tiny", dropout=0.0, task=task)  # type: ignore[arg-type]
 
 
+@pytest.mark.supports("in code")
 @pytest.mark.parametrize("task", TASKS)
 def test_losses_and_gradients_are_those_of_transformers_in_a_plain_loop(task: str) -> None:
     """Under the techniques of a CPU, from texts to weights."""
@@ -196,6 +197,7 @@ def _check_metrics(task: str, report: dict[str, Any]) -> None:
         assert report["metrics"][name] == pytest.approx(value, abs=1e-4), name
 
 
+@pytest.mark.supports("resume", "export")
 @pytest.mark.parametrize("task", TASKS)
 def test_the_export_alone_gives_the_metrics_and_a_resumed_run_ends_alike(task: str) -> None:
     written(rows_of(task, count=24), "train.jsonl")

@@ -14,18 +14,14 @@ import pytest
 from composer_speedups.core.command_line import read_settings
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import application
-from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
-from composer_speedups.tune import candidates, trials
-from composer_speedups.tune.__main__ import main
 from composer_speedups.tune.candidates import Candidate
 from composer_speedups.tune.results import Outcome, Result, Trial, Verdict
 from composer_speedups.tune.settings import MARK, PREFIX, TuneConfig, help_text, output_for
 from composer_speedups.tune.write import write_tuned
 from tests.conftest import ROOT
-from tests.helpers.forks import Fork
-from tests.helpers.jobs import SHORT
+from tests.helpers.searches import search
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 ENVIRONMENT = {
@@ -177,28 +173,12 @@ def test_given_techniques_that_were_kept_or_taken_out_are_said_to_be() -> None:
 @pytest.mark.slow
 def test_a_real_search_ends_with_a_yaml_that_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first trial is a process from the start, the others are forked with their imports done."""
-    in_process, trained = trials._run, list[str]()
-
-    def forked(module: list[str], environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
-        trained.append(module[-1])
-        if len(trained) == 1:
-            return in_process(module, environment, timeout)
-
-        def job() -> None:
-            with exit_codes():
-                application.main(module[1:])
-
-        done = Fork(job, **environment).wait(timeout)
-        return done.status, done.stderr
-
-    monkeypatch.setattr(trials, "_run", forked)
-    monkeypatch.setattr(candidates, "technique_names", lambda: ["early_loss", "foreach_optimizer"])
-    short = [*SHORT, "trainer.max_duration=400ba", "algorithms.fused_optimizer=null"]
-    main(["-f", QUICKSTART, *short, "trainer.device=cpu", "tune.budget_seconds=300", "tune.steps=8"])
-    log = json.loads(Path("quickstart.tuned.json").read_text())
+    log, trained = search(
+        monkeypatch, ["early_loss", "foreach_optimizer"], "algorithms.fused_optimizer=null", first_in_process=True
+    )
     assert log["planned_steps"] == 400
     assert log["seconds"] <= 300 + 5
-    assert len(trained) == len(log["trials"]) >= 4, "two of the given run, and each candidate that can engage"
+    assert trained == len(log["trials"]) >= 4, "two of the given run, and each candidate that can engage"
     assert all(outcome["step_seconds"] > 0 for outcome in log["baseline"])
     tuned = load_config("quickstart.tuned.yaml")
     assert tuned.algorithms == log["chosen"]

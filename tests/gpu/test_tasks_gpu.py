@@ -1,0 +1,52 @@
+"""Every task on a GPU under the fast set: the last loss of the same run in bf16 alone, on one GPU and on two."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT
+from tests.helpers.jobs import SHORT, run
+from tests.helpers.support import TASKS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("task", TASKS)]
+PLAIN = ["algorithms={mixed_precision: {}, sdpa_attention: {}, fused_optimizer: {}}"]
+FAST = [
+    "algorithms={mixed_precision: {}, unpadding: {}, fused_layers: {}, cuda_graphs: {}, early_loss: {}, "
+    "fused_optimizer: {}}"
+]
+JOB = ["data.train_samples=96", "trainer.max_duration=12ba", "optimizer.lr=1e-4"]
+
+
+@pytest.mark.supports("fast set")
+def test_the_fast_set_learns_what_plain_bf16_learns(task: str) -> None:
+    kept = ["data.padding=max_length", f"model.task={task}"]  # one shape, so that graphs are replayed from the start
+    plain = run(*JOB, *kept, *PLAIN, "run_name=plain")
+    fast = run(*JOB, *kept, *FAST, "run_name=fast")
+    assert all(entry["engaged"] for entry in fast["algorithms"].values()), fast["algorithms"]
+    assert fast["algorithms"]["cuda_graphs"]["evidence"]["replays"] > 0
+    assert fast["algorithms"]["early_loss"]["evidence"]["losses_read"] == 12
+    # mlm draws its masks from the same random numbers in both
+    assert fast["metrics"]["train_loss"] == pytest.approx(plain["metrics"]["train_loss"], rel=0.05, abs=0.02)
+    assert set(fast["metrics"]) == set(plain["metrics"])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_learn_what_one_learns(task: str) -> None:
+    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", "2", str(ROOT / "train.py")]
+    own = [*SHORT, *JOB, f"model.task={task}", *FAST]
+    command = [*launcher, "-f", str(ROOT / "yamls" / "quickstart.yaml"), *own, "run_name=two"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=500)
+    assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
+    one = run(*JOB, f"model.task={task}", *FAST, "run_name=one")
+    two: dict[str, Any] = json.loads(Path("runs/two/report.json").read_text())
+    assert two["training"]["ranks"] == 2
+    assert all(entry["engaged"] for entry in two["algorithms"].values()), two["algorithms"]
+    rel = 0.3 if task == "mlm" else 0.05  # ranks draw masks of their own
+    assert two["metrics"]["train_loss"] == pytest.approx(one["metrics"]["train_loss"], rel=rel, abs=0.02)

@@ -1,0 +1,53 @@
+"""Searches of tune whose trials are forked with their imports done."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from composer_speedups.train import application
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.tune import candidates, trials
+from composer_speedups.tune.__main__ import main
+from tests.conftest import ROOT
+from tests.helpers.forks import Fork
+from tests.helpers.jobs import SHORT
+
+__all__ = ["search"]
+
+
+def search(
+    monkeypatch: pytest.MonkeyPatch, techniques: list[str], *overrides: str, first_in_process: bool = False
+) -> tuple[dict[str, Any], int]:
+    """Tune the quickstart, cut down to seconds, over some techniques only.
+
+    Args:
+        techniques: What is tried beside the quickstart's own.
+        overrides: Of the config and of tune.
+        first_in_process: The first trial is a process from the start.
+
+    Returns:
+        What lies in quickstart.tuned.json, and how many trials ran.
+    """
+    in_process, trained = trials._run, list[str]()
+
+    def forked(module: list[str], environment: dict[str, str], timeout: float) -> tuple[int | None, str]:
+        trained.append(module[-1])
+        if first_in_process and len(trained) == 1:
+            return in_process(module, environment, timeout)
+
+        def job() -> None:
+            with exit_codes():
+                application.main(module[1:])
+
+        done = Fork(job, **environment).wait(timeout)
+        return done.status, done.stderr
+
+    monkeypatch.setattr(trials, "_run", forked)
+    monkeypatch.setattr(candidates, "technique_names", lambda: techniques)
+    given = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "trainer.max_duration=400ba", "trainer.device=cpu"]
+    main([*given, "tune.budget_seconds=300", "tune.steps=8", *overrides])
+    return json.loads(Path("quickstart.tuned.json").read_text()), len(trained)

@@ -1,0 +1,196 @@
+"""What each of the tasks goes through alike: train.py, ranks, shards, streams, a search of tune, a Trainer in code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import BertForMaskedLM, DataCollatorForLanguageModeling
+
+from composer_speedups import FusedLayers, FusedOptimizer, Unpadding
+from composer_speedups.data.builtin import builtin_samples
+from composer_speedups.tasks.mlm import MaskedLanguageModelling
+from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.train import application
+from composer_speedups.train.config.load import load_config
+from tests.helpers.common import Recorder, make_trainer
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+from tests.helpers.searches import search
+from tests.helpers.shared import once_a_run
+from tests.helpers.support import TASKS
+from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
+from tests.reference.loop import EPS, gradients
+from tests.reference.tolerance import assert_near
+
+# Composer's, of a short batch
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
+EVERY = pytest.mark.parametrize("task", TASKS)
+FAST = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={}"]
+# Two batches without dropout; an update follows the gradient, and not the sign of its rounding error.
+BRIEF = ["data.train_samples=16", "trainer.max_duration=2ba", "trainer.device=cpu", "optimizer.eps=1e-3", *FAST]
+WAYS = {"one": [], "two ranks": [], "FSDP": ["trainer.fsdp.shard=full"]}
+
+
+def brief(task: str, name: str, *overrides: str) -> dict[str, Any]:
+    """A run of two batches of the quickstart; its report and the exported weights are in its folder."""
+    return run(f"model.task={task}", *BRIEF, *overrides, f"run_name={name}")
+
+
+def weights(name: str) -> dict[str, Tensor]:
+    return load_file(f"runs/{name}/model/model.safetensors")
+
+
+@contextlib.contextmanager
+def every_fourth_token_masked() -> Iterator[None]:
+    """Masks that depend on a row alone: ranks draw theirs from random numbers of their own."""
+
+    def masked(self: Any, inputs: Tensor, special: Tensor, offsets: Any = None) -> tuple[Tensor, Tensor]:
+        chosen = ~special & (torch.arange(inputs.shape[1]) % 4 == 1)
+        return inputs.masked_fill(chosen, self.tokenizer.mask_token_id), inputs.masked_fill(~chosen, -100)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DataCollatorForLanguageModeling, "torch_mask_tokens", masked)
+        yield
+
+
+def all_tasks(way: str) -> dict[str, dict[str, Any]]:
+    with every_fourth_token_masked():
+        return {task: brief(task, f"{way.replace(' ', '')}_{task}", *WAYS[way]) for task in TASKS}
+
+
+def on_both_ranks() -> dict[str, dict[str, dict[str, Any]]]:
+    return {way: all_tasks(way) for way in ("two ranks", "FSDP")}
+
+
+Found = tuple[dict[str, dict[str, dict[str, Any]]], Path]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Reports by way and task, and the folder of their runs."""
+
+    def compute() -> Found:
+        with pytest.MonkeyPatch.context() as patch:
+            folder = tmp_path_factory.mktemp("every_task")
+            patch.chdir(folder)
+            two, _ = on_ranks(on_both_ranks)
+            return {"one": all_tasks("one"), **two}, folder
+
+    return once_a_run(compute, "every_task", tmp_path_factory)
+
+
+@EVERY
+@pytest.mark.supports("train.py")
+def test_a_run_reports_the_metrics_of_the_table(task: str, found: Found) -> None:
+    report = found[0]["one"][task]
+    assert {name for name in report["metrics"] if not name.startswith("train_")} == set(TASKS[task].metrics)
+    assert report["training"]["batches"] == 2
+    assert all(entry["engaged"] for entry in report["algorithms"].values())
+    assert set(report["algorithms"]) == {"unpadding", "fused_layers", "fused_optimizer"}
+
+
+def _as_one_process(task: str, way: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    reports, folder = found
+    monkeypatch.chdir(folder)
+    one, two = reports["one"][task], reports[way][task]
+    assert (one["training"]["ranks"], two["training"]["ranks"]) == (1, 2)
+    assert_near(weights(f"{way.replace(' ', '')}_{task}"), weights(f"one_{task}"), what="weights")
+    for name in TASKS[task].metrics:  # of 16 samples, whose order rounding may change
+        assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-3, abs=1e-2), name
+
+
+@EVERY
+@pytest.mark.supports("two ranks")
+def test_two_ranks_train_as_one_process(task: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_one_process(task, "two ranks", found, monkeypatch)
+
+
+@EVERY
+@pytest.mark.supports("FSDP")
+def test_shards_train_as_one_process(task: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+    _as_one_process(task, "FSDP", found, monkeypatch)
+
+
+@EVERY
+@pytest.mark.supports("stream")
+def test_a_stream_trains_on_the_rows_and_a_resumed_run_goes_on_in_it(
+    task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All rows in one batch, so that their order does not matter; the rate is 0 in the first."""
+    monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+    samples = builtin_samples(task, 8, 1, "train", 0.1)
+    rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
+    write_rows("rows.jsonl", rows)
+    texts = [value for row in rows for value in row.values() if isinstance(value, (str, list))]
+    tokenizer_of([text if isinstance(text, str) else " ".join(text) for text in texts]).save_pretrained("words")
+    files = ["data.source=files", "data.train_file=rows.jsonl", "data.eval_file=rows.jsonl", "data.tokenizer=words"]
+    files += ["data.train_samples=null", "trainer.eval_interval=1ba", "scheduler.name=constant"]
+    streaming = [*files, "data.streaming=true"]
+    with every_fourth_token_masked():
+        memory = brief(task, "memory", *files)
+        stream = brief(task, "stream", *streaming)
+    assert stream["training"]["samples"] == memory["training"]["samples"] == 16
+    assert stream["metrics"]["train_loss"] == pytest.approx(memory["metrics"]["train_loss"], rel=1e-5)
+    assert_near(weights("stream"), weights("memory"), what="weights")
+
+    several = [*streaming, "data.batch_size=4", "model.dropout=0.1", "trainer.max_duration=4ba"]
+    several += ["checkpoint.interval=2ba", "checkpoint.keep=-1"]
+    whole = brief(task, "whole", *several)
+    again = brief(task, "again", *several, "checkpoint.load=runs/whole/checkpoints/ep0-ba2-rank0.pt")
+    assert again["metrics"] == whole["metrics"]
+    torch.testing.assert_close(weights("again"), weights("whole"), rtol=0, atol=0)
+
+
+@EVERY
+@pytest.mark.supports("tune")
+def test_a_search_ends_with_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [f"model.task={task}", "algorithms.fused_optimizer=null"]
+    log, trained = search(monkeypatch, ["foreach_optimizer"], *own)
+    assert trained == len(log["trials"]) >= 2
+    (verdict,) = [each for each in log["verdicts"] if each["candidate"]["label"] == "foreach_optimizer"]
+    assert verdict["state"] == "measured"
+    assert all(each["outcome"]["step_seconds"] > 0 for each in log["trials"])
+    tuned = load_config("quickstart.tuned.yaml")
+    assert (tuned.model.task, tuned.algorithms) == (task, log["chosen"])
+    application.main(["-f", "quickstart.tuned.yaml", "trainer.max_duration=2ba", "trainer.eval_batches=1"])
+    assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 2
+
+
+@pytest.mark.supports("in code", task="mlm")
+def test_masked_tokens_are_learned_in_a_trainer_of_ones_own_as_in_plain_pytorch() -> None:
+    task = MaskedLanguageModelling(mlm_probability=0.3)
+    texts = builtin_samples("mlm", 18, 1, "train", 0.1)["text"]
+    tokenizer = tokenizer_of(texts)
+    torch.manual_seed(1)
+    batches = [collated(task, [{"text": text} for text in texts[i : i + 6]], tokenizer, 32) for i in (0, 6, 12)]
+    stock = tiny_encoder(tokenizer, kind=BertForMaskedLM)
+    model = FinetuneModel(stock, task, tokenizer, 32).train()
+    plain = tiny_encoder(tokenizer, kind=BertForMaskedLM)
+    plain.load_state_dict(stock.state_dict())
+    recorder = Recorder()
+    techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
+    trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder])
+    trainer.fit()
+    trainer.close()
+    assert all(technique.engaged for technique in techniques)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False)
+    expected, first = [], dict[str, Tensor]()
+    for each in batches:
+        optimizer.zero_grad()
+        logits = plain(each["input_ids"], each["attention_mask"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), each["labels"].flatten())
+        loss.backward()
+        first = first or gradients(plain)
+        optimizer.step()
+        expected.append(loss.item())
+    assert_near(recorder.losses, expected, what="losses")
+    assert_near(recorder.first_gradients, first, what="gradients")

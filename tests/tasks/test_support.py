@@ -1,0 +1,99 @@
+"""README's table of what each task supports says yes only where a test that is not skipped has shown it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ROOT, SupportRecorder
+from tests.helpers.forks import Fork
+from tests.helpers.support import MARKS, RECORD, TASKS, WAYS, claims_of, merged, read_record
+
+SKIPS = {"skip", "skipif", "long", "xfail"}
+
+
+class Collected:
+    """A plugin that keeps the marked tests of a collection: test → its marks and claims."""
+
+    def __init__(self) -> None:
+        self.tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            if claims := claims_of(item):
+                marks = sorted({mark.name for mark in item.iter_markers()})
+                self.tests[item.nodeid] = {"marks": marks, "claims": [list(claim) for claim in claims]}
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Of all files of the tests that have such a mark."""
+    marked = [f"mark.{mark}(" for mark in MARKS]
+    files = [str(p) for p in (ROOT / "tests").rglob("test_*.py") if any(each in p.read_text() for each in marked)]
+    path = tmp_path_factory.mktemp("collected") / "tests.json"
+
+    def collect() -> None:
+        plugin = Collected()
+        options = ["--collect-only", "-q", "--assert=plain", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+        status = pytest.main([*options, "-c", str(ROOT / "pyproject.toml"), *files], plugins=[plugin])
+        path.write_text(json.dumps(plugin.tests))
+        raise SystemExit(int(status))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)
+        end = Fork(collect).wait()
+    assert end.status == 0, end.stderr[-3000:]
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def test_the_record_is_of_the_tests_that_there_are(collected: dict[str, dict[str, Any]]) -> None:
+    record = read_record()
+    again = 'run: pytest -n 2 -m "supports or refuses" --record-support'
+    for test, entry in record.items():
+        assert test in collected, f"{test} is recorded, and there is no such test; {again}"
+        assert entry["claims"] == collected[test]["claims"], f"{test} claims something else by now; {again}"
+        assert entry["on"] == ("GPU" if "gpu" in collected[test]["marks"] else "CPU")
+    on_cpu = {test for test, entry in collected.items() if "gpu" not in entry["marks"]}
+    assert on_cpu <= set(record), f"not recorded; {again}"
+
+
+def test_none_of_them_is_skipped_on_a_cpu(collected: dict[str, dict[str, Any]]) -> None:
+    for test, entry in collected.items():
+        if "gpu" not in entry["marks"]:
+            assert not SKIPS & set(entry["marks"]), test
+
+
+def test_every_task_has_a_test_for_every_way(collected: dict[str, dict[str, Any]]) -> None:
+    claimed = {(task, way) for entry in collected.values() for task, way, _ in entry["claims"]}
+    assert claimed == {(task, way) for task in TASKS for way in WAYS}
+
+
+def report(name: str, when: str, outcome: Any, **keywords: int) -> pytest.TestReport:
+    claims = [("supports", [["mlm", "tune", "supports"]])]
+    return pytest.TestReport(name, ("f", 1, "t"), keywords, outcome, None, when, user_properties=claims)  # type: ignore
+
+
+def test_what_passes_is_recorded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.helpers.support.RECORD", Path("record.json"))
+    old = {"gone": {"on": "CPU", "claims": []}, "elsewhere": {"on": "GPU", "claims": []}}
+    Path("record.json").write_text(json.dumps(old))
+    recorder = SupportRecorder()
+    for name, when, outcome in (
+        ("good", "setup", "passed"),
+        ("good", "call", "passed"),
+        ("bad", "call", "failed"),
+        ("none", "call", "skipped"),
+    ):
+        recorder.pytest_runtest_logreport(report(name, when, outcome))
+    recorder.pytest_sessionfinish()
+    assert read_record() == {
+        "elsewhere": {"on": "GPU", "claims": []},
+        "good": {"on": "CPU", "claims": [["mlm", "tune", "supports"]]},
+    }
+    recorder.pytest_runtest_logreport(report("fast", "call", "passed", gpu=1))
+    assert set(merged(read_record(), {"fast": recorder.passed["fast"]})) == {"good", "fast"}
+    assert RECORD.name == "supported.json"
