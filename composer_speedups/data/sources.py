@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import glob
 import os
+import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,7 @@ _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".conll": read_conll,
     ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
 }
+_CHANGED_TYPE = re.compile(r"Column\(/(\S+)\) changed from (\w+) to (\w+)")  # Arrow's, of JSON
 _TEXT = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
@@ -228,6 +230,9 @@ def unreadable(where: str, paths: Sequence[Path], error: Exception) -> DataError
     fault = next((fault for path in paths if (fault := not_utf8(path))), None)
     if fault is not None:
         return DataError(f"{where.partition(': ')[0]}: {fault}")
+    if changed := _CHANGED_TYPE.search(str(error)):
+        column, first, other = changed.groups()
+        return DataError(f"{where}: the column {column!r} holds both {first} and {other} values; give it one type")
     return DataError(f"{where} cannot be read ({first_line(error)})")
 
 

@@ -66,7 +66,7 @@ class Multilabel(Task):
         if not isinstance(value, (list, tuple)):
             raise DataError(f"{where}: {self.label_column} is {shown(value)}; it must be a list of labels (or none)")
         labels = Labels(list(self.labels or ()))
-        held = {labels.index(each, where, str(self.label_column)) for each in value}
+        held = {labels.index(each, where, str(self.label_column), among=True) for each in value}
         return [float(i in held) for i in range(len(labels.names))]
 
     def _flag(self, value: Any, where: str, column: str) -> float:

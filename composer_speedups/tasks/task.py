@@ -236,8 +236,11 @@ class Labels:
             )
         return cls(declared)
 
-    def index(self, value: Any, where: str, column: str) -> int:
-        """The position of a raw label: a name, or the position itself where names are no numbers."""
+    def index(self, value: Any, where: str, column: str, *, among: bool = False) -> int:
+        """The position of a raw label: a name, or the position itself where names are no numbers.
+
+        ``among`` says that it is one of several in the column of its row.
+        """
         plain = _plain(value)
         if str(plain) in self.names:
             return self.names.index(str(plain))
@@ -247,7 +250,8 @@ class Labels:
         if isinstance(value, float) and not value.is_integer():
             raise DataError(f"{where}: {column} is {shown(value)}, and no class; for numbers set model.task=regression")
         raise DataError(
-            f"{where}: {column} is {shown(value)}; it must be one of {', '.join(self.names[:20])} (data.labels)"
+            f"{where}: {column} {'holds' if among else 'is'} {shown(value)}; it must be one of "
+            f"{', '.join(self.names[:20])} (data.labels)"
         )
 
     def settings(self) -> dict[str, Any]:

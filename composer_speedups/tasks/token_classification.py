@@ -59,7 +59,7 @@ class TokenClassification(Task):
         if not isinstance(value, (list, tuple)):
             raise DataError(f"{where}: {self.label_column} is {shown(value)}; it must be a list of tags, one per word")
         labels = Labels(list(self.labels or ()))
-        return [labels.index(tag, where, str(self.label_column)) for tag in value]
+        return [labels.index(tag, where, str(self.label_column), among=True) for tag in value]
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         """Token ids and the label of every token; without tags, 0 stands where a tag is to be predicted."""

@@ -31,6 +31,7 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIZES = ("trainer.microbatch_size: ", "data.batch_size: ")
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"
 
 
@@ -103,6 +104,7 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
     with warnings.catch_warnings():
         # From a checkpoint of an epoch's last batch, Composer goes through the rest of that epoch: no batch at all.
         warnings.filterwarnings("ignore", message="No batches were trained for global rank")
+        warnings.filterwarnings("ignore", message="Cannot split .* of length")  # a batch below the micro-batch's size
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
         try:
             with failed_run(trainer, stop):
@@ -163,7 +165,7 @@ def _explained(error: Exception) -> str | None:
     if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):  # while it handed a batch over
         return f"data.workers: a DataLoader worker died ({said}); {_WORKER_FIX}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
-        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith("trainer.microbatch_size: "):
+        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZES):
             return f"{fix[0]} ({said})"  # of MicrobatchTrainer, which knows what would fit
         return f"out of memory: {said}; lower data.batch_size, data.max_length or trainer.microbatch_size"
     return None

@@ -79,8 +79,8 @@ class MicrobatchTrainer(Trainer):
     def _shrink(self, size: int) -> None:
         state = self.state
         warnings.warn(
-            f"trainer.microbatch_size: out of memory with {state.device_train_microbatch_size} reviews a forward pass "
-            f"in batch {state.timestamp.batch.value}; going on with {size}, the effective batch stays the same",
+            f"trainer.microbatch_size: out of memory with {state.device_train_microbatch_size} samples per forward "
+            f"pass in batch {state.timestamp.batch.value}; going on with {size}, the effective batch stays the same",
             UserWarning,
             stacklevel=4,
         )
@@ -143,7 +143,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     fixed = [t.name for t in techniques_of(state.algorithms) if t.engaged and t.fixed_shapes]
     fix = f"set trainer.microbatch_size={half}"
     if rows == 1:
-        reason, fix = "a smaller one there is not", "lower data.max_length, or take a smaller model"
+        reason, fix = "1 is the minimum", "lower data.max_length, or take a smaller model"
     elif ranks > 1:
         reason, fix = f"{ranks} ranks cannot repeat a batch that one could not end", f"{fix}, or auto"
     elif state.fsdp_config is not None:
@@ -155,7 +155,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     else:
         return half
     raise torch.OutOfMemoryError(
-        f"{first}\ntrainer.microbatch_size: {rows} reviews a forward pass do not fit, and {reason}; {fix}"
+        f"{first}\ntrainer.microbatch_size: out of memory with a micro-batch of {rows}, and {reason}; {fix}"
     ) from error
 
 

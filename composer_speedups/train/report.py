@@ -134,7 +134,7 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
         (
             "microbatch",
             report["training"]["microbatch_size"],
-            f"reviews a forward pass and device, chosen {report['training']['microbatch_chosen']}",
+            f"samples per forward pass and device, chosen {report['training']['microbatch_chosen']}",
         ),
         ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
         ("wall time", report["wall_seconds"], f"s, start of the process to now{_resumed(report.get('resumed'))}"),

@@ -16,7 +16,7 @@ from datasets import ClassLabel, Dataset, Features, List, Value
 from composer_speedups.core.errors import DataError
 from composer_speedups.data.config import DataConfig
 from composer_speedups.data.loader import build_data
-from composer_speedups.data.sources import load_samples
+from composer_speedups.data.sources import load_samples, read_file
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.multilabel import Multilabel
@@ -254,3 +254,10 @@ def test_a_pair_that_cannot_be_cut_so_is_one_line() -> None:
         match=r"^data\.truncation: only_second cannot cut .*max_length=16, .* longest_first",
     ):
         build_data(config, task, model_name="", on_gpu=False)
+
+
+def test_a_column_of_two_types_is_named() -> None:
+    Path("rows.jsonl").write_text('{"text": "a", "label": 1.5}\n{"text": "b", "label": "many"}\n')
+    message = r"rows\.jsonl: the column 'label' holds both number and string values; give it one type"
+    with pytest.raises(DataError, match=message):
+        read_file(Path("rows.jsonl"), "data.train_file")

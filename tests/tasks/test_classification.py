@@ -99,7 +99,7 @@ def test_multilabel_reads_lists_and_columns() -> None:
     assert task.label([], "f, row 1") == [0.0, 0.0, 0.0]
     with pytest.raises(DataError, match="f, row 2: labels is 'a'; it must be a list of labels"):
         task.label("a", "f, row 2")
-    with pytest.raises(DataError, match="f, row 2: labels is 'd'; it must be one of a, b, c"):
+    with pytest.raises(DataError, match="f, row 2: labels holds 'd'; it must be one of a, b, c"):
         task.label(["d"], "f, row 2")
     columns = Multilabel(label_columns=["toxic", "spam"])
     assert columns.example({"text": "x", "toxic": 1, "spam": False}, "f", training=True)["labels"] == [1.0, 0.0]

@@ -192,7 +192,7 @@ def test_two_ranks_train_on_packed_rows_and_agree() -> None:
 
 
 def test_options_that_cannot_be_met_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"data.packing joins all texts, which a stream has not; leave it out"):
+    with pytest.raises(ConfigError, match=r"data.packing joins all texts up front; streaming cannot provide them"):
         run(*OPTIONS, "data.streaming=true", "data.source=hub")
     with pytest.raises(ConfigError, match=r"data.whole_word_masking is for model.task: mlm, not classification"):
         run("data.whole_word_masking=true")

@@ -161,6 +161,10 @@ def test_a_worker_that_hangs_ends_with_the_run() -> None:
         ),
         (MemoryError("Unable to allocate 8. TiB"), "out of memory: Unable to allocate 8. TiB; lower data.batch_size"),
         (torch.OutOfMemoryError("CUDA out of memory. Tried"), "out of memory: CUDA out of memory"),
+        (
+            torch.OutOfMemoryError("CUDA out of memory\ndata.batch_size: 8 do not fit; set model.gradient_cache=4"),
+            "data.batch_size: 8 do not fit; set model.gradient_cache=4 (CUDA out of memory)",
+        ),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you"), "out of memory: "),
         (RuntimeError("shapes differ"), None),
     ],

@@ -99,7 +99,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_smaller_pieces_to_the_same_weig
     """7 reviews → 3 + 3 + 1: wherever the memory ran out, nothing of the failed pass is left in the gradient."""
     whole, losses, untouched = train()
     gpu = SmallGPU(3, at)
-    with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 reviews .*; going on with 3, the eff"):
+    with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 samples .*; going on with 3, the eff"):
         pieces, smaller, history = train(gpu, Unpadding())
     assert gpu.seen == [7, 3, 3, 1, 3, 3, 1, 3]
     assert history.changes == [{"batch": 0, "from": 7, "to": 3}]
@@ -136,8 +136,8 @@ def test_a_masked_lm_is_weighed_by_its_labelled_tokens() -> None:
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (3, {"on_out_of_memory": "stop"}, r"7 reviews .*on_out_of_memory is stop; set trainer.microbatch_size=3$"),
-        (0, {}, r"1 reviews .*a smaller one there is not; lower data.max_length"),
+        (3, {"on_out_of_memory": "stop"}, r"micro-batch of 7, .*on_out_of_memory is stop; set trainer.microbatch_size=3$"),
+        (0, {}, r"micro-batch of 1, and 1 is the minimum; lower data.max_length"),
     ],
 )
 @SAID
@@ -184,13 +184,13 @@ def test_the_report_says_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
     whole = run(*settings)
     monkeypatch.setattr(FinetuneModel, "forward", small)
-    with pytest.warns(UserWarning, match="out of memory with 8 reviews a forward pass in batch 0; going on with 4"):
+    with pytest.warns(UserWarning, match="out of memory with 8 samples per forward pass in batch 0; going on with 4"):
         report = run(*settings)
     training = report["training"]
     assert (training["microbatch_size"], training["microbatch_chosen"]) == (4, "after running out of memory")
     assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
     assert "chosen after running out of memory" in summary_table(report, "runs")
     assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
-    said = r"^trainer\.microbatch_size: 8 reviews .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
+    said = r"^trainer\.microbatch_size: out of memory with a micro-batch of 8, .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
     with pytest.raises(RunFailedError, match=said):
         run(*settings, "trainer.on_out_of_memory=stop")

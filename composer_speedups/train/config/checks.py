@@ -66,7 +66,7 @@ def check_together(config: Config, origin_of: Origins) -> None:
         if data.source == "random" and (count or 8000) * data.max_length >= 2**31:  # 32-bit offsets
             refuse(f"data.{name}", "times data.max_length must be less than 2**31 with data.source: random")
     if data.source == "random" and data.tokenizer == "wordpiece":
-        refuse("data.tokenizer", "wordpiece has no reviews to train on with data.source: random; name a tokenizer")
+        refuse("data.tokenizer", "wordpiece is trained on texts, and data.source: random has none; name a tokenizer")
     if config.loggers.wandb is not None and not all(isinstance(tag, str) for tag in config.loggers.wandb.tags):
         refuse("loggers.wandb.tags", "must be words")
     if data.workers == 0 and data.persistent_workers:
@@ -107,7 +107,7 @@ def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -
     if data.source == "random" and task not in ("classification", "mlm"):
         refuse("data.source", f"random has no labels for model.task: {task}; use builtin")
     if data.packing and (data.streaming or data.source == "mds"):
-        refuse("data.packing", "joins all texts, which a stream has not; leave it out")
+        refuse("data.packing", "joins all texts up front; streaming cannot provide them; leave it out")
     if task == "reranking" and config.model.loss == "pairwise" and (data.streaming or data.source == "mds"):
         refuse(
             "model.loss", "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
@@ -136,7 +136,9 @@ def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoRetur
     if data.length_batching is not None:
         refuse("data.length_batching", "needs every length up front; streaming cannot provide them; leave it out")
     if data.tokenizer == "wordpiece":
-        refuse("data.tokenizer", "wordpiece is trained on all reviews, which a stream has not; name a tokenizer")
+        refuse(
+            "data.tokenizer", "wordpiece is trained on all texts up front; streaming cannot provide them; name another"
+        )
     times = {
         "trainer.max_duration": config.trainer.max_duration,
         "trainer.eval_interval": config.trainer.eval_interval,

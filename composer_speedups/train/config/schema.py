@@ -78,7 +78,7 @@ class TrainerConfig:
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
     """Composer's precision. The mixed_precision technique owns it when that is asked for."""
     microbatch_size: int | str | None = key(None, ge=1, words=("auto",))
-    """Reviews a forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
+    """Samples per forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
     """On one GPU: halve the micro-batch, keep the effective batch, and say so; or stop."""
     fsdp: FSDPConfig | None = None
