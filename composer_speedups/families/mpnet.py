@@ -53,7 +53,7 @@ class _UnpaddedAttention(nn.Module):
         )
         dropped = self.dropout.p if self.dropout.training else 0.0
         attended_1TAD, _ = unpadded_attention(
-            self, query, key, value, None, dropped, unpadding=position_bias.plan, bias=position_bias.bias_1ASS
+            self, query, key, value, None, dropped, unpadding=position_bias.plan, position_bias=position_bias.bias_1ASS
         )
         return (self.o(attended_1TAD.flatten(2)),)
 

@@ -55,7 +55,7 @@ def unpadded_attention(
     scaling: float | None = None,
     unpadding: Plan | None = None,
     sliding_window: int | None = None,
-    bias: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention in transformers' signature.
@@ -69,7 +69,7 @@ def unpadded_attention(
         unpadding: Where the tokens lie. Without it, attention is computed as transformers' eager one is.
         sliding_window: A token attends to those of its row that are nearer than this; None is all of them. Masks
             of pairs bring their own window. Flash counts packed tokens and so wants rows without holes.
-        bias: Added to the scores between the slots of each row, (1, A, S, S), with a plan. Flash takes none.
+        position_bias: Added to the scores between the slots of each row, (1, A, S, S). Flash takes none.
 
     Returns:
         (1, T, A, D), or (B, S, A, D); and the weights (B, A, S, S), only without a plan.
@@ -78,10 +78,10 @@ def unpadded_attention(
     """
     window = None if sliding_window is None else sliding_window - 1  # the farthest on either side
     if unpadding is None:
-        return _padded(query, key, value, attention_mask, dropout, scaling, window)
+        return _padded(query, key, value, attention_mask, dropout, scaling, window, position_bias)
     heads = query.shape[1]
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    if bias is None and takes_flash(query.device, query.dtype, query.shape[-1]):
+    if position_bias is None and takes_flash(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
             *packed_TAD,
             unpadding.cu_seqlens,
@@ -101,8 +101,8 @@ def unpadded_attention(
     if window is not None:  # padding far from every token would have nothing to attend to: each slot may to itself
         distance_SS = _distances(unpadding.mask_BS.shape[1], query.device)
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
-    if bias is not None:
-        bias = bias.to(query.dtype)
+    if position_bias is not None:
+        bias = position_bias.to(query.dtype)
         mask = bias.masked_fill(~mask, torch.finfo(bias.dtype).min)  # (B, A, S, S)
     queries, keys, values = (repad(x.flatten(1), unpadding, heads) for x in packed_TAD)
     out_BASD = F.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scaling)
@@ -153,8 +153,11 @@ def _padded(
     dropout: float,
     scaling: float | None,
     window: int | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if bias is not None:
+        scores = scores + bias
     if window is not None and (mask is None or mask.ndim == 2):
         near = _distances(query.shape[2], query.device) <= window
         mask = near if mask is None else near & mask[:, None, None, :].bool()

@@ -49,5 +49,5 @@ def test_random_rows_are_as_long_as_asked_and_hold_no_special_token() -> None:
 
 
 def test_wordpiece_is_refused_for_want_of_reviews() -> None:
-    with pytest.raises(ConfigError, match=r"data\.tokenizer wordpiece is trained on texts, .*has none; name a tokenizer"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer wordpiece is trained on texts, .*none; name a tokenizer"):
         load_config(ROOT / "yamls" / "bert_large_dummy.yaml", ["data.tokenizer=wordpiece"])

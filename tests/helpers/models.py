@@ -21,19 +21,21 @@ from transformers import (
     MPNetConfig,
     PreTrainedConfig,
     RobertaConfig,
+    T5Config,
     XLMRobertaConfig,
 )
 
 from tests.helpers.common import VOCABULARY, Batch
 
 Family = Literal[
-    "bert", "roberta", "xlm_roberta", "camembert", "distilbert", "electra", "albert", "mpnet", "modernbert"
+    "bert", "roberta", "xlm_roberta", "camembert", "distilbert", "electra", "albert", "mpnet", "modernbert", "t5"
 ]
 Head = Literal["classification", "tokens", "choice", "answering", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
 UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert")
 COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
+ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder; tests/families/test_t5.py has the others
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
 _AUTO: dict[Head, Any] = {
@@ -87,6 +89,10 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
             attention_dropout=attention_dropout,
             **rates,
         )
+    if family == "t5":
+        sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_heads": 2, "num_layers": layers, "vocab_size": VOCABULARY}
+        sizes |= {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16}
+        return T5Config(**sizes, dropout_rate=dropout, classifier_dropout=dropout)
     common |= {"num_hidden_layers": layers, "num_attention_heads": 2, "hidden_size": 32, "intermediate_size": 64}
     common |= {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": attention_dropout}
     if family == "mpnet":

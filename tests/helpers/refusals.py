@@ -89,6 +89,18 @@ REFUSALS = (
         families=("modernbert",),
     ),
     Refusal(
+        ("fused_layers",),
+        r"^fused_layers can fuse none .* knows the layers of .* and this model's are T5Block$",
+        "its kernels are of layers with norms behind, biases and absolute positions",
+        families=("t5",),
+    ),
+    Refusal(
+        ("fast_layernorm",),
+        r"^no torch\.nn\.LayerNorm was found in the model$",
+        "its norms are no LayerNorm",
+        families=("t5",),
+    ),
+    Refusal(
         ("sdpa_attention",),
         r"^MPNet\w+ does not support scaled_dot_product_attention in transformers$",
         "transformers has no SDPA for it; `unpadding` brings it",
@@ -96,9 +108,9 @@ REFUSALS = (
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"^sparse_upcycling knows the feed-forward layers of .*, and this is (ALBERT|ModernBERT)$",
+        r"^sparse_upcycling knows the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
         "its feed-forward layers are shared, or of another kind",
-        families=("albert", "modernbert"),
+        families=("albert", "modernbert", "t5"),
     ),
     Refusal(
         ("sparse_upcycling",),
@@ -135,5 +147,7 @@ def left_padded(family: str, head: str) -> Iterator[str]:
     yield from ("4-D mask", "hidden states and attentions")
     if head not in ("tokens", "mlm"):  # each row's first slot is read
         yield "left padding"
+    if head == "pooling":  # the labels are its own module's, so that the row may have one
+        yield "a row of padding"
     if family == "modernbert":  # a hole moves tokens into others' windows
         yield "holes"

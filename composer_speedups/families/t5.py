@@ -1,0 +1,106 @@
+"""T5's encoder: norms before and without bias, a bias for relative positions that the first block holds for all.
+
+Its stack embeds the ids itself, so that it packs before its embeddings, as ModernBERT does. The bias is between the
+slots of a row: queries, keys and values go back to their slots in attention, and all else stays packed. Models with
+T5's decoder are refused.
+
+Shapes: B rows, S slots a row, T packed tokens, A heads, H hidden units.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import modeling_utils
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils.generic import can_return_tuple
+
+from composer_speedups.families.family import Family, Reads, usual_head
+from composer_speedups.families.packed_encoder import UnpaddedEncoder
+from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
+
+__all__ = ["FAMILY"]
+
+_ENCODERS = ("T5Stack", "T5EncoderModel", "T5ForTokenClassification")  # its other models have a decoder
+
+
+class _UnpaddedT5(UnpaddedEncoder):
+    """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
+    padding."""
+
+    embed_tokens: nn.Module
+    block: nn.ModuleList
+    final_layer_norm: nn.Module
+    dropout: nn.Module
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # As for ModernBERT, whose encoder is a model too: what can be recorded is looked up by class.
+        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
+        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        inputs = input_ids if inputs_embeds is None else inputs_embeds
+        alone = (input_ids is None) != (inputs_embeds is None)
+        plan = None
+        if inputs is not None and alone and self._can_unpad(attention_mask, kwargs):
+            plan = self._plan_of(inputs, attention_mask, attention_mask)
+        if inputs is None or plan is None:
+            self.ran = "padded"
+            return super(UnpaddedEncoder, self).forward(
+                input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            )
+        rows, width = inputs.shape[:2]
+        embedded = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
+        packed = gather_tokens(embedded.reshape(rows * width, -1), plan.indices_T).unsqueeze(0)
+        last = self._packed_blocks(self.dropout(packed), plan, kwargs)
+        self.ran = "unpadded"
+        padded: Any = scatter_tokens(last.squeeze(0), plan.indices_T, rows * width)
+        return BaseModelOutput(last_hidden_state=padded.view(rows, width, -1))
+
+    def _packed_blocks(self, packed: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
+        """(1, T, H) → (1, T, H), through the blocks and the last norm."""
+        first: Any = self.block[0]
+        width = plan.mask_BS.shape[1]
+        bias_1ASS = first.layer[0].SelfAttention.compute_bias(width, width, device=packed.device)
+        for block in self.block:
+            if not torch.compiler.is_compiling():
+                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for blocks compiled one by one
+            packed = block(packed, None, bias_1ASS, unpadding=plan, **kwargs)[0]
+        return self.dropout(self.final_layer_norm(packed))  # type: ignore[no-any-return]
+
+
+def _reads(model_class: str, config: Any) -> Reads:
+    if model_class.startswith("T5") and model_class not in _ENCODERS:
+        return Reads.DECODER
+    return usual_head(model_class, config)
+
+
+FAMILY = Family(
+    name="t5",
+    title="T5's encoder",
+    encoder="T5Stack",
+    blocks="block",
+    layer="T5Block",
+    embeddings="",  # the stack's own Embedding, which is torch's
+    query_and_value=("q", "v"),
+    reads=_reads,
+    packed_encoder=_UnpaddedT5,
+    hidden="d_model",
+    inner="d_ff",
+    heads="num_heads",
+    embedding="d_model",
+    activation="dense_act_fn",
+    attention_dropout="dropout_rate",
+    attention_output_dropout="dropout_rate",
+    hidden_dropout="dropout_rate",
+)

@@ -1,0 +1,88 @@
+"""T5's encoder: every technique with the heads that it has, and every input; models with its decoder are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import T5EncoderModel, T5ForConditionalGeneration, T5ForQuestionAnswering, T5ForSequenceClassification
+
+from composer_speedups import apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.families.blocks import repeated_blocks
+from composer_speedups.families.family import config_value
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from tests.families.test_family_techniques import _one_thread, applied, check, draw, outcome, untouched
+from tests.helpers.models import tiny_model
+from tests.helpers.refusals import INPUTS, TECHNIQUES
+from tests.reference.tolerance import assert_near
+
+__all__ = ["_one_thread"]  # a fixture of that module
+pytestmark = pytest.mark.pins
+HEADS = ("tokens", "pooling")
+GIVEN = [given for given in INPUTS if given not in ("token types", "position ids")]  # which it does not take
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_every_input_gives_the_untouched_models_values_or_it_is_refused(technique: str, head: str) -> None:
+    torch.compiler.reset()
+    model = applied(technique, "t5", head)
+    if model is None:
+        return
+    for given in GIVEN if technique != "torch_compile" or head == "tokens" else ("right padding",):
+        if head == "pooling" and given in ("no mask", "4-D mask"):  # its own module reads a mask of tokens
+            continue
+        check(model, technique, "t5", head, given)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_planned_batches_of_both_feed_forward_layers(gated: bool) -> None:
+    settings = {"is_gated_act": True, "dense_act_fn": "gelu_new"} if gated else {}  # as of feed_forward_proj=gated-gelu
+    model = tiny_model("t5", "tokens", **settings)
+    kinds = {type(each.layer[-1].DenseReluDense).__name__ for each in repeated_blocks(model).values()}
+    assert kinds == {"T5DenseGatedActDense" if gated else "T5DenseActDense"}
+    inputs = draw("t5", "tokens", "right padding")
+    expected = outcome(model, inputs, "right padding")
+    apply_unpadding(model, 8)
+    plan_unpadding(model, inputs["attention_mask"])
+    found = outcome(model, inputs, "right padding")
+    assert [(each.ran, each.counted) for each in unpadded_encoders(model)] == [("unpadded", 0)]
+    assert_near(found[0], expected[0])
+    assert_near(found[1], expected[1])
+
+
+def test_dropout_draws_the_same_numbers_where_nothing_is_padded() -> None:
+    inputs = draw("t5", "tokens", "no padding")
+    found = []
+    for packs in (False, True):
+        model = tiny_model("t5", "tokens", dropout=0.3).train()
+        if packs:
+            apply_unpadding(model, 8)
+        torch.manual_seed(5)
+        found.append(outcome(model, inputs, "no padding"))
+    assert_near(found[1][0], found[0][0])
+    assert_near(found[1][1], found[0][1])
+
+
+def test_the_model_and_its_class_come_back() -> None:
+    model = untouched("t5", "tokens")
+    names, kind = [*model.state_dict()], type(model.transformer.encoder)
+    assert apply_unpadding(model) == ["transformer.encoder"]
+    assert [*model.state_dict()] == names
+    assert type(model.transformer.encoder) is not kind
+    assert undo_unpadding(model) == ["transformer.encoder"]
+    assert type(model.transformer.encoder) is kind
+    assert model.config._attn_implementation == "eager"
+    assert config_value(model.config, "inner") == 64
+
+
+@pytest.mark.parametrize("kind", [T5ForConditionalGeneration, T5ForSequenceClassification, T5ForQuestionAnswering])
+def test_models_with_the_decoder_are_refused(kind: Any) -> None:
+    model = kind(tiny_model("t5", "tokens").config)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=rf"^unpadding cannot serve {kind.__name__}, which is a decoder$"):
+        apply_unpadding(model)
+    assert [type(module) for module in model.modules()] == before
+    with pytest.warns(UserWarning, match="not compared"):
+        apply_unpadding(T5EncoderModel(model.config))
