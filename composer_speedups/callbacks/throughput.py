@@ -121,7 +121,7 @@ class ThroughputMonitor(Callback):
     the model's FLOPs are known), ``throughput/step_seconds``, ``throughput/data_seconds``,
     ``throughput/data_wait_fraction`` (of the time of those batches, spent waiting for data),
     ``throughput/between_batches_seconds`` (from a batch's end until the next one is asked for, on the host: loggers,
-    callbacks, the start of an epoch; evaluation and checkpoints left out; it is part of no rate), and of the batch alone
+    callbacks, the start of an epoch; evaluation and checkpoints left out; no rate includes it), and of the batch alone
     ``throughput/data_wait_seconds``. The wait is the host's: a GPU may still be at work meanwhile. Totals so far:
     ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
 
