@@ -13,7 +13,9 @@ dropout, AdamW's settings, learning rate of every batch, clipping and evaluation
 - ``peer.grad_norm``: the norm of the gradients, which HF Trainer takes at every step, clipping or not; no flag turns it
   off. Default true; false takes it out in a subclass.
 - ``peer.NAME`` for every other name: the TrainingArguments of that name, such as
-  ``peer.torch_compile_mode=reduce-overhead``.
+  ``peer.torch_compile_mode=reduce-overhead``. With ``peer.train_sampling_strategy=group_by_length``, which asks for
+  ``data.padding=longest``, transformers' own sampler orders the samples, and each epoch has the job's batches in number
+  and size only.
 
 DataLoader settings are the ``data`` section's, for both. Writes report.json as train.py does.
 """
@@ -32,6 +34,7 @@ import torch
 from composer.devices import DeviceCPU, DeviceGPU
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from benchmarks.peers.job import Job, Plan, build_job, plan_of, read_arguments, set_attention
 from benchmarks.peers.meter import Meter
@@ -66,6 +69,8 @@ def main(arguments: list[str]) -> None:
         job = build_job(config, on_gpu=on_gpu)
         plan = plan_of(config, len(job.train))
         args = _training_arguments(config, plan, own["preset"], flags, on_gpu, str(folder.path))
+        if args.train_sampling_strategy == "group_by_length":
+            job = job._replace(train=_grouped_by_length(job.train, config))
         device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
         meter = Meter(config, job.model, device, _precision(args))
         set_attention(job.model, own["attention"])
@@ -124,6 +129,30 @@ def _training_arguments(
     if arguments.n_gpu > 1:
         raise ConfigError(f"peer: HF Trainer would spread over {arguments.n_gpu} GPUs; set CUDA_VISIBLE_DEVICES=0")
     return arguments
+
+
+def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[Any]:
+    """The job's loader with the sampler that transformers takes for ``group_by_length``.
+
+    Raises:
+        ConfigError: The batches are padded to one length, so grouping would change nothing.
+    """
+    if config.data.padding != "longest":
+        raise ConfigError("peer.train_sampling_strategy: group_by_length saves nothing here; set data.padding=longest")
+    rows: Any = loader.dataset
+    return DataLoader(
+        rows,
+        batch_size=loader.batch_size,
+        sampler=LengthGroupedSampler(
+            config.data.batch_size, lengths=rows.lengths.tolist(), generator=torch.Generator().manual_seed(config.seed)
+        ),
+        collate_fn=loader.collate_fn,
+        drop_last=loader.drop_last,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
 
 
 def _precision(args: TrainingArguments) -> str:
@@ -250,6 +279,7 @@ def _evidence(trainer: _Peer, args: TrainingArguments) -> dict[str, Any]:
         "tf32": args.tf32,
         "torch_compile": args.torch_compile,
         "torch_compile_mode": args.torch_compile_mode,
+        "train_sampling_strategy": args.train_sampling_strategy,
         "max_grad_norm": args.max_grad_norm,
     }
 

@@ -82,6 +82,7 @@ class Batch:
     flops: int
     data: float  # waiting for the DataLoader
     step: float  # transfer, forward, backward, optimizer
+    between: float  # on the host since the batch before: loggers, callbacks, an epoch's start. In no rate
     steady: bool
 
     @property
@@ -118,7 +119,9 @@ class ThroughputMonitor(Callback):
     ``throughput/samples_per_sec``, ``throughput/samples_per_sec_step`` (data wait left out),
     ``throughput/tokens_per_sec`` (real tokens), ``throughput/padding_fraction``, ``throughput/mfu`` (where
     the model's FLOPs are known), ``throughput/step_seconds``, ``throughput/data_seconds``,
-    ``throughput/data_wait_fraction`` (of the time of those batches, spent waiting for data), and of the batch alone
+    ``throughput/data_wait_fraction`` (of the time of those batches, spent waiting for data),
+    ``throughput/between_batches_seconds`` (from a batch's end until the next one is asked for, on the host: loggers,
+    callbacks, the start of an epoch; evaluation and checkpoints left out; no rate includes it), and of the batch alone
     ``throughput/data_wait_seconds``. The wait is the host's: a GPU may still be at work meanwhile. Totals so far:
     ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
 
@@ -128,7 +131,7 @@ class ThroughputMonitor(Callback):
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "batches": list[list[tuple[int, int, int, int, int, float, float, bool]]],  # Batch, by rank
+        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool]]],  # Batch, by rank
         "eval_marks": list[int],
         "totals": dict[str, float],
         "unsteady": float,
@@ -226,6 +229,7 @@ class ThroughputMonitor(Callback):
             flops=self._flops,
             data=phases.get("data", 0.0),
             step=phases.get("step", 0.0) - capturing,
+            between=phases.get("between", 0.0),
             steady=steady,
         )
         self.batches.append(batch)
@@ -250,6 +254,7 @@ class ThroughputMonitor(Callback):
             "samples_per_sec_step": world * samples / steps,
             "step_seconds": steps / len(batches),
             "data_seconds": (seconds - steps) / len(batches),
+            "between_batches_seconds": sum(b.between for b in batches) / len(batches),
             "data_wait_fraction": (seconds - steps) / seconds,
         }
         if slots := sum(b.slots for b in batches):
@@ -277,12 +282,12 @@ class ThroughputMonitor(Callback):
         if not measured:
             return
         # Ranks differ in tokens and in data wait; the run is as fast as all of them together.
-        mine = torch.tensor([[b.samples, b.tokens, b.slots, b.flops, b.data, b.step] for b in measured])
+        mine = torch.tensor([[b.samples, b.tokens, b.slots, b.flops, b.data, b.step, b.between] for b in measured])
         sums = state.device.tensor_to_device(mine.double().sum(0))
         dist.all_reduce(sums, reduce_operation="SUM")
-        samples, tokens, slots, flops, data, step = sums.tolist()
+        samples, tokens, slots, flops, data, step, between = sums.tolist()
         world = dist.get_world_size()
-        total = Batch(0, int(samples), int(tokens), int(slots), int(flops), data, step, True)
+        total = Batch(0, int(samples), int(tokens), int(slots), int(flops), data, step, between, True)
         rates = self._rates([total], world=world)
         steps = [b.step for b in measured]
         self._summary = {
@@ -290,6 +295,7 @@ class ThroughputMonitor(Callback):
             **{k: rates.get(k) for k in ("tokens_per_sec", "padding_fraction", "mfu")},
             **self._times(),
             "data_seconds": data / world / len(measured),
+            "between_batches_seconds": between / world / len(measured),
             "data_wait_fraction": rates["data_wait_fraction"],
             "step_seconds": statistics.fmean(steps),
             "step_seconds_p10_p50_p90": torch.tensor(steps)

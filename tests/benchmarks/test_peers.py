@@ -101,6 +101,17 @@ def test_hf_trainers_flags_reach_it() -> None:
     }
 
 
+def test_hf_trainer_groups_samples_by_length() -> None:
+    grouped, samples = "peer.train_sampling_strategy=group_by_length", "data.train_samples=64"
+    drawn = peer(hf_trainer, samples, "data.padding=longest")["throughput"]["padding_fraction"]
+    report = peer(hf_trainer, samples, "data.padding=longest", grouped)
+    assert report["algorithms"]["hf_trainer"]["evidence"]["train_sampling_strategy"] == "group_by_length"
+    assert report["training"]["batches"] == 16
+    assert report["throughput"]["padding_fraction"] < 0.8 * drawn
+    with pytest.raises(ConfigError, match=r"saves nothing here; set data\.padding=longest"):
+        peer(hf_trainer, samples, "data.padding=max_length", grouped)
+
+
 @pytest.mark.parametrize(
     ("module", "argument", "message"),
     [

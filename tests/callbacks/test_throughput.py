@@ -67,6 +67,8 @@ def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> N
         result = original(event)
         if event == Event.BEFORE_DATALOADER:
             clock.now += 0.75
+        if event == Event.BATCH_END:
+            clock.now += 0.125  # loggers and callbacks after ours
         if event == Event.BATCH_START and trainer.state.timestamp.batch.value == 0:
             clock.now += 30  # the first step is slow
         return result
@@ -82,6 +84,8 @@ def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> N
     assert summary["step_seconds"] == pytest.approx(0.25)
     assert summary["data_seconds"] == pytest.approx(0.75)
     assert summary["data_wait_fraction"] == pytest.approx(0.75)
+    assert summary["between_batches_seconds"] == pytest.approx(0.125)
+    assert [v for _, v in logger.data["throughput/between_batches_seconds"]] == pytest.approx([0.125] * 6)
     for name in ("data_wait_seconds", "data_wait_fraction"):
         assert [v for _, v in logger.data[f"throughput/{name}"]] == pytest.approx([0.75] * 6)
     assert summary["warmup_seconds"] == pytest.approx(30 + 2 * 1.0)
