@@ -151,7 +151,7 @@ class Embedding(Task):
         text_C, answered_C = keys_C2.unbind(-1)
         anchor_R1, positive_R1 = keys_RN[:, :1], keys_RN[:, 1:2]
         false_RC = (text_C == anchor_R1) | (text_C == positive_R1) | (answered_C == anchor_R1)
-        false_RC = false_RC.scatter(1, own_R[:, None], False)
+        false_RC &= torch.arange(len(candidates), device=own_R.device) != own_R[:, None]
         scores = anchors @ candidates.T / self.temperature
         return F.cross_entropy(scores.masked_fill(false_RC, -torch.inf), own_R)
 

@@ -153,7 +153,7 @@ def test_a_stream_trains_on_the_rows_and_a_resumed_run_goes_on_in_it(
 @EVERY
 @pytest.mark.supports("tune")
 def test_a_search_ends_with_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = [f"model.task={task}", "algorithms.fused_optimizer=null"]
+    own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
     log, trained = search(monkeypatch, ["foreach_optimizer"], *own)
     assert trained == len(log["trials"]) >= 2
     (verdict,) = [each for each in log["verdicts"] if each["candidate"]["label"] == "foreach_optimizer"]

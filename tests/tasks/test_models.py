@@ -235,9 +235,10 @@ def test_flops_of_shared_layers_count_each_of_their_runs(inner: int) -> None:
     """ALBERT's; those of its embeddings' projection, a hundredth, are not counted."""
     config = AlbertConfig(
         vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=4, num_hidden_groups=2,
-        inner_group_num=inner, num_attention_heads=2, intermediate_size=64, attn_implementation="eager",
+        inner_group_num=inner, num_attention_heads=2, intermediate_size=64,
     )  # fmt: skip
-    model = FinetuneModel(AlbertForSequenceClassification(config), Classification())
+    stock = AlbertForSequenceClassification._from_config(config, attn_implementation="eager")
+    model = FinetuneModel(stock, Classification())
     full = batch([24, 24, 24])
     counts = []
     for _ in range(2):
