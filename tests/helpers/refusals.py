@@ -84,12 +84,6 @@ REFUSALS = (
     ),
     Refusal(
         ("fused_layers",),
-        r"^fused_layers can fuse none .* knows the layers of .* and this model's are ModernBertEncoderLayer$",
-        "its kernels are of layers with norms behind and absolute positions",
-        families=("modernbert",),
-    ),
-    Refusal(
-        ("fused_layers",),
         r"^fused_layers can fuse none .* knows the layers of .* and this model's are T5Block$",
         "its kernels are of layers with norms behind, biases and absolute positions",
         families=("t5",),
