@@ -27,10 +27,20 @@ from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
-from composer_speedups.kernels.gelu import gelu_backward  # noqa: E402
+from composer_speedups.kernels.float8 import (  # noqa: E402
+    ACTIVATION,
+    GRADIENT,
+    Float8,
+    begin_scales,
+    cast_float8,
+    cast_weights,
+    new_scales,
+)
+from composer_speedups.kernels.gelu import column_sums, gelu_backward, gelu_float8  # noqa: E402
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward  # noqa: E402
 
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+TYPES |= {torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 SEED, CU = torch.zeros(1, dtype=torch.int32), torch.tensor([0, 200, 256], dtype=torch.int32)
 HIDDEN = 768
 
@@ -104,6 +114,22 @@ def gelu(dropout: float, dtype: torch.dtype) -> None:
     gelu_backward(tokens(256, 4 * HIDDEN, dtype=dtype), tokens(256, 4 * HIDDEN, dtype=dtype))
 
 
+def float8(dropout: float, dtype: torch.dtype) -> None:
+    scales, weight, statistics = new_scales(1), torch.zeros(HIDDEN), torch.zeros(2, 256)
+    x, wide = tokens(256, HIDDEN), tokens(256, 4 * HIDDEN)
+    gradient = Float8.like(x, GRADIENT, scales[0])
+    begin_scales(scales, 1, keep=True)
+    cast_float8(x, scales[0])
+    square, up = torch.zeros(HIDDEN, HIDDEN), torch.zeros(4 * HIDDEN, HIDDEN)
+    cast_weights([square] * 4 + [up, up.t().contiguous()], [scales[0]] * 4)
+    add_norm_forward(x, x, weight, weight, 1e-12, dropout, SEED, Float8.like(x, ACTIVATION, scales[0]))
+    add_norm_backward(x, x, statistics, weight, dropout, SEED, None, None, gradient)
+    add_norm_backward(x, x, statistics, weight, dropout, SEED, weight, x, gradient)
+    gelu_float8(wide, scales[0])
+    gelu_backward(wide, wide, Float8.like(wide, GRADIENT, scales[0]))
+    column_sums(wide, Float8.like(wide, GRADIENT, scales[0]))
+
+
 def embeddings(
     dropout: float, dtype: torch.dtype, rows: int = 4, no_gradient: tuple[int, int] = (0, -1), hidden: int = HIDDEN
 ) -> None:
@@ -116,7 +142,7 @@ def embeddings(
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize("case", [norms, attention, gelu, embeddings])
+@pytest.mark.parametrize("case", [norms, attention, gelu, embeddings, float8])
 @pytest.mark.parametrize(("architecture", "dropout"), [(80, 0.1), (90, 0.1), (90, 0.0)])
 def test_every_launch_compiles_and_spills_no_registers(
     case: Callable[[float, torch.dtype], None],
@@ -125,9 +151,11 @@ def test_every_launch_compiles_and_spills_no_registers(
     launched: list[Launch],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if case is float8 and architecture < 89:
+        pytest.skip("8-bit products need compute capability 8.9")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(Path.cwd()))
     case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
-    assert len(launched) == {"norms": 3, "attention": 3, "gelu": 1, "embeddings": 2}[case.__name__]
+    assert len(launched) == {"norms": 3, "attention": 3, "gelu": 1, "embeddings": 2, "float8": 17}[case.__name__]
     compiled = [launch.compile(architecture) for launch in launched]
     if architecture == 90:  # what the block sizes were chosen for
         for kernel in compiled:
