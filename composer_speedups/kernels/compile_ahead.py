@@ -110,7 +110,7 @@ def launches(
         up, down = torch.zeros(inner, hidden, device=device), torch.zeros(hidden, inner, device=device)
         cast_weights([square] * 4 + [up, down], [scales[0]] * 4)
         cast_float8(zeros(hidden), scales[0])
-        begin_scales(scales, 0, keep=True)
+        begin_scales(new_scales(3, device), 1, keep=True)
 
     training += [
         casts, gelu8, partial(norm8_gradients, shape.attention, weight), partial(norm8_gradients, shape.output, None),

@@ -126,7 +126,7 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
 
     Args:
         weights: Of query, key, value and attention's output (H, H), and of the feed-forward layer (F, H) and (H, F);
-            contiguous, of one floating dtype.
+            contiguous, of one floating dtype. H and F are multiples of 16.
         scales: A row for each of the four products.
 
     Returns:
@@ -139,7 +139,7 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
     turned = [Float8(query.new_empty(i, o, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
     squares, across = triton.cdiv(hidden, _TILE), triton.cdiv(inner, _TILE)
     tiles = (4 * squares * squares + 2 * squares * across,)
-    targets = [o.values for pair in zip(straight, turned, strict=True) for o in pair]
+    targets = [t for s, o in zip(straight, turned, strict=True) for t in (s.values, o.values.view(torch.int32))]
     for again in (False, True):
         _cast_weights[tiles](
             *weights, *targets, *scales, hidden, inner, *targets_of(ACTIVATION), AGAIN=again, TILE=_TILE, num_warps=4
@@ -266,51 +266,57 @@ def _cast_weights(
     squares = tl.cdiv(hidden, TILE)
     each = squares * squares
     tile = tl.program_id(0)
-    targets = most, target, least
     if tile < each:
         _cast_tile(query_ptr, qkv8_ptr, qkv8_turned_ptr, qkv_scales_ptr, tile, hidden, hidden,
-                   0, 3 * hidden, targets, AGAIN, TILE)  # fmt: skip
+                   0, 3 * hidden, most, target, least, AGAIN, TILE)  # fmt: skip
     elif tile < 2 * each:
         _cast_tile(key_ptr, qkv8_ptr, qkv8_turned_ptr, qkv_scales_ptr, tile - each, hidden, hidden,
-                   hidden, 3 * hidden, targets, AGAIN, TILE)  # fmt: skip
+                   hidden, 3 * hidden, most, target, least, AGAIN, TILE)  # fmt: skip
     elif tile < 3 * each:
         _cast_tile(value_ptr, qkv8_ptr, qkv8_turned_ptr, qkv_scales_ptr, tile - 2 * each, hidden, hidden,
-                   2 * hidden, 3 * hidden, targets, AGAIN, TILE)  # fmt: skip
+                   2 * hidden, 3 * hidden, most, target, least, AGAIN, TILE)  # fmt: skip
     elif tile < 4 * each:
         _cast_tile(out_ptr, out8_ptr, out8_turned_ptr, out_scales_ptr, tile - 3 * each, hidden, hidden,
-                   0, hidden, targets, AGAIN, TILE)  # fmt: skip
+                   0, hidden, most, target, least, AGAIN, TILE)  # fmt: skip
     elif tile < 4 * each + squares * tl.cdiv(inner, TILE):
         _cast_tile(up_ptr, up8_ptr, up8_turned_ptr, up_scales_ptr, tile - 4 * each, inner, hidden,
-                   0, inner, targets, AGAIN, TILE)  # fmt: skip
+                   0, inner, most, target, least, AGAIN, TILE)  # fmt: skip
     else:
         tile -= 4 * each + squares * tl.cdiv(inner, TILE)
         _cast_tile(down_ptr, down8_ptr, down8_turned_ptr, down_scales_ptr, tile, hidden, inner,
-                   0, hidden, targets, AGAIN, TILE)  # fmt: skip
+                   0, hidden, most, target, least, AGAIN, TILE)  # fmt: skip
 
 
 @triton.jit
 def _cast_tile(
-    weight_ptr, out_ptr, turned_ptr, scales_ptr, tile, rows, columns, first_row, all_rows, targets,
-    AGAIN: tl.constexpr, TILE: tl.constexpr,
+    weight_ptr, out_ptr, turned_ptr, scales_ptr, tile, rows, columns, first_row, all_rows, most, target,
+    least, AGAIN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Of a weight (rows, columns) that is some rows, from ``first_row`` on, of a product's (all_rows, columns)."""
     across = tl.cdiv(columns, TILE)
-    row = (tile // across) * TILE + tl.arange(0, TILE)
+    four = (tile // across) * (TILE // 4) + tl.arange(0, TILE // 4)  # four rows are a number of 32 bits in ``turned``
     column = (tile % across) * TILE + tl.arange(0, TILE)
-    valid = (row < rows)[:, None] & (column < columns)[None, :]
+    valid = (4 * four < rows)[:, None] & (column < columns)[None, :]
     scale = scale_of(scales_ptr)
     cast = True
     if AGAIN:
-        most, target, least = targets
         before = scale
         first = (tile == 0) & (first_row == 0)
         scale = settled_scale(scales_ptr, noted_magnitude(scales_ptr), most, target, least, first)
         cast = scale != before
     if cast:
-        weight = tl.load(weight_ptr + row[:, None] * columns + column[None, :], mask=valid, other=0.0).to(tl.float32)
-        out = (weight * scale).to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + (first_row + row)[:, None] * columns + column[None, :], out, mask=valid)
-        turned_at = column[:, None] * all_rows + (first_row + row)[None, :]
-        tl.store(turned_ptr + turned_at, tl.trans(out), mask=tl.trans(valid))
+        packed = tl.zeros((TILE // 4, TILE), tl.uint32)
+        largest = tl.zeros((TILE // 4, TILE), tl.float32)
+        for i in tl.static_range(4):
+            row = 4 * four + i
+            at = row[:, None] * columns + column[None, :]
+            weight = tl.load(weight_ptr + at, mask=valid, other=0.0).to(tl.float32)
+            out = (weight * scale).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + first_row * columns + at, out, mask=valid)
+            packed |= out.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * i)
+            largest = tl.maximum(largest, tl.abs(weight))
+        turned_at = column[:, None] * (all_rows // 4) + (first_row // 4 + four)[None, :]
+        inside = (column < columns)[:, None] & (4 * four < rows)[None, :]
+        tl.store(turned_ptr + turned_at, tl.trans(packed).to(tl.int32, bitcast=True), mask=inside)
         if not AGAIN:
-            note_magnitude(scales_ptr, tl.program_id(0), tl.max(tl.max(tl.abs(weight), 1), 0))
+            note_magnitude(scales_ptr, tl.program_id(0), tl.max(tl.max(largest, 1), 0))

@@ -27,7 +27,7 @@ from composer_speedups.kernels.float8 import (
 
 __all__ = ["column_sums", "gelu_backward", "gelu_float8"]
 
-_FORWARD = {"BLOCK": 2048, "num_warps": 4}
+_FORWARD = {"BLOCK": 4096, "num_warps": 8}
 _BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # of one tile
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 

@@ -176,12 +176,16 @@ def _layernorm_backward(
     sum_x = tl.zeros((BLOCK,), tl.float32)
     if FLOAT8:
         scale8 = scale_of(scales_ptr)
-        largest = tl.zeros((ROWS, BLOCK), tl.float32)
+        largest = tl.zeros((BLOCK,), tl.float32)
     for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
         real = rows < tokens
         valid = real[:, None] & inside[None, :]
         at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        if FLOAT8:
+            # Were a thread to store 16 numbers of 8 bits, other warps would have the other row, and every sum over
+            # rows would go through shared memory.
+            at = tl.max_contiguous(at, [1, 8])
         grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
         if MORE:
             grad += tl.load(more_ptr + at, mask=valid, other=0.0).to(tl.float32)
@@ -204,12 +208,12 @@ def _layernorm_backward(
             grad_sum = tl.where(keep, grad_sum * scale, 0.0)
             tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
         if FLOAT8:
-            grad_x = tl.where(valid, grad_sum, 0.0).to(grad_x_ptr.dtype.element_ty).to(tl.float32)
+            grad_x = grad_sum.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
             tl.store(out8_ptr + at, (grad_x * scale8).to(out8_ptr.dtype.element_ty), mask=valid)
-            largest = tl.maximum(largest, tl.abs(grad_x))
+            largest = tl.maximum(largest, tl.max(tl.abs(grad_x), 0))
         sum_x += tl.sum(grad_sum, 0)  # of rows past the end 0, of columns past the end not stored
     if FLOAT8:
-        note_magnitude(scales_ptr, program, tl.max(tl.max(largest, 1), 0))
+        note_magnitude(scales_ptr, program, tl.max(tl.where(inside, largest, 0.0), 0))
     at = partial_ptr + program * 3 * hidden + columns
     tl.store(at, sum_weight, mask=inside)
     tl.store(at + hidden, sum_bias, mask=inside)
