@@ -48,6 +48,7 @@ ACTIVATION, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 _HEADER, _ROW = tl.constexpr(8), tl.constexpr(64)
 _BLOCK = 8192  # numbers of a program of the casts
 _TILE = 64  # rows and columns of a weight
+_TURNED = 128  # likewise, of one that is transposed
 
 # The largest number of each format; how far below it, as a power of two, a new scale puts the largest magnitude; and
 # how far below it may be before the numbers are cast again. Gradients differ most from step to step, and e5m2 has the
@@ -138,12 +139,14 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
     straight = [Float8(query.new_empty(o, i, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
     turned = [Float8(query.new_empty(i, o, dtype=ACTIVATION), s) for (o, i), s in zip(shapes, scales, strict=True)]
     squares, across = triton.cdiv(hidden, _TILE), triton.cdiv(inner, _TILE)
-    tiles = (4 * squares * squares + 2 * squares * across,)
-    targets = [t for s, o in zip(straight, turned, strict=True) for t in (s.values, o.values.view(torch.int32))]
     for again in (False, True):
-        _cast_weights[tiles](
-            *weights, *targets, *scales, hidden, inner, *targets_of(ACTIVATION), AGAIN=again, TILE=_TILE, num_warps=4
-        )
+        _cast_weights[(4 * squares * squares + 2 * squares * across,)](
+            *weights, *(weight.values for weight in straight), *scales, hidden, inner, *targets_of(ACTIVATION),
+            AGAIN=again, TILE=_TILE, num_warps=4,
+        )  # fmt: skip
+    tiles = [triton.cdiv(o, _TURNED) * triton.cdiv(i, _TURNED) for o, i in shapes]
+    words = [o.values.view(torch.int32) for pair in zip(straight, turned, strict=True) for o in pair]
+    _turn_weights[(sum(tiles),)](*words, hidden, inner, TILE=_TURNED, num_warps=4)
     return straight, turned
 
 
@@ -258,65 +261,91 @@ def _settle(x_ptr, out_ptr, scales_ptr, numbers, most, target, least, BLOCK: tl.
 
 @triton.jit
 def _cast_weights(
-    query_ptr, key_ptr, value_ptr, out_ptr, up_ptr, down_ptr,
-    qkv8_ptr, qkv8_turned_ptr, out8_ptr, out8_turned_ptr, up8_ptr, up8_turned_ptr, down8_ptr, down8_turned_ptr,
+    query_ptr, key_ptr, value_ptr, out_ptr, up_ptr, down_ptr, qkv8_ptr, out8_ptr, up8_ptr, down8_ptr,
     qkv_scales_ptr, out_scales_ptr, up_scales_ptr, down_scales_ptr, hidden, inner, most, target, least,
     AGAIN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     squares = tl.cdiv(hidden, TILE)
-    each = squares * squares
+    each, wide = squares * squares, squares * tl.cdiv(inner, TILE)
     tile = tl.program_id(0)
     if tile < each:
-        _cast_tile(query_ptr, qkv8_ptr, qkv8_turned_ptr, qkv_scales_ptr, tile, hidden, hidden,
-                   0, 3 * hidden, most, target, least, AGAIN, TILE)  # fmt: skip
+        _cast_tile(query_ptr, qkv8_ptr, qkv_scales_ptr, tile, hidden, hidden, 0, most, target, least, AGAIN, TILE)
     elif tile < 2 * each:
-        _cast_tile(key_ptr, qkv8_ptr, qkv8_turned_ptr, qkv_scales_ptr, tile - each, hidden, hidden,
-                   hidden, 3 * hidden, most, target, least, AGAIN, TILE)  # fmt: skip
+        tile -= each
+        _cast_tile(key_ptr, qkv8_ptr, qkv_scales_ptr, tile, hidden, hidden, 1, most, target, least, AGAIN, TILE)
     elif tile < 3 * each:
-        _cast_tile(value_ptr, qkv8_ptr, qkv8_turned_ptr, qkv_scales_ptr, tile - 2 * each, hidden, hidden,
-                   2 * hidden, 3 * hidden, most, target, least, AGAIN, TILE)  # fmt: skip
+        tile -= 2 * each
+        _cast_tile(value_ptr, qkv8_ptr, qkv_scales_ptr, tile, hidden, hidden, 2, most, target, least, AGAIN, TILE)
     elif tile < 4 * each:
-        _cast_tile(out_ptr, out8_ptr, out8_turned_ptr, out_scales_ptr, tile - 3 * each, hidden, hidden,
-                   0, hidden, most, target, least, AGAIN, TILE)  # fmt: skip
-    elif tile < 4 * each + squares * tl.cdiv(inner, TILE):
-        _cast_tile(up_ptr, up8_ptr, up8_turned_ptr, up_scales_ptr, tile - 4 * each, inner, hidden,
-                   0, inner, most, target, least, AGAIN, TILE)  # fmt: skip
+        tile -= 3 * each
+        _cast_tile(out_ptr, out8_ptr, out_scales_ptr, tile, hidden, hidden, 0, most, target, least, AGAIN, TILE)
+    elif tile < 4 * each + wide:
+        tile -= 4 * each
+        _cast_tile(up_ptr, up8_ptr, up_scales_ptr, tile, inner, hidden, 0, most, target, least, AGAIN, TILE)
     else:
-        tile -= 4 * each + squares * tl.cdiv(inner, TILE)
-        _cast_tile(down_ptr, down8_ptr, down8_turned_ptr, down_scales_ptr, tile, hidden, inner,
-                   0, hidden, most, target, least, AGAIN, TILE)  # fmt: skip
+        tile -= 4 * each + wide
+        _cast_tile(down_ptr, down8_ptr, down_scales_ptr, tile, hidden, inner, 0, most, target, least, AGAIN, TILE)
 
 
 @triton.jit
 def _cast_tile(
-    weight_ptr, out_ptr, turned_ptr, scales_ptr, tile, rows, columns, first_row, all_rows, most, target,
-    least, AGAIN: tl.constexpr, TILE: tl.constexpr,
+    weight_ptr, out_ptr, scales_ptr, tile, rows, columns, third, most, target, least,
+    AGAIN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a weight (rows, columns) that is some rows, from ``first_row`` on, of a product's (all_rows, columns)."""
+    """Of a weight (rows, columns), which is the first, second or third one of a product's."""
     across = tl.cdiv(columns, TILE)
-    four = (tile // across) * (TILE // 4) + tl.arange(0, TILE // 4)  # four rows are a number of 32 bits in ``turned``
+    row = (tile // across) * TILE + tl.arange(0, TILE)
     column = (tile % across) * TILE + tl.arange(0, TILE)
-    valid = (4 * four < rows)[:, None] & (column < columns)[None, :]
+    at = row[:, None] * columns + column[None, :]
+    valid = (row < rows)[:, None] & (column < columns)[None, :]
     scale = scale_of(scales_ptr)
     cast = True
     if AGAIN:
-        before = scale
-        first = (tile == 0) & (first_row == 0)
+        before, first = scale, (tile == 0) & (third == 0)
         scale = settled_scale(scales_ptr, noted_magnitude(scales_ptr), most, target, least, first)
         cast = scale != before
     if cast:
-        packed = tl.zeros((TILE // 4, TILE), tl.uint32)
-        largest = tl.zeros((TILE // 4, TILE), tl.float32)
-        for i in tl.static_range(4):
-            row = 4 * four + i
-            at = row[:, None] * columns + column[None, :]
-            weight = tl.load(weight_ptr + at, mask=valid, other=0.0).to(tl.float32)
-            out = (weight * scale).to(out_ptr.dtype.element_ty)
-            tl.store(out_ptr + first_row * columns + at, out, mask=valid)
-            packed |= out.to(tl.uint8, bitcast=True).to(tl.uint32) << (8 * i)
-            largest = tl.maximum(largest, tl.abs(weight))
-        turned_at = column[:, None] * (all_rows // 4) + (first_row // 4 + four)[None, :]
-        inside = (column < columns)[:, None] & (4 * four < rows)[None, :]
-        tl.store(turned_ptr + turned_at, tl.trans(packed).to(tl.int32, bitcast=True), mask=inside)
+        weight = tl.load(weight_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        tl.store(out_ptr + third * rows * columns + at, (weight * scale).to(out_ptr.dtype.element_ty), mask=valid)
         if not AGAIN:
-            note_magnitude(scales_ptr, tl.program_id(0), tl.max(tl.max(largest, 1), 0))
+            note_magnitude(scales_ptr, tl.program_id(0), tl.max(tl.max(tl.abs(weight), 1), 0))
+
+
+@triton.jit
+def _turn_weights(
+    qkv_ptr, qkv_turned_ptr, out_ptr, out_turned_ptr, up_ptr, up_turned_ptr, down_ptr, down_turned_ptr,
+    hidden, inner, TILE: tl.constexpr,
+):  # fmt: skip
+    squares = tl.cdiv(hidden, TILE)
+    three, one, wide = tl.cdiv(3 * hidden, TILE) * squares, squares * squares, squares * tl.cdiv(inner, TILE)
+    tile = tl.program_id(0)
+    if tile < three:
+        _turn_tile(qkv_ptr, qkv_turned_ptr, tile, 3 * hidden, hidden, TILE)
+    elif tile < three + one:
+        _turn_tile(out_ptr, out_turned_ptr, tile - three, hidden, hidden, TILE)
+    elif tile < three + one + wide:
+        _turn_tile(up_ptr, up_turned_ptr, tile - three - one, inner, hidden, TILE)
+    else:
+        _turn_tile(down_ptr, down_turned_ptr, tile - three - one - wide, hidden, inner, TILE)
+
+
+@triton.jit
+def _turn_tile(x_ptr, out_ptr, tile, rows, columns, TILE: tl.constexpr):
+    """Of bytes (rows, columns), transposed as words of four: four columns of a row in, four rows of a column out."""
+    across = tl.cdiv(columns, TILE)
+    four = (tile // across) * (TILE // 4) + tl.arange(0, TILE // 4)  # rows
+    word = (tile % across) * (TILE // 4) + tl.arange(0, TILE // 4)  # columns
+    valid = (4 * four < rows)[:, None] & (4 * word < columns)[None, :]
+    inside = (4 * word < columns)[:, None] & (4 * four < rows)[None, :]
+    at = 4 * four[:, None] * (columns // 4) + word[None, :]
+    first = tl.load(x_ptr + at, mask=valid, other=0)
+    second = tl.load(x_ptr + at + columns // 4, mask=valid, other=0)
+    third = tl.load(x_ptr + at + 2 * (columns // 4), mask=valid, other=0)
+    fourth = tl.load(x_ptr + at + 3 * (columns // 4), mask=valid, other=0)
+    for i in tl.static_range(4):
+        turned = (first >> 8 * i) & 255
+        turned |= ((second >> 8 * i) & 255) << 8
+        turned |= ((third >> 8 * i) & 255) << 16
+        turned |= ((fourth >> 8 * i) & 255) << 24
+        out_at = (4 * word + i)[:, None] * (rows // 4) + four[None, :]
+        tl.store(out_ptr + out_at, tl.trans(turned), mask=inside)
