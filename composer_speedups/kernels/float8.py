@@ -95,7 +95,9 @@ def begin_scales(scales: Tensor, gradients: int, *, keep: bool) -> Tensor:
     """
     begun = scales if keep else torch.empty_like(scales)
     activations = len(scales) - gradients
-    _begin_scales[(len(scales),)](scales, begun, activations, *targets_of(ACTIVATION), *targets_of(GRADIENT), num_warps=1)
+    _begin_scales[(len(scales),)](
+        scales, begun, activations, *targets_of(ACTIVATION), *targets_of(GRADIENT), num_warps=1
+    )
     return begun
 
 

@@ -48,9 +48,7 @@ def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
     return operand
 
 
-def gelu_backward(
-    grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the exact GELU, x · Φ(x), with Φ to float32's last bit or two.
 
     Args:
@@ -102,9 +100,7 @@ def normal_distribution(x, bell):
 
 
 @triton.jit
-def _gelu_float8(
-    x_ptr, out_ptr, scales_ptr, numbers, most, target, least, AGAIN: tl.constexpr, BLOCK: tl.constexpr
-):
+def _gelu_float8(x_ptr, out_ptr, scales_ptr, numbers, most, target, least, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0)
     scale = scale_of(scales_ptr)
     cast = True

@@ -97,7 +97,8 @@ def add_norm_backward(
         grad_residual, grad_x, grad_x if again is None else again, partial, seed,
         grad_TH if more_TH is None else more_TH, *(operand or (grad_x, seed)),
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None,
+        ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_x)
@@ -161,7 +162,8 @@ def _layernorm_backward(
     grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
     grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr, more_ptr, out8_ptr, scales_ptr,
     tokens, hidden, threshold, scale,
-    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, MORE: tl.constexpr, FLOAT8: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, MORE: tl.constexpr, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)

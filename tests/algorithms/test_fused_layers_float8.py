@@ -38,7 +38,7 @@ def test_it_is_refused_where_nothing_computes_in_eight_bits() -> None:
         in_float8(tiny_bert())
     with pytest.raises(ValueError, match="precision must be 'autocast' or 'fp8', not 'fp4'"):
         apply_fused_layers(apply_and_return(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
-    with pytest.raises(TechniqueError, match="precision: fp8 needs a CUDA GPU of compute capability 8.9 or newer"):
+    with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
         make_trainer([FusedLayers(precision="fp8"), Unpadding()])
 
 
@@ -109,9 +109,9 @@ def test_the_recommended_set_stays_in_sixteen_bits() -> None:
 def test_loading_scales_of_another_model_is_refused(on_any_device: None) -> None:
     model = in_float8(tiny_bert())
     held = float8_scales(model)
-    with pytest.raises(ValueError, match="of other 8-bit layers than the model's: bert.encoder.layer.1"):
+    with pytest.raises(ValueError, match=r"of other 8-bit layers than the model's: bert\.encoder\.layer\.1"):
         load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
     with pytest.raises(ValueError, match="are not 12 rows of 64"):
-        load_float8_scales(model, dict.fromkeys(held, [[1]]))
+        load_float8_scales(model, {name: [[1]] for name in held})
     with pytest.raises(ValueError, match="bits of positive numbers"):
-        load_float8_scales(model, dict.fromkeys(held, [[2**40] * 64] * 12))
+        load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})

@@ -19,8 +19,8 @@ from composer_speedups.algorithms.fused_layers.functional import (
 )
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
 from composer_speedups.core.compared_technique import ComparedTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
 from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
