@@ -23,6 +23,12 @@ on the device: the same seed drops the same numbers, so the backward pass is giv
                                     weight float32 (H,), and the result again
 ``rotary.rotate``                   rotary positions of the queries and keys in qkv (T, 3·H), in place, and back
 ``gelu.column_sums``                (T, F) → float32 (F,)
+``gelu.gelu_float8``                GELU's input (T, F) → GELU's result in 8 bits
+``float8.new_scales``               numbers of operands in 8 bits → what the kernels know of their magnitudes
+``float8.begin_scales``             scales for the next pass, from the magnitudes of the last one
+``float8.cast_float8``              any tensor → itself in 8 bits. ``float8.settle`` finishes what another kernel cast
+``float8.cast_weights``             a layer's weights → in 8 bits, straight and transposed
+``float8.scaled_product``           (T, I) and (O, I) in 8 bits, bias (O,) → (T, O)
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H); an autograd
                                     function. ``embed_forward`` and ``embed_backward`` are its halves
 ``compile_ahead.compile_ahead``     compiles all of them for a :class:`Shape` in threads

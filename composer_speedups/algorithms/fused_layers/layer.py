@@ -37,7 +37,7 @@ class _Layer(torch.autograd.Function):
         x = x.contiguous()
         (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = _products(parameters, x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = draw_seeds(rates, x.device)
+        seeds = dropout_seeds(rates, x.device)
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
         attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
         summed1 = torch.addmm(out_b, attended, out_w.t())
@@ -98,7 +98,7 @@ def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Te
     return products
 
 
-def draw_seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
+def dropout_seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
     """A seed for each place of dropout, from torch's generator of the device, without waiting for it."""
     if not any(rates):
         return (torch.zeros(1, dtype=torch.int32, device=device),) * 3

@@ -33,14 +33,20 @@ class FusedLayer(nn.Module):
         last_layer: What :func:`apply_fused_layers` was asked for.
         is_last: No other layer of its encoder reads what it computes.
         owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
-        ran: How the last forward pass went: ``"triton"``, ``"torch"``, ``"first tokens"``, ``"unfused"`` (packed
-            tokens through the original forward), ``"stock"`` (a padded batch through it), or None before there was
-            one.
+        precision: Likewise.
+        float8_scales: With ``precision="fp8"``, a buffer with the scales of the products' operands, which every
+            training pass moves; in no checkpoint of the model.
+        ran: How the last forward pass went: ``"triton"``, ``"triton, fp8"``, ``"torch"``, ``"first tokens"``,
+            ``"unfused"`` (packed tokens through the original forward), ``"stock"`` (a padded batch through it), or
+            None before there was one.
     """
 
     prefix = "Fused"
+    own_buffers = ("float8_scales",)
     untouched: Untouched
     last_layer: str = "all"
+    precision: str = "autocast"
+    float8_scales: Tensor
     is_last: bool = False
     owner: int | None = None
     ran: str | None = None
@@ -56,7 +62,7 @@ class FusedLayer(nn.Module):
     @property
     def own_attention(self) -> str | None:
         """The attention kernel of the last forward pass, if it was none of PyTorch's, which would see none."""
-        return "fused_layers' own" if self.ran == "triton" else None
+        return "fused_layers' own" if self.ran in ("triton", "triton, fp8") else None
 
     def parts(self) -> Any:
         """See :class:`Family`, whose function each subclass has."""
@@ -104,10 +110,22 @@ class FusedLayer(nn.Module):
         if not x_TH.is_cuda or dtype == torch.float32:
             self.ran = "torch"
             return plain_layer(x_TH, parts, rates, unpadding)
+        if self.precision == "fp8":
+            return self._float8(x_TH, dtype, parts, rates, unpadding)
         from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
         self.ran = "triton"
         return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest)
+
+    def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+        if dtype != torch.bfloat16:
+            raise ValueError(f"fused_layers with precision='fp8' goes with bf16 autocast, and this is {dtype}")
+        from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
+
+        self.ran = "triton, fp8"
+        learn = self.training and torch.is_grad_enabled()
+        scales = self.float8_scales
+        return float8_layer(x_TH.to(dtype), parts, rates, plan.cu_seqlens, plan.longest, scales, learn=learn)
 
 
 class FusedGatedLayer(FusedLayer):
@@ -123,13 +141,8 @@ class FusedGatedLayer(FusedLayer):
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         if not x_TH.is_cuda or dtype == torch.float32:
             self.ran = "torch"
-            return (
-                super(FusedLayer, self)
-                .forward(  # type: ignore[no-any-return,misc]
-                    x_TH.unsqueeze(0), unpadding=unpadding, **kwargs
-                )
-                .squeeze(0)
-            )
+            stock: Any = super(FusedLayer, self)
+            return stock.forward(x_TH.unsqueeze(0), unpadding=unpadding, **kwargs).squeeze(0)  # type: ignore[no-any-return]
         from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
 
         self.ran = "triton"
