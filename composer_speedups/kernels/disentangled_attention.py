@@ -1,14 +1,15 @@
 """DeBERTa's attention over packed queries, keys and values: scores between tokens, between a query and the distance to
 a key, and between a key and that distance.
 
-The scores with distances are computed once for each block of tokens and laid down as the attention kernel reads them,
-one number for each pair of tokens, in 16 bits: a distance is a diagonal of the scores, and moving diagonals is a matter
-of addresses in memory but of shared memory and shuffles in registers. The backward pass computes them again, writes the
-gradients of the scores over them, and sums those along the diagonals without atomic additions, so that a run repeats
-bit for bit.
+A distance is a diagonal of the scores. The scores with distances are computed once for each block of tokens, and laid
+down in 16 bits as the attention kernel reads them, one number for each pair of tokens: moving a diagonal is a matter of
+addresses in memory, but of shared memory and shuffles in registers. The backward pass computes them again and leaves
+the gradients of the scores twice: as pairs of tokens, and as tokens and diagonals. All that follows are matrix products
+without atomic additions, so that a run repeats bit for bit.
 
-Shapes: T tokens, A heads, D units a head, R rows, L a bound on the length of a row, P entries of the table of positions.
-The softmax and its sums are in float32.
+Shapes: T tokens, A heads, D units a head, R rows, L a multiple of 64 that no row is longer than, P entries of the table
+of positions. The softmax and its sums are in float32. A block has 64 tokens, ``_BLOCK``; matrices of pairs are as wide
+as whole blocks, so that all loads and stores are of several numbers at a time, without masks along a row.
 Source: He et al., arXiv 2006.03654, for what is computed; Dao, arXiv 2307.08691, for the order of the blocks; the
 kernels are this project's.
 """
@@ -25,12 +26,13 @@ from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["attend", "disentangled_backward", "disentangled_forward"]
 
-# Tokens a block, distances or tokens of the other side a step, warps, and loads in flight.
-_POSITIONS = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
-_FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
-_QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
-_KEYS = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
-_TABLE = {"DISTANCES": 64, "ROWS": 64, "num_warps": 4, "num_stages": 2}
+_BLOCK = tl.constexpr(64)  # tokens and diagonals of a block
+# Warps, loads in flight and registers a thread: the fastest measured on an H200.
+_POSITIONS = {"num_warps": 4, "num_stages": 1}
+_FORWARD = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
+_QUERIES = {"num_warps": 4, "num_stages": 2}
+_KEYS = {"num_warps": 4, "num_stages": 2}
+_TABLE = {"num_warps": 4, "num_stages": 2}
 _CHUNKS = 16  # of rows, whose sums for the table's gradient are added up afterwards
 
 
@@ -49,10 +51,10 @@ def disentangled_forward(
     Args:
         qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values.
         positions: (P, 2·A·D), contiguous, of the same dtype: the keys of positions, then their queries.
-        entries: int32 (2·L,), ascending: the entry of ``positions`` for the distances -L to L - 1 of a query from a key
+        entries: int32 (2·L + 1,), ascending: the entry of ``positions`` for the distances -L to L of a query from a key
             (its place less the key's).
         cu_seqlens: int32 (R + 1,): where each row starts, and T.
-        longest: L, a bound on the length of a row.
+        longest: L, a multiple of 64, no less than the length of a row.
         heads: A. D must be 16, 32, 64 or 128.
         dropout: Probability of dropping a weight.
         seed: int32 (1,), on the device; the same one drops the same weights.
@@ -64,8 +66,8 @@ def disentangled_forward(
     size = hidden // heads
     out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
-    by_query, by_key = _position_scores(qkv, positions, entries, cu_seqlens, longest, heads)
-    _disentangled_forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
+    by_query, by_key = _position_scores(qkv, positions.index_select(0, entries), cu_seqlens, longest, heads)
+    _disentangled_forward[(longest // 64, heads, len(cu_seqlens) - 1)](
         qkv, by_query, by_key, cu_seqlens, out, logs, seed, tokens, by_query.shape[2], _scale(size) * _LOG2E,
         threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0, **_FORWARD,
     )  # fmt: skip
@@ -95,23 +97,29 @@ def disentangled_backward(
     heads, rows = logs.shape[0], len(cu_seqlens) - 1
     size = hidden // heads
     grad = torch.empty_like(qkv)
-    by_query, by_key = _position_scores(qkv, positions, entries, cu_seqlens, longest, heads)
+    by_distance = positions.index_select(0, entries)
+    by_query, by_key = _position_scores(qkv, by_distance, cu_seqlens, longest, heads)
     weights = torch.empty_like(by_query)
-    common = (tokens, by_query.shape[2], longest, _scale(size))
-    kept_scale, widths = 1 / (1 - dropout), {"HIDDEN": hidden, "SIZE": size}
-    _query_gradients[(triton.cdiv(longest, _QUERIES["ROWS"]), heads, rows)](
-        grad_out, qkv, positions, entries, out, logs, by_query, by_key, weights, grad, cu_seqlens, seed, *common,
-        threshold_of(dropout), kept_scale, **widths, DROPOUT=dropout > 0, **_QUERIES,
+    diagonals = torch.empty(2, heads, tokens, longest + 64, device=qkv.device, dtype=qkv.dtype)
+    widths = (tokens, by_query.shape[2], diagonals.shape[3])
+    kept_scale, constants = 1 / (1 - dropout), {"HIDDEN": hidden, "SIZE": size}
+    grid = (longest // 64, heads, rows)
+    _query_gradients[grid](
+        grad_out, qkv, by_distance, out, logs, by_query, by_key, weights, diagonals[0], diagonals[1], grad, cu_seqlens,
+        seed, *widths, longest, _scale(size), threshold_of(dropout), kept_scale, **constants, DROPOUT=dropout > 0,
+        **_QUERIES,
     )  # fmt: skip
-    _key_gradients[(triton.cdiv(longest, _KEYS["COLUMNS"]), heads, rows)](
-        grad_out, qkv, positions, entries, by_key, weights, grad, cu_seqlens, *common, kept_scale, **widths, **_KEYS
-    )
+    _key_gradients[grid](
+        grad_out, qkv, by_distance, by_query, weights, diagonals[1], grad, cu_seqlens, *widths, longest, _scale(size),
+        kept_scale, **constants, **_KEYS,
+    )  # fmt: skip
     chunk = triton.cdiv(rows, _CHUNKS)
     chunks = triton.cdiv(rows, chunk)
     sums = torch.empty(chunks, 2 * longest, 2 * hidden, device=qkv.device, dtype=torch.float32)
-    _table_gradients[(triton.cdiv(2 * longest, _TABLE["DISTANCES"]), heads, chunks)](
-        qkv, by_query, by_key, sums, cu_seqlens, *common, rows, chunk, **widths, **_TABLE
-    )
+    _table_gradients[(2 * longest // 64, heads, chunks)](
+        qkv, diagonals[0], diagonals[1], sums, cu_seqlens, tokens, diagonals.shape[3], longest, _scale(size), rows,
+        chunk, **constants, **_TABLE,
+    )  # fmt: skip
     grad_positions = torch.empty(len(positions), 2 * hidden, device=qkv.device, dtype=torch.float32)
     wanted = torch.arange(len(positions) + 1, device=entries.device, dtype=entries.dtype)
     bounds = torch.searchsorted(entries, wanted, out_int32=True)
@@ -142,15 +150,15 @@ def _scale(size: int) -> float:
 
 
 def _position_scores(
-    qkv: Tensor, positions: Tensor, entries: Tensor, cu_seqlens: Tensor, longest: int, heads: int
+    qkv: Tensor, by_distance: Tensor, cu_seqlens: Tensor, longest: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Of queries with the positions of their keys, and of keys with those of their queries, (A, T, L) both, without the
-    scale: a query's or a key's own row, and in it the place of the other in its row of tokens."""
+    """Of queries with the positions of their keys, and of keys with those of their queries, (A, T, L + 128) both, not
+    scaled: the place of the other token in its row, between margins of a block."""
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
-    width = triton.cdiv(longest, 16) * 16  # round, for loads of several numbers
-    scores = torch.empty(2, heads, tokens, width, device=qkv.device, dtype=qkv.dtype)
-    _score_positions[(triton.cdiv(longest, _POSITIONS["ROWS"]), heads, len(cu_seqlens) - 1)](
-        qkv, positions, entries, scores[0], scores[1], cu_seqlens, tokens, width, longest,
+    scores = torch.empty(2, heads, tokens, longest + 128, device=qkv.device, dtype=qkv.dtype)
+    steps = longest // 64 + 1
+    _score_positions[(longest // 64 * steps, heads, len(cu_seqlens) - 1)](
+        qkv, by_distance, scores[0], scores[1], cu_seqlens, tokens, scores.shape[3], longest, steps,
         HIDDEN=hidden, SIZE=hidden // heads, **_POSITIONS,
     )  # fmt: skip
     return scores[0], scores[1]
@@ -235,85 +243,74 @@ def _differentiate(ctx: object, grad_out: Tensor, _: Tensor) -> tuple[Tensor | N
 _operator.register_autograd(_differentiate, setup_context=_keep)
 
 
-# A block of tokens and one of ``COLUMNS`` diagonals: token ``first + r`` and diagonal ``e`` meet in the place
-# ``e - (ROWS - 1) + r`` of the row, which is ``first + ROWS - 1 - e`` before the token, whichever token it is.
+# Token ``first + r`` of a block and diagonal ``e`` meet in the place ``e - _BLOCK + r`` of the row. Of queries, diagonal e
+# is the distance first + _BLOCK - e to the key, whichever query it is; of keys, e - _BLOCK - first to the query.
 
 
 @triton.jit
-def _table_rows(positions_ptr, entries_ptr, distances, longest, head, SECOND: tl.constexpr, HIDDEN: tl.constexpr,
-                SIZE: tl.constexpr):  # fmt: skip
-    """The rows of the table for distances, (n, D): position keys, or queries if ``SECOND``."""
-    known = (distances >= -longest) & (distances < longest)
-    entry = tl.load(entries_ptr + distances + longest, mask=known, other=0)
-    at = entry[:, None] * (2 * HIDDEN) + SECOND * HIDDEN + head * SIZE + tl.arange(0, SIZE)[None, :]
-    return tl.load(positions_ptr + at, mask=known[:, None], other=0.0)
+def _table_at(distances, longest, head, HIDDEN: tl.constexpr, SIZE: tl.constexpr):
+    """Where the keys of positions are for distances, (n, D); their queries are ``HIDDEN`` further."""
+    return (distances + longest)[:, None] * (2 * HIDDEN) + head * SIZE + tl.arange(0, SIZE)[None, :]
 
 
 @triton.jit
 def _score_positions(
-    qkv_ptr, positions_ptr, entries_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, tokens, width, longest,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    qkv_ptr, positions_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, tokens, width, longest, steps,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
-    first = tl.program_id(0) * ROWS
-    if first >= length:
+    first = tl.program_id(0) // steps * _BLOCK
+    begin = tl.program_id(0) % steps * _BLOCK
+    if first >= length or begin >= length + _BLOCK:
         return
-    local = tl.arange(0, ROWS)
-    valid = first + local < length
+    local = tl.arange(0, _BLOCK)
+    valid = (first + local < length)[:, None]
     at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + tl.arange(0, SIZE)[None, :]
-    q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
-    k = tl.load(qkv_ptr + at + HIDDEN, mask=valid[:, None], other=0.0)
-    row_at = (head * tokens + start + first + local).to(tl.int64) * width
-    for begin in range(0, length + ROWS - 1, COLUMNS):
-        diagonal = begin + tl.arange(0, COLUMNS)
-        before = first + ROWS - 1 - diagonal
-        other = diagonal[None, :] - (ROWS - 1) + local[:, None]
-        inside = (other >= 0) & (other < length) & valid[:, None]
-        keys = _table_rows(positions_ptr, entries_ptr, before, longest, head, 0, HIDDEN, SIZE)
-        scores = tl.dot(q, tl.trans(keys))
-        tl.store(by_query_ptr + row_at[:, None] + other, scores.to(by_query_ptr.dtype.element_ty), mask=inside)
-        queries = _table_rows(positions_ptr, entries_ptr, -before, longest, head, 1, HIDDEN, SIZE)
-        scores = tl.dot(k, tl.trans(queries))
-        tl.store(by_key_ptr + row_at[:, None] + other, scores.to(by_key_ptr.dtype.element_ty), mask=inside)
+    diagonal = begin + tl.arange(0, _BLOCK)
+    pair_at = (head * tokens + start + first + local).to(tl.int64)[:, None] * width + local[:, None] + diagonal[None, :]
+    q = tl.load(qkv_ptr + at, mask=valid, other=0.0)
+    keys = tl.load(positions_ptr + _table_at(first + _BLOCK - diagonal, longest, head, HIDDEN, SIZE))
+    tl.store(by_query_ptr + pair_at, tl.dot(q, tl.trans(keys)).to(by_query_ptr.dtype.element_ty), mask=valid)
+    k = tl.load(qkv_ptr + at + HIDDEN, mask=valid, other=0.0)
+    queries = tl.load(positions_ptr + _table_at(diagonal - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN)
+    tl.store(by_key_ptr + pair_at, tl.dot(k, tl.trans(queries)).to(by_key_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _disentangled_forward(
     qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, width, scale, threshold,
     kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
-    first = tl.program_id(0) * ROWS
+    first = tl.program_id(0) * _BLOCK
     if first >= length:
         return
-    queries = first + tl.arange(0, ROWS)
+    queries = first + tl.arange(0, _BLOCK)
     valid = queries < length
     units = tl.arange(0, SIZE)
     seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
     row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
-    pairs = (head * tokens + start).to(tl.int64) * width
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, SIZE), tl.float32)
-    for begin in range(0, length, COLUMNS):
-        keys = begin + tl.arange(0, COLUMNS)
+    pairs = (head * tokens + start).to(tl.int64) * width + _BLOCK
+    most = tl.full((_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((_BLOCK,), tl.float32)
+    out = tl.zeros((_BLOCK, SIZE), tl.float32)
+    for begin in range(0, length, _BLOCK):
+        keys = begin + tl.arange(0, _BLOCK)
         real = keys < length
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
-        by_query = tl.load(
-            by_query_ptr + pairs + queries[:, None] * width + keys[None, :], mask=valid[:, None] & real[None, :], other=0.0
-        )
-        by_key = tl.load(
-            by_key_ptr + pairs + keys[:, None] * width + queries[None, :], mask=real[:, None] & valid[None, :], other=0.0
-        )
+        by_query_at = pairs + queries[:, None] * width + keys[None, :]
+        by_query = tl.load(by_query_ptr + by_query_at, mask=valid[:, None], other=0.0)
+        by_key_at = pairs + keys[:, None] * width + queries[None, :]
+        by_key = tl.load(by_key_ptr + by_key_at, mask=real[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
         scores = tl.where(real[None, :], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
@@ -333,19 +330,20 @@ def _disentangled_forward(
 
 @triton.jit
 def _query_gradients(
-    grad_out_ptr, qkv_ptr, positions_ptr, entries_ptr, out_ptr, logs_ptr, by_query_ptr, by_key_ptr, weights_ptr,
-    grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, width, longest, scale, threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_out_ptr, qkv_ptr, positions_ptr, out_ptr, logs_ptr, by_query_ptr, by_key_ptr, weights_ptr, query_diagonals_ptr,
+    key_diagonals_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, width, diagonal_width, longest, scale, threshold,
+    kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries; leaves the gradients of the scores, without their scale, in the place of the scores with
-    positions, (A, T, L) by query and by key, and the weights that were kept."""
+    """Of a block of queries. Leaves the weights that were kept, and the gradients of the scores, not scaled: in
+    ``by_query`` as pairs, and as diagonals of queries and of keys."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
-    first = tl.program_id(0) * ROWS
+    first = tl.program_id(0) * _BLOCK
     if first >= length:
         return
-    local = tl.arange(0, ROWS)
+    local = tl.arange(0, _BLOCK)
     queries = first + local
     units = tl.arange(0, SIZE)
     valid = queries < length
@@ -358,22 +356,33 @@ def _query_gradients(
     out = tl.load(out_ptr + out_at, mask=valid[:, None], other=0.0)
     logs = tl.load(logs_ptr + head * tokens + start + queries, mask=valid, other=float("inf"))
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    pairs = (head * tokens + start).to(tl.int64) * width
-    grad = tl.zeros((ROWS, SIZE), tl.float32)
-    for begin in range(0, length, COLUMNS):
-        keys = begin + tl.arange(0, COLUMNS)
+    token = (head * tokens + start).to(tl.int64)
+    pairs = token * width + _BLOCK
+    diagonals = token * diagonal_width
+    row_at = diagonals + queries[:, None] * diagonal_width
+    # The pairs of a block of tokens are a slanted stripe of its diagonals; the corners beside it are zeros.
+    zeros = tl.zeros((_BLOCK, _BLOCK), query_diagonals_ptr.dtype.element_ty)
+    blocks_end = (length + _BLOCK - 1) // _BLOCK * _BLOCK
+    for corner in tl.static_range(2):
+        before = local[None, :] + local[:, None] < _BLOCK
+        inside = valid[:, None] & (before if corner == 0 else (local[None, :] + local[:, None] >= _BLOCK))
+        corner_at = row_at + local[None, :] + corner * blocks_end
+        tl.store(query_diagonals_ptr + corner_at, zeros, mask=inside)
+        tl.store(key_diagonals_ptr + corner_at, zeros, mask=inside)
+    grad = tl.zeros((_BLOCK, SIZE), tl.float32)
+    for begin in range(0, length, _BLOCK):
+        keys = begin + local
         real = keys < length
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
         pair_at = pairs + queries[:, None] * width + keys[None, :]
-        pair_of_key_at = pairs + keys[:, None] * width + queries[None, :]
-        both = valid[:, None] & real[None, :]
-        both_of_key = real[:, None] & valid[None, :]
-        by_query = tl.load(by_query_ptr + pair_at, mask=both, other=0.0)
-        by_key = tl.load(by_key_ptr + pair_of_key_at, mask=both_of_key, other=0.0)
+        by_query = tl.load(by_query_ptr + pair_at, mask=valid[:, None], other=0.0)
+        by_key = tl.load(by_key_ptr + pairs + keys[:, None] * width + queries[None, :], mask=real[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
-        weights = tl.where(real[None, :], tl.exp2(scores * (scale * 1.4426950408889634) - logs[:, None]), 0.0)
+        weights = tl.where(
+            real[None, :] & valid[:, None], tl.exp2(scores * (scale * 1.4426950408889634) - logs[:, None]), 0.0
+        )
         grad_weights = tl.dot(grad_out, tl.trans(v)) * kept_scale
         kept = weights
         if DROPOUT:
@@ -381,111 +390,105 @@ def _query_gradients(
             kept = tl.where(keep, weights, 0.0)
             grad_weights = tl.where(keep, grad_weights, 0.0)
         grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
-        tl.store(weights_ptr + pair_at, kept.to(weights_ptr.dtype.element_ty), mask=both)
-        tl.store(by_query_ptr + pair_at, grad_scores, mask=both)
-        tl.store(by_key_ptr + pair_of_key_at, tl.trans(grad_scores), mask=both_of_key)
+        tl.store(weights_ptr + pair_at, kept.to(weights_ptr.dtype.element_ty), mask=valid[:, None])
+        tl.store(by_query_ptr + pair_at, grad_scores, mask=valid[:, None])
+        slanted = _BLOCK - local[:, None]
+        tl.store(query_diagonals_ptr + row_at + keys[None, :] + slanted, grad_scores, mask=valid[:, None])
+        key_row_at = diagonals + keys[:, None] * diagonal_width + queries[None, :] + slanted
+        tl.store(key_diagonals_ptr + key_row_at, tl.trans(grad_scores), mask=real[:, None])
         grad += tl.dot(grad_scores, k)
     tl.debug_barrier()  # what is read next was written by other threads of this block
-    row_at = pairs + queries * width
-    for begin in range(0, length + ROWS - 1, COLUMNS):
-        diagonal = begin + tl.arange(0, COLUMNS)
-        other = diagonal[None, :] - (ROWS - 1) + local[:, None]
-        inside = (other >= 0) & (other < length) & valid[:, None]
-        grad_scores = tl.load(by_query_ptr + row_at[:, None] + other, mask=inside, other=0.0)
-        before = first + ROWS - 1 - diagonal
-        keys = _table_rows(positions_ptr, entries_ptr, before, longest, head, 0, HIDDEN, SIZE)
+    for begin in range(0, blocks_end + _BLOCK, _BLOCK):
+        diagonal = begin + local
+        grad_scores = tl.load(query_diagonals_ptr + row_at + diagonal[None, :], mask=valid[:, None], other=0.0)
+        keys = tl.load(positions_ptr + _table_at(first + _BLOCK - diagonal, longest, head, HIDDEN, SIZE))
         grad += tl.dot(grad_scores, keys)
     tl.store(grad_ptr + at, (grad * scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
 def _key_gradients(
-    grad_out_ptr, qkv_ptr, positions_ptr, entries_ptr, by_key_ptr, weights_ptr, grad_ptr, cu_seqlens_ptr, tokens, width,
-    longest, scale, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    grad_out_ptr, qkv_ptr, positions_ptr, by_query_ptr, weights_ptr, key_diagonals_ptr, grad_ptr, cu_seqlens_ptr,
+    tokens, width, diagonal_width, longest, scale, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Of a block of keys and their values, from what :func:`_query_gradients` left."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
-    first = tl.program_id(0) * COLUMNS
+    first = tl.program_id(0) * _BLOCK
     if first >= length:
         return
-    local = tl.arange(0, COLUMNS)
+    local = tl.arange(0, _BLOCK)
     keys = first + local
     units = tl.arange(0, SIZE)
-    valid = keys < length
+    valid = (keys < length)[:, None]
     at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
-    pairs = (head * tokens + start).to(tl.int64) * width
-    row_at = pairs + keys * width
-    grad_k = tl.zeros((COLUMNS, SIZE), tl.float32)
-    grad_v = tl.zeros((COLUMNS, SIZE), tl.float32)
-    for begin in range(0, length, ROWS):
-        queries = begin + tl.arange(0, ROWS)
-        real = queries < length
+    token = (head * tokens + start).to(tl.int64)
+    pairs = token * width + _BLOCK
+    row_at = (token + keys)[:, None] * diagonal_width
+    grad_k = tl.zeros((_BLOCK, SIZE), tl.float32)
+    grad_v = tl.zeros((_BLOCK, SIZE), tl.float32)
+    for begin in range(0, length, _BLOCK):
+        queries = begin + local
+        real = (queries < length)[:, None]
         query_at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
         out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
-        q = tl.load(qkv_ptr + query_at, mask=real[:, None], other=0.0)
-        grad_out = tl.load(grad_out_ptr + out_at, mask=real[:, None], other=0.0)
-        weights = tl.load(
-            weights_ptr + pairs + queries[:, None] * width + keys[None, :], mask=real[:, None] & valid[None, :], other=0.0
-        )
-        grad_scores = tl.load(
-            by_key_ptr + row_at[:, None] + queries[None, :], mask=valid[:, None] & real[None, :], other=0.0
-        )
+        q = tl.load(qkv_ptr + query_at, mask=real, other=0.0)
+        grad_out = tl.load(grad_out_ptr + out_at, mask=real, other=0.0)
+        pair_at = pairs + queries[:, None] * width + keys[None, :]
+        weights = tl.load(weights_ptr + pair_at, mask=real, other=0.0)
+        grad_scores = tl.load(by_query_ptr + pair_at, mask=real, other=0.0)
         grad_v += tl.dot(tl.trans(weights), grad_out)
-        grad_k += tl.dot(grad_scores, q)
-    for begin in range(0, length + COLUMNS - 1, ROWS):
-        diagonal = begin + tl.arange(0, ROWS)
-        other = diagonal[None, :] - (COLUMNS - 1) + local[:, None]
-        inside = (other >= 0) & (other < length) & valid[:, None]
-        grad_scores = tl.load(by_key_ptr + row_at[:, None] + other, mask=inside, other=0.0)
-        after = diagonal - (first + COLUMNS - 1)
-        queries = _table_rows(positions_ptr, entries_ptr, after, longest, head, 1, HIDDEN, SIZE)
+        grad_k += tl.dot(tl.trans(grad_scores), q)
+    for begin in range(0, (length + 2 * _BLOCK - 1) // _BLOCK * _BLOCK, _BLOCK):
+        diagonal = begin + local
+        grad_scores = tl.load(key_diagonals_ptr + row_at + diagonal[None, :], mask=valid, other=0.0)
+        queries = tl.load(positions_ptr + _table_at(diagonal - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN)
         grad_k += tl.dot(grad_scores, queries)
-    tl.store(grad_ptr + at, (grad_k * scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
-    tl.store(grad_ptr + at + HIDDEN, (grad_v * kept_scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
+    tl.store(grad_ptr + at, (grad_k * scale).to(grad_ptr.dtype.element_ty), mask=valid)
+    tl.store(grad_ptr + at + HIDDEN, (grad_v * kept_scale).to(grad_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _table_gradients(
-    qkv_ptr, by_query_ptr, by_key_ptr, sums_ptr, cu_seqlens_ptr, tokens, width, longest, scale, rows, chunk,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DISTANCES: tl.constexpr, ROWS: tl.constexpr,
+    qkv_ptr, query_diagonals_ptr, key_diagonals_ptr, sums_ptr, cu_seqlens_ptr, tokens, diagonal_width, longest, scale,
+    rows, chunk,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of each distance, over a chunk of rows: (chunks, 2·L, 2·A·D)."""
+    """Of each distance, over a chunk of rows: (chunks, 2·L, 2·A·D). A program has keys of the distances ``nearest`` + 1
+    to ``nearest + _BLOCK``, and queries of those one less."""
     head = tl.program_id(1)
-    nearest = tl.program_id(0) * DISTANCES - longest
-    distances = nearest + tl.arange(0, DISTANCES)
+    nearest = tl.program_id(0) * _BLOCK - longest
+    local = tl.arange(0, _BLOCK)
     units = tl.arange(0, SIZE)
-    grad_keys = tl.zeros((DISTANCES, SIZE), tl.float32)
-    grad_queries = tl.zeros((DISTANCES, SIZE), tl.float32)
+    grad_keys = tl.zeros((_BLOCK, SIZE), tl.float32)
+    grad_queries = tl.zeros((_BLOCK, SIZE), tl.float32)
     first_row = tl.program_id(2) * chunk
     for row in range(first_row, tl.minimum(first_row + chunk, rows)):
         start = tl.load(cu_seqlens_ptr + row)
         length = tl.load(cu_seqlens_ptr + row + 1) - start
-        pairs = (head * tokens + start).to(tl.int64) * width
-        # Queries whose keys are at these distances before them, and keys with such queries behind them.
-        for begin in range(tl.maximum(nearest, 0), tl.minimum(length, length + nearest + DISTANCES - 1), ROWS):
-            queries = begin + tl.arange(0, ROWS)
-            keys = queries[:, None] - distances[None, :]
-            inside = (queries < length)[:, None] & (keys >= 0) & (keys < length)
-            grad = tl.load(by_query_ptr + pairs + queries[:, None] * width + keys, mask=inside, other=0.0)
-            at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
-            q = tl.load(qkv_ptr + at, mask=(queries < length)[:, None], other=0.0)
-            grad_keys += tl.dot(tl.trans(grad), q)
-        for begin in range(tl.maximum(1 - nearest - DISTANCES, 0), tl.minimum(length, length - nearest), ROWS):
-            keys = begin + tl.arange(0, ROWS)
-            queries = keys[:, None] + distances[None, :]
-            inside = (keys < length)[:, None] & (queries >= 0) & (queries < length)
-            grad = tl.load(by_key_ptr + pairs + keys[:, None] * width + queries, mask=inside, other=0.0)
-            at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
-            k = tl.load(qkv_ptr + at, mask=(keys < length)[:, None], other=0.0)
-            grad_queries += tl.dot(tl.trans(grad), k)
-    at = (tl.program_id(2) * 2 * longest + distances + longest).to(tl.int64)[:, None] * (2 * HIDDEN)
-    at += head * SIZE + units[None, :]
-    known = (distances < longest)[:, None]
-    tl.store(sums_ptr + at, grad_keys * scale, mask=known)
-    tl.store(sums_ptr + at + HIDDEN, grad_queries * scale, mask=known)
+        blocks_end = (length + _BLOCK - 1) // _BLOCK * _BLOCK
+        token = (head * tokens + start).to(tl.int64)
+        for first in range(tl.maximum(nearest, 0), tl.minimum(length, blocks_end + nearest + 1), _BLOCK):
+            real = (first + local < length)[:, None]
+            grad_at = (token + first + local)[:, None] * diagonal_width + (first - nearest + local)[None, :]
+            grad = tl.load(query_diagonals_ptr + grad_at, mask=real, other=0.0)
+            at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
+            grad_keys += tl.dot(tl.trans(grad), tl.load(qkv_ptr + at, mask=real, other=0.0))
+        begin = tl.maximum(-nearest - _BLOCK, 0)
+        for first in range(begin, tl.minimum(length, blocks_end - nearest), _BLOCK):
+            real = (first + local < length)[:, None]
+            grad_at = (token + first + local)[:, None] * diagonal_width + (first + nearest + _BLOCK + local)[None, :]
+            grad = tl.load(key_diagonals_ptr + grad_at, mask=real, other=0.0)
+            at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+            grad_queries += tl.dot(tl.trans(grad), tl.load(qkv_ptr + at, mask=real, other=0.0))
+    sums_at = (tl.program_id(2) * 2 * longest + longest).to(tl.int64)
+    distances = nearest + _BLOCK - local
+    key_at = (sums_at + distances)[:, None] * (2 * HIDDEN) + head * SIZE + units[None, :]
+    tl.store(sums_ptr + key_at, grad_keys * scale, mask=(distances < longest)[:, None])
+    query_at = (sums_at + nearest + local)[:, None] * (2 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+    tl.store(sums_ptr + query_at, grad_queries * scale)
 
 
 @triton.jit
@@ -494,8 +497,8 @@ def _sum_distances(sums_ptr, bounds_ptr, grad_ptr, chunks, distances, width, BLO
     entry = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    begin = tl.load(bounds_ptr + entry)
-    end = tl.load(bounds_ptr + entry + 1)
+    begin = tl.maximum(tl.load(bounds_ptr + entry), 1)  # -L, which no pair has, and L are not summed
+    end = tl.minimum(tl.load(bounds_ptr + entry + 1), distances)
     total = tl.zeros((BLOCK,), tl.float32)
     for distance in range(begin, end):
         for chunk in range(chunks):

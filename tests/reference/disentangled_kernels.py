@@ -20,12 +20,12 @@ from tests.reference.fused_kernels import DEVICE, near, random, seed
 
 LENGTHS = [5, 0, 70, 1, 37, 130]
 CU = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-LONGEST, TABLE = 144, 24
+LONGEST, TABLE = 192, 24
 
 
 def entries() -> Tensor:
     """Ascending, as buckets are: one for each small distance, several distances each beyond."""
-    distances = torch.arange(-LONGEST, LONGEST, device=DEVICE)
+    distances = torch.arange(-LONGEST, LONGEST + 1, device=DEVICE)
     buckets = distances.sign() * torch.where(distances.abs() < 5, distances.abs(), 4 + distances.abs().float().log2().int())
     return (buckets + TABLE // 2).clamp(0, TABLE - 1).int()
 
