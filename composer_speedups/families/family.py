@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Family",
+    "GatedParts",
     "Parts",
     "Rates",
     "Reads",
@@ -80,8 +81,32 @@ class Parts(NamedTuple):
         return [p for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]
 
 
+class GatedParts(NamedTuple):
+    """The modules of a block with pre-norms and a gated feed-forward layer, none with a bias; its number of attention
+    heads; and how many tokens before and after it a token attends to, None for all.
+
+    ``qkv`` computes queries, keys and values, ``up`` the feed-forward layer's activated half and its gate. The first
+    block has no ``attention_norm``.
+    """
+
+    qkv: nn.Linear
+    out: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+    attention_norm: nn.LayerNorm | None
+    output_norm: nn.LayerNorm
+    heads: int
+    window: int | None
+
+    def parameters(self) -> list[Tensor]:
+        """The weights, in the order that the fused layer takes them."""
+        modules = (self.qkv, self.out, self.up, self.down, self.attention_norm, self.output_norm)
+        return [module.weight for module in modules if module is not None]
+
+
 class Rates(NamedTuple):
-    """Probabilities of dropping: attention weights, the attention's output, the block's output."""
+    """Probabilities of dropping: attention weights, the attention's output, and the block's output, or, of a gated
+    feed-forward layer, its inner units."""
 
     weights: float
     attention: float
@@ -107,7 +132,9 @@ class Family:
         query_and_value: Names of the Linear modules of these two, in a block; those that LoRA adapts by default.
         feed_forward: Where the module that holds a feed-forward layer has its first Linear, its activation and its
             second Linear; None where that layer is of another kind.
-        parts: Block → its modules; None where the block is no attention and feed-forward layer with post-norms.
+        parts: Block → its modules, :class:`GatedParts` for a ``gated`` one; None where the fused layers know no such
+            block.
+        gated: Whether a block has pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`Rates`, the module whose mode decides and the one that holds the
             probability, or None where nothing is dropped.
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
@@ -131,7 +158,8 @@ class Family:
     embeddings: str
     query_and_value: tuple[str, ...]
     feed_forward: tuple[str, str, str] | None = None
-    parts: Callable[[Any], Parts] | None = None
+    parts: Callable[[Any], Any] | None = None
+    gated: bool = False
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
     reads: Callable[[str, Any], Reads] = usual_head
@@ -215,7 +243,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         KeyError: A family without fused kernels, or a key that is left out.
     """
     family = family_named(config["model_type"])
-    if family is None or family.parts is None:
+    if family is None or family.parts is None or family.gated:
         raise KeyError(config["model_type"])
     dropped = family.attention_output_dropout
     return Shape(

@@ -8,6 +8,7 @@ holes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transformers import modeling_utils
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 
-from composer_speedups.families.family import Family, Reads, usual_head
+from composer_speedups.families.family import Family, GatedParts, Reads, usual_head
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
 from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
 
@@ -86,6 +87,7 @@ class _UnpaddedModernBert(UnpaddedEncoder):
     def _packed_layers(self, hidden: Tensor, positions: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""
         kinds = self.config.layer_types or []
+        first_tokens = {"first_tokens_only": True} if self.first_tokens_only else {}
         angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
         for layer, kind in zip(self.layers, kinds, strict=True):
             if not torch.compiler.is_compiling():  # for layers compiled one by one
@@ -96,6 +98,7 @@ class _UnpaddedModernBert(UnpaddedEncoder):
                 attention_mask=None,
                 position_embeddings=angles[kind],
                 unpadding=plan,
+                **first_tokens,  # a keyword, and so there too when a layer is recomputed
                 **kwargs,
             )
         return self.final_norm(hidden)
@@ -141,6 +144,21 @@ def _reads(model_class: str, config: Any) -> Reads:
     return usual_head(model_class, config)
 
 
+def _parts(layer: Any) -> GatedParts:
+    attention, reach = layer.attn, layer.attn.sliding_window
+    return GatedParts(
+        attention.Wqkv, attention.Wo, layer.mlp.Wi, layer.mlp.Wo,
+        layer.attn_norm if isinstance(layer.attn_norm, nn.LayerNorm) else None, layer.mlp_norm,
+        attention.config.num_attention_heads, None if reach is None else reach - 1,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    attention, out, inner = layer.attn, layer.attn.out_drop, layer.mlp.drop
+    weights = SimpleNamespace(p=attention.attention_dropout)  # no module of its own
+    return [(attention, weights), (out, out) if isinstance(out, nn.Dropout) else None, (inner, inner)]
+
+
 FAMILY = Family(
     name="modernbert",
     title="ModernBERT",
@@ -149,6 +167,9 @@ FAMILY = Family(
     layer="ModernBertEncoderLayer",
     embeddings="ModernBertEmbeddings",
     query_and_value=("Wqkv",),
+    parts=_parts,
+    gated=True,
+    dropouts=_dropouts,
     reads=_reads,
     packed_encoder=_UnpaddedModernBert,
     activation="hidden_activation",

@@ -7,13 +7,21 @@ LayerNorm's weights and embedding tables of any floating dtype; sums and statist
 on the device: the same seed drops the same numbers, so the backward pass is given that of the forward pass.
 
 =================================== =================================================================================
-``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T)
+``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T);
+                                    with a ``window``, to so many tokens before and after
 ``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H)
 ``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
                                     written over x, and statistics float32 (2, T)
 ``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), sums float32 (3, H)
 ``gelu.gelu_backward``              gradient (T, F), which is overwritten, and GELU's input (T, F) → gradient, GELU's
                                     result (T, F) and the bias's gradient float32 (F,)
+``geglu.geglu_forward``             dropout(GELU(first half) · second half) of (T, 2·F) → (T, F)
+``geglu.geglu_backward``            gradient (T, F), which is overwritten, and the input → gradient (T, 2·F), the result
+``pre_norm.pre_norm_forward``       LayerNorm(residual + dropout(sublayer)), with a float32 residual stream (T, H) →
+                                    result, sum (T, H), statistics float32 (2, T)
+``pre_norm.pre_norm_backward``      gradients of the result and of the sum → of residual and sublayer (T, H), of the
+                                    weight float32 (H,), and the result again
+``rotary.rotate``                   rotary positions of the queries and keys in qkv (T, 3·H), in place, and back
 ``gelu.column_sums``                (T, F) → float32 (F,)
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H); an autograd
                                     function. ``embed_forward`` and ``embed_backward`` are its halves

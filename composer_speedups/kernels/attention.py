@@ -27,7 +27,13 @@ _KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 
 
 def attention_forward(
-    qkv: Tensor, cu_seqlens: Tensor, longest: int, heads: int, dropout: float, seed: Tensor
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    heads: int,
+    dropout: float,
+    seed: Tensor,
+    window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / √D) v, row by row.
 
@@ -38,6 +44,8 @@ def attention_forward(
         heads: A. D must be 16, 32, 64 or 128.
         dropout: Probability of dropping a weight.
         seed: int32 (1,), on the device; the same one drops the same weights.
+        window: A token attends to those of its row that are at most this many tokens before or after it, and the time
+            is that of these pairs; None is all of the row.
 
     Returns:
         (T, A·D), and the logarithm to base 2 of the softmax's denominators, float32 (A, T).
@@ -48,7 +56,7 @@ def attention_forward(
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
     _attention_forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
         qkv, cu_seqlens, out, logs, seed, tokens, size**-0.5 * 1.4426950408889634, threshold_of(dropout),
-        1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0, **_FORWARD,
+        1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0, WINDOW=_window(window), **_FORWARD,
     )  # fmt: skip
     return out, logs
 
@@ -62,12 +70,13 @@ def attention_backward(
     longest: int,
     dropout: float,
     seed: Tensor,
+    window: int | None = None,
 ) -> Tensor:
     """The gradient of ``qkv``, (T, 3·A·D).
 
     Args:
         grad_out: Of ``out``; contiguous.
-        qkv, cu_seqlens, longest, dropout, seed: As in :func:`attention_forward`.
+        qkv, cu_seqlens, longest, dropout, seed, window: As in :func:`attention_forward`.
         out, logs: What it returned.
     """
     tokens, hidden = out.shape
@@ -78,7 +87,7 @@ def attention_backward(
     bits = torch.empty_like(logs, dtype=torch.int32)
     scale, rows = size**-0.5, len(cu_seqlens) - 1
     common = (tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
-    constants = {"HIDDEN": hidden, "SIZE": size, "DROPOUT": dropout > 0}
+    constants = {"HIDDEN": hidden, "SIZE": size, "DROPOUT": dropout > 0, "WINDOW": _window(window)}
     _attention_query_gradients[(triton.cdiv(longest, _QUERIES["ROWS"]), heads, rows)](
         grad_out, qkv, out, logs, delta, bits, grad, cu_seqlens, seed, *common, **constants, **_QUERIES
     )
@@ -88,10 +97,26 @@ def attention_backward(
     return grad
 
 
+def _window(window: int | None) -> int:
+    return -1 if window is None else window  # a constant of the kernels: there are one or two in a model
+
+
+@triton.jit
+def _reach(first, count: tl.constexpr, length, block: tl.constexpr, WINDOW: tl.constexpr):
+    """Where the tokens begin and end that ``count`` tokens from ``first`` on share a window with; the beginning is a
+    multiple of ``block``."""
+    begin, end = 0, length
+    if WINDOW >= 0:
+        begin = tl.maximum(first - WINDOW, 0) // block * block
+        end = tl.minimum(first + count + WINDOW, length)
+    return begin, end
+
+
 @triton.jit
 def _attention_forward(
     qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
@@ -108,12 +133,15 @@ def _attention_forward(
     most = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, SIZE), tl.float32)
-    for begin in range(0, length, COLUMNS):
+    from_key, to_key = _reach(first, ROWS, length, COLUMNS, WINDOW)
+    for begin in range(from_key, to_key, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=keys[:, None] < length, other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=keys[:, None] < length, other=0.0)
         scores = tl.where(keys[None, :] < length, tl.dot(q, tl.trans(k)), float("-inf"))
+        if WINDOW >= 0:  # finite: a query may have no key in its first block, and -inf less -inf is no number
+            scores = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, scores, -1e30)
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
         weights = tl.exp2(scores * scale - higher[:, None])
         shrink = tl.exp2(most - higher)
@@ -138,7 +166,8 @@ def _attention_forward(
 def _attention_query_gradients(
     grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, scale,
     threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of a block of queries; leaves what the keys' kernel needs of each, (A, T): the sum of gradient times output, and
     the random bits of its row."""
@@ -164,13 +193,16 @@ def _attention_query_gradients(
     if DROPOUT:
         tl.store(bits_ptr + head * tokens + start + queries, row_bits.to(tl.int32, bitcast=True), mask=valid)
     grad = tl.zeros((ROWS, SIZE), tl.float32)
-    for begin in range(0, length, COLUMNS):
+    from_key, to_key = _reach(first, ROWS, length, COLUMNS, WINDOW)
+    for begin in range(from_key, to_key, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=keys[:, None] < length, other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=keys[:, None] < length, other=0.0)
         scores = tl.dot(q, tl.trans(k)) * (scale * 1.4426950408889634)
         weights = tl.where(keys[None, :] < length, tl.exp2(scores - logs[:, None]), 0.0)
+        if WINDOW >= 0:
+            weights = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, weights, 0.0)
         grad_weights = tl.dot(grad_out, tl.trans(v)) * kept_scale
         if DROPOUT:
             bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
@@ -184,7 +216,8 @@ def _attention_query_gradients(
 def _attention_key_gradients(
     grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, tokens, scale,
     threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Of a block of keys and their values; its matrices have a key a row and a query a column."""
     head = tl.program_id(1)
@@ -202,7 +235,8 @@ def _attention_key_gradients(
     v = tl.load(qkv_ptr + at + HIDDEN, mask=valid[:, None], other=0.0)
     grad_k = tl.zeros((COLUMNS, SIZE), tl.float32)
     grad_v = tl.zeros((COLUMNS, SIZE), tl.float32)
-    for begin in range(0, length, ROWS):
+    from_query, to_query = _reach(first, COLUMNS, length, ROWS, WINDOW)
+    for begin in range(from_query, to_query, ROWS):
         queries = begin + tl.arange(0, ROWS)
         real = queries < length
         query_at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
@@ -213,6 +247,8 @@ def _attention_key_gradients(
         delta = tl.load(delta_ptr + head * tokens + start + queries, mask=real, other=0.0)
         scores = tl.dot(k, tl.trans(q)) * (scale * 1.4426950408889634)
         weights = tl.exp2(scores - logs[None, :])  # 0 past the end of the row
+        if WINDOW >= 0:
+            weights = tl.where(tl.abs(queries[None, :] - keys[:, None]) <= WINDOW, weights, 0.0)
         grad_weights = tl.dot(v, tl.trans(grad_out)) * kept_scale
         kept = weights
         if DROPOUT:

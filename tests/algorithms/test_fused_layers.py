@@ -23,7 +23,7 @@ from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
 from tests.helpers.masks import masked_batch, random_masks, real_logits
-from tests.helpers.models import FAMILIES, HEADS, tiny_model
+from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -44,7 +44,7 @@ def layers_of(model: nn.Module) -> list[FusedLayer]:
 
 
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_outputs_and_gradients_are_the_untouched_models(family: Any, head: Any) -> None:
     model = tiny_model(family, head)
     ours = fused(model)

@@ -23,7 +23,7 @@ from composer_speedups.families.packed_encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch
 from tests.helpers.masks import draw_mask, masked_batch
-from tests.helpers.models import COPIES, EVERY, FAMILIES, HEADS, Family, tiny_model
+from tests.helpers.models import COPIES, EVERY, FUSED, HEADS, Family, tiny_model
 from tests.reference.tolerance import assert_near
 
 PACKAGE = Path(composer_speedups.__file__).parent
@@ -32,7 +32,7 @@ every_family = pytest.mark.parametrize("name", EVERY)
 
 def test_every_family_has_an_entry_in_the_tests_settings() -> None:
     assert {family.name for family in families()} == set(EVERY)
-    assert {family.name for family in families() if family.parts is not None} == {*FAMILIES, *COPIES}
+    assert {family.name for family in families() if family.parts is not None} == {*FUSED, *COPIES}
 
 
 def known(name: str) -> Any:
@@ -59,15 +59,21 @@ def test_a_family_is_what_its_file_says(name: Family) -> None:
     assert all(getattr(family, key) in model.config.to_dict() for key in keys), "as config.json has them"
 
 
-@pytest.mark.parametrize("name", [*FAMILIES, *COPIES])
+@pytest.mark.parametrize("name", [*FUSED, *COPIES])
 def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
     model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), known(name)
     block = playing(model, "layer")[0]
     parts = family.parts(block)
     assert {id(p) for p in parts.parameters()} == {id(p) for p in block.parameters()}
     assert (parts.up.out_features, parts.heads) == (64, 2)
-    held = {each[1] for each in family.dropouts(block) if each is not None}
+    if family.gated:  # attention's weights are dropped by no module
+        assert [each[1].p for each in family.dropouts(block)] == [0.3, 0.3, 0.2]
+    held = {each[1] for each in family.dropouts(block) if each is not None and isinstance(each[1], nn.Module)}
     assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
+    if family.gated:
+        with pytest.raises(KeyError, match="modernbert"):
+            kernel_shape(model.config.to_dict())
+        return
     up, activation, down = family.feed_forward or ("",) * 3
     holder = next(m for m in block.modules() if _has(m, up))
     assert (holder.get_submodule(up), holder.get_submodule(down)) == (parts.up, parts.down)

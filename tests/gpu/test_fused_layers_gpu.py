@@ -36,7 +36,7 @@ from tests.core.test_models_of_ones_own import (
 )
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
-from tests.helpers.models import FAMILIES, HEADS, tiny_model
+from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.helpers.waiting import no_waiting
 from tests.reference.nearness import distance, values
 
@@ -46,7 +46,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronizatio
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FUSED)
 def test_it_is_about_as_near_to_float32_as_the_padded_model(family: Any, head: Any, dtype: torch.dtype) -> None:
     """Logits and gradients in 16 bits: the residual stream rounds too, so up to three times the stock error."""
     stock = tiny_model(family, head).cuda()

@@ -34,6 +34,7 @@ FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
 UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert")
 COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
+FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert")  # whose layers fused_layers knows
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
 _AUTO: dict[Head, Any] = {

@@ -83,12 +83,6 @@ REFUSALS = (
         families=("mpnet",),
     ),
     Refusal(
-        ("fused_layers",),
-        r"^fused_layers can fuse none .* knows the layers of .* and this model's are ModernBertEncoderLayer$",
-        "its kernels are of layers with norms behind and absolute positions",
-        families=("modernbert",),
-    ),
-    Refusal(
         ("sdpa_attention",),
         r"^MPNet\w+ does not support scaled_dot_product_attention in transformers$",
         "transformers has no SDPA for it; `unpadding` brings it",

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 PROGRAM = "tests.reference.fused_kernels"
-COMPARISONS = 64
+COMPARISONS = 119
 
 
 def _run(environment: dict[str, str]) -> str:
@@ -31,6 +31,7 @@ def test_the_kernels_compute_what_pytorch_computes() -> None:
     pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
     output = _run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
     assert output.count(" agrees") == COMPARISONS
+    assert output.count("slopes and the gradients' norms are the same") == 6
     assert "masks are independent" in output
 
 

@@ -10,6 +10,8 @@ import builtins
 import inspect
 import os
 import sys
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,14 +37,18 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
 
 from composer_speedups import kernels
+from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
-from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.family import GatedParts, Parts, Rates
 from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
+from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
+from composer_speedups.kernels.rotary import rotate
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]
@@ -114,6 +120,104 @@ def kept_weights(cu: Tensor, heads: int, size: int, dropout: float) -> list[Tens
     return masks
 
 
+def pre_norms(dropout: float) -> None:
+    tokens, hidden = 37, 48
+    residual, branch, weight = random(tokens, hidden), random(tokens, hidden), random(hidden)
+    zeros, ones = torch.zeros_like(residual), torch.ones_like(branch)
+    mask = pre_norm_forward(zeros, ones, weight, 1e-5, dropout, seed(), torch.float32)[1]  # what becomes of ones
+    assert dropout == 0 or abs(float((mask == 0).float().mean()) - dropout) < 0.05
+    for sublayer in (branch, None):
+        leaves = [t.clone().requires_grad_() for t in (residual, branch, weight)]
+        summed = leaves[0] if sublayer is None else leaves[0] + leaves[1] * mask
+        expected = F.layer_norm(summed, (hidden,), leaves[2], None, 1e-5)
+        found = pre_norm_forward(residual.clone(), sublayer, weight, 1e-5, dropout, seed(), torch.float32)
+        near(f"pre-norm, dropout {dropout}", found[0], expected)
+        near("its sum", found[1], summed)
+        grad, grad_sum = random(tokens, hidden), random(tokens, hidden)
+        torch.autograd.backward([expected, summed], [grad, grad_sum])
+        d_residual, d_branch, d_weight, again = pre_norm_backward(
+            grad, grad_sum, *found[1:], weight, dropout, seed(), sublayer=sublayer is not None
+        )
+        near("its residual's gradient", d_residual, leaves[0].grad)
+        near("its weight's gradient", d_weight, leaves[2].grad)
+        near("its result again", again, found[0])
+        if sublayer is None:
+            assert d_branch is None
+        else:
+            near("its sublayer's gradient", d_branch, leaves[1].grad)
+
+
+def geglus(dropout: float) -> None:
+    tokens, inner = 19, 600  # more than a program takes
+    x, grad = 3 * random(tokens, 2 * inner), random(tokens, inner)
+    ones = torch.cat([torch.full((tokens, inner), 9.0, device=DEVICE), torch.ones(tokens, inner, device=DEVICE)], 1)
+    mask = geglu_forward(ones, dropout, seed()) / 9
+    assert dropout == 0 or abs(float((mask == 0).float().mean()) - dropout) < 0.05
+    leaf = x.clone().requires_grad_()
+    activated, gate = leaf.chunk(2, 1)
+    expected = F.gelu(activated) * gate * mask
+    near(f"GeGLU, dropout {dropout}", geglu_forward(x, dropout, seed()), expected)
+    expected.backward(grad)
+    d_x, again = geglu_backward(grad.clone(), x, dropout, seed())
+    near("its gradient", d_x, leaf.grad)
+    near("its result again", again, expected)
+
+
+def rotations() -> None:
+    tokens, heads, size = 11, 3, 16
+    angles = random(tokens, size // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    qkv = random(tokens, 3 * heads * size)
+    leaf = qkv.clone().requires_grad_()
+    turned = leaf.view(tokens, 3, heads, size)
+    half = torch.cat([-turned[..., size // 2 :], turned[..., : size // 2]], -1)
+    expected = turned * cos[:, None, None] + half * sin[:, None, None]
+    expected = torch.cat([expected[:, :2], turned[:, 2:]], 1).reshape(tokens, -1)
+    found, grad = qkv.clone(), random(*qkv.shape)
+    rotate(found, cos, sin, heads)
+    near("rotary positions", found, expected)
+    expected.backward(grad)
+    rotate(grad, cos, sin, heads, back=True)
+    near("their gradient", grad, leaf.grad)
+
+
+def slopes_are_the_gradients_norms(scalar: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+    """Along its own gradient, a function rises by the gradient's norm: dropout's masks are the same in both passes."""
+    for leaf, gradient in zip(leaves, torch.autograd.grad(scalar(), leaves), strict=True):
+        norm = gradient.norm()
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                step = sign * 0.02 * gradient / norm
+                leaf.add_(step)
+                values.append(scalar())
+                leaf.sub_(step)
+        slope = (values[0] - values[1]) / 0.04
+        assert abs(float(slope / norm) - 1) < 0.01, (slope, norm)
+    print("slopes and the gradients' norms are the same")
+
+
+def windows() -> None:
+    """Attention to some tokens on either side: windows narrower than a block of keys, wider, and wider than a row."""
+    heads, size, lengths = 2, 16, [5, 0, 200, 1, 70]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    for window in (0, 3, 64, 90, 256):
+        qkv = random(sum(lengths), 3 * heads * size)
+        leaf, rows = qkv.clone().requires_grad_(), []
+        for start, length in zip(cu.tolist(), lengths, strict=False):
+            q, k, v = (x.view(length, heads, size).transpose(0, 1) for x in leaf[start : start + length].chunk(3, 1))
+            at = torch.arange(length, device=DEVICE)
+            near_enough = (at[:, None] - at).abs() <= window
+            weights = (q @ k.transpose(1, 2) * size**-0.5).masked_fill(~near_enough, float("-inf")).softmax(-1)
+            rows.append((weights @ v).transpose(0, 1).reshape(length, heads * size))
+        expected = torch.cat(rows)
+        out, logs = attention_forward(qkv, cu, 256, heads, 0.0, seed(), window)
+        near(f"attention, window {window}", out, expected)
+        grad = random(*out.shape)
+        expected.backward(grad)
+        near("its gradient", attention_backward(grad, qkv, out, logs, cu, 256, 0.0, seed(), window), leaf.grad)
+
+
 def attentions(dropout: float) -> None:
     heads, size = 2, 16
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
@@ -157,6 +261,55 @@ def layers() -> None:
         found.append([result, *torch.autograd.grad(result, [leaf, *parts.parameters()], grad)])
     for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
         near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
+
+
+def gated_layers(window: int | None, *, first: bool) -> None:
+    """The whole gated layer beside plain operators, which test_fused_layers.py holds against the stock models'."""
+    heads, hidden, inner, size = 2, 32, 24, 16
+    sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
+    linears = [nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes]
+    before = None if first else nn.LayerNorm(hidden, bias=False, device=DEVICE)
+    after = nn.LayerNorm(hidden, bias=False, device=DEVICE)
+    parts = GatedParts(*linears, before, after, heads, window)
+    for parameter in parts.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    tokens = sum(LENGTHS)
+    angles = random(tokens, size // 2).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+    leaves = [t.clone().requires_grad_() for t in [random(tokens, hidden)] * 2]
+    row = torch.repeat_interleave(torch.arange(len(LENGTHS), device=DEVICE), torch.tensor(LENGTHS, device=DEVICE))
+    at = torch.arange(tokens, device=DEVICE)
+    seen = (row[:, None] == row) & ((at[:, None] - at).abs() <= (tokens if window is None else window))
+
+    def plain(x: Tensor) -> Tensor:
+        normed = x if before is None else before(x)
+        query, key, value = parts.qkv(normed).view(tokens, 3, heads, size).permute(1, 2, 0, 3)
+        query, key = (t * cos + torch.cat([-t[..., size // 2 :], t[..., : size // 2]], -1) * sin for t in (query, key))
+        attended = F.scaled_dot_product_attention(query, key, value, seen).transpose(0, 1).reshape(tokens, hidden)
+        summed = x + parts.out(attended)
+        activated, gate = parts.up(after(summed)).chunk(2, -1)
+        return summed + parts.down(F.gelu(activated) * gate)
+
+    results = [
+        gated_layer(leaves[0], parts, Rates(0.0, 0.0, 0.0), cos, sin, cu, 128, torch.float32),
+        plain(leaves[1]),
+    ]
+    grad = random(tokens, hidden)
+    gradients = [
+        torch.autograd.grad(result, [leaf, *parts.parameters()], grad)
+        for result, leaf in zip(results, leaves, strict=True)
+    ]
+    near(f"gated layer, window {window}", *results)
+    for i, (ours, theirs) in enumerate(zip(*gradients, strict=True)):
+        near(f"its gradient {i}", ours, theirs)
+
+    def scalar(rates: Rates) -> Tensor:
+        torch.manual_seed(3)  # of the dropout
+        return (gated_layer(leaves[0], parts, rates, cos, sin, cu, 128, torch.float32) * grad).sum()
+
+    for rates in (Rates(0.4, 0.0, 0.0), Rates(0.0, 0.4, 0.0), Rates(0.0, 0.0, 0.4)):
+        slopes_are_the_gradients_norms(partial(scalar, rates), [parts.qkv.weight, parts.up.weight])
 
 
 def embeddings(dropout: float, *, mixed: bool) -> None:
@@ -228,9 +381,15 @@ if __name__ == "__main__":
     for rate in (0.0, 0.25):
         norms(rate)
         attentions(rate)
+        pre_norms(rate)
+        geglus(rate)
         embeddings(rate, mixed=False)
         embeddings(rate, mixed=True)
     gelus()
     layers()
+    rotations()
+    windows()
+    gated_layers(None, first=True)
+    gated_layers(7, first=False)
     independence()
     sys.exit(0)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
-from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedGatedLayer, FusedLayer
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
@@ -64,7 +64,7 @@ def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | No
         is_layer = name in layers and name not in reasons and _plays("layer", module)
         if is_layer or (_plays("embeddings", module) and not _why_not(module, name, _config_around(model, name))):
             module.untouched = Untouched.inside(module)  # type: ignore[assignment]
-            module.__class__ = derived_class(FusedLayer if is_layer else FusedEmbeddings, type(module))
+            module.__class__ = derived_class(_methods(module) if is_layer else FusedEmbeddings, type(module))
             module.owner = owner  # type: ignore[assignment]
             names.append(name)
         if isinstance(module, FusedLayer):
@@ -124,7 +124,15 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 def _plays(role: str, module: nn.Module) -> bool:
     """Whether a module is the block, or the embeddings, of a family whose arithmetic the kernels know."""
     family = family_of(type(module))
-    return family is not None and family.parts is not None and family.has(role, type(module))
+    if family is None or family.parts is None or (role == "embeddings" and family.gated):
+        return False
+    return family.has(role, type(module))
+
+
+def _methods(layer: nn.Module) -> type[FusedLayer]:
+    family = family_of(type(layer))
+    assert family is not None
+    return FusedGatedLayer if family.gated else FusedLayer
 
 
 def _unsupported(config: Any, layer: nn.Module) -> str | None:
@@ -137,6 +145,9 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     size = config.hidden_size // config.num_attention_heads
     if size not in _SIZES:
         return f"fused_layers takes heads of {', '.join(map(str, _SIZES))} units, and these have {size}"
+    family = family_of(type(layer))
+    if family is not None and family.gated and any(name.endswith("bias") for name, _ in layer.named_parameters()):
+        return f"fused_layers takes a {type(layer).__name__} without biases, and this one has some"
     return None
 
 
@@ -146,9 +157,10 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
     ``built`` keeps what was built for the comparison, for the next module of the class.
     """
     built = {} if built is None else built
-    kind = (type(module), id(config))
+    index = {name: value for name, value in vars(module).items() if name == "layer_idx"}  # ModernBERT's differ by it
+    kind = (type(module), id(config), *index.values())
     if kind not in built:
-        built[kind] = built_on_meta(type(module), config)
+        built[kind] = built_on_meta(type(module), config, **index)
     return next(differences(module, built[kind], name, around=True), None)
 
 

@@ -10,7 +10,12 @@ from composer.core import Precision, State
 from pydantic import Field
 
 from composer_speedups.algorithms.fused_layers.functional import fuse, unfuse, unfused_layers
-from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
+from composer_speedups.algorithms.fused_layers.modules import (
+    FusedEmbeddings,
+    FusedGatedLayer,
+    FusedLayer,
+    modules_shape,
+)
 from composer_speedups.core.compared_technique import ComparedTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
@@ -68,8 +73,8 @@ class FusedLayers(ComparedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             self.reapply(state)
-        device = device_of(state)
-        if device.type == "cuda":
+        device, gated = device_of(state), isinstance(self._layers[0], FusedGatedLayer)
+        if device.type == "cuda" and not gated:  # compile_ahead knows the kernels of the other kind
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16

@@ -37,7 +37,7 @@ class _Layer(torch.autograd.Function):
         x = x.contiguous()
         (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = _products(parameters, x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = _seeds(rates, x.device)
+        seeds = draw_seeds(rates, x.device)
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
         attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
         summed1 = torch.addmm(out_b, attended, out_w.t())
@@ -63,18 +63,18 @@ class _Layer(torch.autograd.Function):
         # that read it are done.
         d_hidden, d_down, norm2, _ = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
         d_up, activated, d_up_b = gelu_backward(torch.mm(d_down, down_w), up)
-        d_down_w = _weight_gradient(d_down, activated, ctx.dtypes[12])
+        d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
         del activated, d_down
         d_hidden.addmm_(d_up, up_w)
         d_x, d_out, norm1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b
         )
         assert hidden is not None
-        d_up_w = _weight_gradient(d_up, hidden, ctx.dtypes[10])
+        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
         del d_up, hidden
-        d_out_w = _weight_gradient(d_out, attended, ctx.dtypes[6])
+        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
         d_qkv = attention_backward(torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0)
-        d_qkv_w = _weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
+        d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
         d_qkv_b = column_sums(d_qkv).chunk(3)
         d_x.addmm_(d_qkv, qkv_w)
         gradients = [g for pair in zip(d_qkv_w, d_qkv_b, strict=True) for g in pair]
@@ -98,14 +98,14 @@ def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Te
     return products
 
 
-def _seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
+def draw_seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
     """A seed for each place of dropout, from torch's generator of the device, without waiting for it."""
     if not any(rates):
         return (torch.zeros(1, dtype=torch.int32, device=device),) * 3
     return torch.randint(-(2**31), 2**31 - 1, (3,), dtype=torch.int32, device=device).split(1)
 
 
-def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
+def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
     """(O, I), straight into float32 where torch's matmul can write it (2.8 and newer)."""
     if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.core.trainer_state import autocast_dtype
-from composer_speedups.families.family import Family, Parts, Rates, family_of
+from composer_speedups.families.family import Family, GatedParts, Parts, Rates, family_of
 from composer_speedups.families.packed_attention import real_keys, repad
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 from composer_speedups.families.stock import Untouched
@@ -48,7 +48,8 @@ class FusedLayer(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         family = family_of(cls)
-        assert family is not None
+        if family is None:  # methods for another kind of block
+            return
         assert family.parts is not None
         cls.parts, cls.dropouts = family.parts, family.dropouts  # type: ignore[method-assign, assignment]
 
@@ -57,7 +58,7 @@ class FusedLayer(nn.Module):
         """The attention kernel of the last forward pass, if it was none of PyTorch's, which would see none."""
         return "fused_layers' own" if self.ran == "triton" else None
 
-    def parts(self) -> Parts:
+    def parts(self) -> Any:
         """See :class:`Family`, whose function each subclass has."""
         raise NotImplementedError
 
@@ -90,19 +91,50 @@ class FusedLayer(nn.Module):
         if not self.untouched.still():
             self.ran = "unfused"
             return super().forward(hidden_states, *args, unpadding=unpadding, **kwargs)
-        parts, rates = self.parts(), self.rates()
         x_TH = hidden_states.squeeze(0)
+        return self.fused(x_TH, unpadding, first_tokens_only=first_tokens_only, **kwargs).unsqueeze(0)
+
+    def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
+        """(T, H) → (T, H), and :attr:`ran`."""
+        parts, rates = self.parts(), self.rates()
         if first_tokens_only and self.is_last:
             self.ran = "first tokens"
-            return _first_tokens_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
+            return _first_tokens_layer(x_TH, parts, rates, unpadding)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         if not x_TH.is_cuda or dtype == torch.float32:
             self.ran = "torch"
-            return plain_layer(x_TH, parts, rates, unpadding).unsqueeze(0)
+            return plain_layer(x_TH, parts, rates, unpadding)
         from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
         self.ran = "triton"
-        return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest).unsqueeze(0)
+        return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest)
+
+
+class FusedGatedLayer(FusedLayer):
+    """The methods of a fused block with pre-norms and a gated feed-forward layer; its result is float32 on a GPU."""
+
+    def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
+        """``position_embeddings`` of ``kwargs``: cosine and sine of the tokens' angles, (1, T, D)."""
+        parts = self.parts()
+        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
+        if first_tokens_only and self.is_last:
+            self.ran = "first tokens"
+            return _gated_first_tokens(x_TH, parts, self.rates(), unpadding, cos_TD, sin_TD)
+        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
+        if not x_TH.is_cuda or dtype == torch.float32:
+            self.ran = "torch"
+            return (
+                super(FusedLayer, self)
+                .forward(  # type: ignore[no-any-return,misc]
+                    x_TH.unsqueeze(0), unpadding=unpadding, **kwargs
+                )
+                .squeeze(0)
+            )
+        from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
+
+        self.ran = "triton"
+        plan = (unpadding.cu_seqlens, unpadding.longest)
+        return gated_layer(x_TH, parts, self.rates(), cos_TD, sin_TD, *plan, dtype)
 
 
 def plain_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
@@ -121,16 +153,52 @@ def _first_tokens_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) ->
     For a last layer under a head that reads nothing else: keys and values of all tokens, but queries, and all that
     comes after attention, of one token a row.
     """
-    rows = plan.mask_BS.shape[0]
-    starts, ends = plan.cu_seqlens[:rows].long(), plan.cu_seqlens[1 : rows + 1]
-    first_BH = x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))  # of an empty row: another's, dropped below
+    first_BH = _first_tokens(x_TH, plan)
     query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
     weight, bias = (torch.cat([getattr(parts.key, n), getattr(parts.value, n)]) for n in ("weight", "bias"))
     key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
     attended = F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key, value, real_keys(plan), rates.weights)
-    out_BH = _after_attention(attended.flatten(1), first_BH, parts, rates)
-    slots = torch.where(ends > starts, starts, len(x_TH))
-    return out_BH.new_zeros(len(x_TH) + 1, out_BH.shape[1]).index_copy(0, slots, out_BH)[:-1]
+    return _among_zeros(_after_attention(attended.flatten(1), first_BH, parts, rates), plan, len(x_TH))
+
+
+def _gated_first_tokens(
+    x_TH: Tensor, parts: GatedParts, rates: Rates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
+) -> Tensor:
+    """As :func:`_first_tokens_layer`, of a gated block."""
+    normed_TH = x_TH if parts.attention_norm is None else parts.attention_norm(x_TH)
+    query, key_value = parts.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
+    query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (parts.heads, -1))
+    query_BAD = _rotated(query_BAD, *(_first_tokens(angles, plan) for angles in (cos_TD, sin_TD)))
+    key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
+    key_TH = _rotated(key_TH.unflatten(-1, (parts.heads, -1)), cos_TD, sin_TD).flatten(1)
+    key, value = (repad(each, plan, parts.heads) for each in (key_TH, value_TH))
+    seen = real_keys(plan)
+    if parts.window is not None:  # a row that goes so far begins in its first slot, and has no holes
+        seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= parts.window)
+    attended = F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key, value, seen, rates.weights)
+    summed = _first_tokens(x_TH, plan) + F.dropout(parts.out(attended.flatten(1)), rates.attention)
+    activated, gate = parts.up(parts.output_norm(summed)).chunk(2, -1)
+    out_BH = summed + parts.down(F.dropout(F.gelu(activated) * gate, rates.output))
+    return _among_zeros(out_BH, plan, len(x_TH))
+
+
+def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    turned = torch.cat([-x_TAD.chunk(2, -1)[1], x_TAD.chunk(2, -1)[0]], -1)
+    return (x_TAD * cos_TD[:, None] + turned * sin_TD[:, None]).to(x_TAD.dtype)
+
+
+def _first_tokens(x_TH: Tensor, plan: Plan) -> Tensor:
+    """(T, H) → (B, H); of an empty row another's, which :func:`_among_zeros` drops."""
+    starts = plan.cu_seqlens[: plan.mask_BS.shape[0]].long()
+    return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
+
+
+def _among_zeros(first_BH: Tensor, plan: Plan, tokens: int) -> Tensor:
+    """(B, H) → (T, H) with each row's first token where it belongs, and zeros elsewhere."""
+    rows = plan.mask_BS.shape[0]
+    starts, ends = plan.cu_seqlens[:rows].long(), plan.cu_seqlens[1 : rows + 1]
+    slots = torch.where(ends > starts, starts, tokens)
+    return first_BH.new_zeros(tokens + 1, first_BH.shape[1]).index_copy(0, slots, first_BH)[:-1]
 
 
 def _after_attention(attended: Tensor, x: Tensor, parts: Parts, rates: Rates) -> Tensor:

@@ -1,0 +1,160 @@
+"""Dropout + residual + LayerNorm before a sublayer, in one pass over memory, forward and backward.
+
+As in a pre-norm Transformer: the sum goes on as the residual stream, in float32, and its norm into the next product.
+
+Shapes: T tokens, H hidden units.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from composer_speedups.kernels.norm import _BACKWARD, _programs, kept, threshold_of
+
+__all__ = ["pre_norm_backward", "pre_norm_forward"]
+
+
+def pre_norm_forward(
+    residual_TH: Tensor,
+    sublayer_TH: Tensor | None,
+    weight_H: Tensor,
+    eps: float,
+    dropout: float,
+    seed: Tensor,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """LayerNorm(residual + dropout(sublayer)), without a bias.
+
+    Args:
+        residual_TH: float32, contiguous.
+        sublayer_TH: What the sublayer before computed, in its dtype, contiguous; None where there was none.
+        weight_H: Of the LayerNorm.
+        eps: Added to the variance.
+        dropout: Probability of dropping a number of ``sublayer_TH``.
+        seed: int32 (1,), on the device; the same one gives the same mask.
+        dtype: Of the result.
+
+    Returns:
+        The result (T, H), the sum before the norm, float32 (T, H; ``residual_TH`` itself without a sublayer), and its
+        mean and 1/deviation, float32 (2, T).
+    """
+    tokens, hidden = residual_TH.shape
+    out = torch.empty(tokens, hidden, device=residual_TH.device, dtype=dtype)
+    summed = residual_TH if sublayer_TH is None else torch.empty_like(residual_TH)
+    statistics = torch.empty(2, tokens, device=residual_TH.device, dtype=torch.float32)
+    block = triton.next_power_of_2(hidden)
+    _pre_norm_forward[(tokens,)](
+        residual_TH, residual_TH if sublayer_TH is None else sublayer_TH, summed, weight_H, out, statistics, seed,
+        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
+        SUBLAYER=sublayer_TH is not None, DROPOUT=dropout > 0, BLOCK=block, num_warps=max(1, min(8, block // 512)),
+    )  # fmt: skip
+    return out, summed, statistics
+
+
+def pre_norm_backward(
+    grad_TH: Tensor,
+    grad_summed_TH: Tensor,
+    summed_TH: Tensor,
+    statistics: Tensor,
+    weight_H: Tensor,
+    dropout: float,
+    seed: Tensor,
+    *,
+    sublayer: bool,
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Gradients of :func:`pre_norm_forward`, and its result again, bit for bit, so that nobody has to keep it.
+
+    Args:
+        grad_TH: Of the result; contiguous.
+        grad_summed_TH: float32, of the sum, from what else reads it; contiguous.
+        summed_TH, statistics: What the forward pass returned.
+        weight_H, dropout, seed: As in the forward pass.
+        sublayer: Whether there was one.
+
+    Returns:
+        The gradient of the residual, float32 (T, H), that of the sublayer's result in ``grad_TH``'s dtype (T, H; None
+        without one), that of the weight, float32 (H,), and the result of the forward pass, (T, H) in the same dtype.
+    """
+    tokens, hidden = grad_TH.shape
+    grad_residual, again = torch.empty_like(grad_summed_TH), torch.empty_like(grad_TH)
+    grad_sublayer = torch.empty_like(grad_TH) if sublayer else None
+    block = triton.next_power_of_2(hidden)
+    warps = max(1, min(8, block // 256))
+    programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
+    partial = torch.empty(programs, hidden, device=grad_TH.device, dtype=torch.float32)
+    _pre_norm_backward[(programs,)](
+        grad_TH, grad_summed_TH, summed_TH, statistics, weight_H,
+        grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
+        tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
+        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+    )  # fmt: skip
+    return grad_residual, grad_sublayer, partial.sum(0), again
+
+
+@triton.jit
+def _pre_norm_forward(
+    residual_ptr, sublayer_ptr, summed_ptr, weight_ptr, out_ptr, statistics_ptr, seed_ptr,
+    tokens, hidden, eps, threshold, scale,
+    SUBLAYER: tl.constexpr, DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    valid = columns < hidden
+    at = columns.to(tl.int64) + row * hidden
+    summed = tl.load(residual_ptr + at, mask=valid, other=0.0)
+    if SUBLAYER:
+        sublayer = tl.load(sublayer_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        if DROPOUT:
+            seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+            sublayer = tl.where(kept(seed, row, columns, threshold), sublayer * scale, 0.0)
+        summed += sublayer
+        tl.store(summed_ptr + at, summed, mask=valid)
+    mean = tl.sum(summed, 0) / hidden
+    centred = tl.where(valid, summed - mean, 0.0)
+    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, (centred * inverse * weight).to(out_ptr.dtype.element_ty), mask=valid)
+    tl.store(statistics_ptr + row, mean)
+    tl.store(statistics_ptr + tokens + row, inverse)
+
+
+@triton.jit
+def _pre_norm_backward(
+    grad_ptr, grad_summed_ptr, summed_ptr, statistics_ptr, weight_ptr,
+    grad_residual_ptr, grad_sublayer_ptr, again_ptr, partial_ptr, seed_ptr,
+    tokens, hidden, threshold, scale,
+    SUBLAYER: tl.constexpr, DROPOUT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if DROPOUT:
+        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+    sum_weight = tl.zeros((BLOCK,), tl.float32)
+    for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
+        rows = first + tl.arange(0, ROWS)
+        real = rows < tokens
+        valid = real[:, None] & inside[None, :]
+        at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        summed = tl.load(summed_ptr + at, mask=valid, other=0.0)
+        mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
+        inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
+        normed = (summed - mean[:, None]) * inverse[:, None]  # past the end of a row it meets zeros only
+        weighted = grad * weight[None, :]
+        tl.store(again_ptr + at, (normed * weight[None, :]).to(again_ptr.dtype.element_ty), mask=valid)
+        sum_weight += tl.sum(grad * normed, 0)
+        along = tl.sum(weighted * normed, 1) / hidden
+        across = tl.sum(weighted, 1) / hidden
+        grad_sum = (weighted - normed * along[:, None] - across[:, None]) * inverse[:, None]
+        grad_sum += tl.load(grad_summed_ptr + at, mask=valid, other=0.0)
+        tl.store(grad_residual_ptr + at, grad_sum, mask=valid)
+        if SUBLAYER:
+            if DROPOUT:
+                grad_sum = tl.where(kept(seed, rows[:, None], columns[None, :], threshold), grad_sum * scale, 0.0)
+            tl.store(grad_sublayer_ptr + at, grad_sum.to(grad_sublayer_ptr.dtype.element_ty), mask=valid)
+    tl.store(partial_ptr + program * hidden + columns, sum_weight, mask=inside)
