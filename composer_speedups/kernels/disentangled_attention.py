@@ -1,15 +1,16 @@
 """DeBERTa's attention over packed queries, keys and values: scores between tokens, between a query and the distance to
 a key, and between a key and that distance.
 
-A distance is a diagonal of the scores. The scores with distances are computed once for each block of tokens, and laid
-down in 16 bits as the attention kernel reads them, one number for each pair of tokens: moving a diagonal is a matter of
-addresses in memory, but of shared memory and shuffles in registers. The backward pass computes them again and leaves
-the gradients of the scores twice: as pairs of tokens, and as tokens and diagonals. All that follows are matrix products
-without atomic additions, so that a run repeats bit for bit.
+A distance is a diagonal of the scores. The scores with distances are computed once for each block of tokens and laid
+down in 16 bits, a token and a distance each, and the attention kernel reads them as pairs of tokens: moving a diagonal
+is a matter of addresses in memory, but of shared memory and shuffles in registers. The backward pass computes them
+again and lays down the gradients of the scores as pairs, a query each and a key each; what follows reads them as pairs
+or as diagonals. All sums are matrix products without atomic additions, so that a run repeats bit for bit.
 
 Shapes: T tokens, A heads, D units a head, R rows, L a multiple of 64 that no row is longer than, P entries of the table
 of positions. The softmax and its sums are in float32. A block has 64 tokens, ``_BLOCK``; matrices of pairs are as wide
-as whole blocks, so that all loads and stores are of several numbers at a time, without masks along a row.
+as whole blocks with one to spare on either side, so that no mask is needed along a row. Their width is a constant of
+the kernels, which makes addresses cheap, and a power of two but for those blocks, so that there are few.
 Source: He et al., arXiv 2006.03654, for what is computed; Dao, arXiv 2307.08691, for the order of the blocks; the
 kernels are this project's.
 """
@@ -29,10 +30,10 @@ __all__ = ["attend", "disentangled_backward", "disentangled_forward"]
 _BLOCK = tl.constexpr(64)  # tokens and diagonals of a block
 # Warps, loads in flight and registers a thread: the fastest measured on an H200.
 _POSITIONS = {"num_warps": 4, "num_stages": 1}
-_FORWARD = {"num_warps": 4, "num_stages": 2, "maxnreg": 128}
-_QUERIES = {"num_warps": 4, "num_stages": 2}
+_FORWARD = {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
+_QUERIES = {"num_warps": 4, "num_stages": 1}
 _KEYS = {"num_warps": 4, "num_stages": 2}
-_TABLE = {"num_warps": 4, "num_stages": 2}
+_TABLE = {"num_warps": 4, "num_stages": 3}
 _CHUNKS = 16  # of rows, whose sums for the table's gradient are added up afterwards
 
 
@@ -68,8 +69,8 @@ def disentangled_forward(
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
     by_query, by_key = _position_scores(qkv, positions.index_select(0, entries), cu_seqlens, longest, heads)
     _disentangled_forward[(longest // 64, heads, len(cu_seqlens) - 1)](
-        qkv, by_query, by_key, cu_seqlens, out, logs, seed, tokens, by_query.shape[2], _scale(size) * _LOG2E,
-        threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0, **_FORWARD,
+        qkv, by_query, by_key, cu_seqlens, out, logs, seed, tokens, _scale(size) * _LOG2E, threshold_of(dropout),
+        1 / (1 - dropout), HIDDEN=hidden, SIZE=size, WIDTH=by_query.shape[2], DROPOUT=dropout > 0, **_FORWARD,
     )  # fmt: skip
     return out, logs
 
@@ -99,26 +100,22 @@ def disentangled_backward(
     grad = torch.empty_like(qkv)
     by_distance = positions.index_select(0, entries)
     by_query, by_key = _position_scores(qkv, by_distance, cu_seqlens, longest, heads)
-    weights = torch.empty_like(by_query)
-    diagonals = torch.empty(2, heads, tokens, longest + 64, device=qkv.device, dtype=qkv.dtype)
-    widths = (tokens, by_query.shape[2], diagonals.shape[3])
-    kept_scale, constants = 1 / (1 - dropout), {"HIDDEN": hidden, "SIZE": size}
+    weights, of_query, of_key = (torch.empty_like(by_query) for _ in range(3))
+    kept_scale, constants = 1 / (1 - dropout), {"HIDDEN": hidden, "SIZE": size, "WIDTH": by_query.shape[2]}
     grid = (longest // 64, heads, rows)
     _query_gradients[grid](
-        grad_out, qkv, by_distance, out, logs, by_query, by_key, weights, diagonals[0], diagonals[1], grad, cu_seqlens,
-        seed, *widths, longest, _scale(size), threshold_of(dropout), kept_scale, **constants, DROPOUT=dropout > 0,
-        **_QUERIES,
+        grad_out, qkv, by_distance, out, logs, by_query, by_key, weights, of_query, of_key, grad, cu_seqlens, seed,
+        tokens, longest, _scale(size), threshold_of(dropout), kept_scale, **constants, DROPOUT=dropout > 0, **_QUERIES,
     )  # fmt: skip
     _key_gradients[grid](
-        grad_out, qkv, by_distance, by_query, weights, diagonals[1], grad, cu_seqlens, *widths, longest, _scale(size),
-        kept_scale, **constants, **_KEYS,
+        grad_out, qkv, by_distance, weights, of_key, grad, cu_seqlens, tokens, longest, _scale(size), kept_scale,
+        **constants, **_KEYS,
     )  # fmt: skip
     chunk = triton.cdiv(rows, _CHUNKS)
     chunks = triton.cdiv(rows, chunk)
     sums = torch.empty(chunks, 2 * longest, 2 * hidden, device=qkv.device, dtype=torch.float32)
     _table_gradients[(2 * longest // 64, heads, chunks)](
-        qkv, diagonals[0], diagonals[1], sums, cu_seqlens, tokens, diagonals.shape[3], longest, _scale(size), rows,
-        chunk, **constants, **_TABLE,
+        qkv, of_query, of_key, sums, cu_seqlens, tokens, longest, _scale(size), rows, chunk, **constants, **_TABLE
     )  # fmt: skip
     grad_positions = torch.empty(len(positions), 2 * hidden, device=qkv.device, dtype=torch.float32)
     wanted = torch.arange(len(positions) + 1, device=entries.device, dtype=entries.dtype)
@@ -152,14 +149,15 @@ def _scale(size: int) -> float:
 def _position_scores(
     qkv: Tensor, by_distance: Tensor, cu_seqlens: Tensor, longest: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Of queries with the positions of their keys, and of keys with those of their queries, (A, T, L + 128) both, not
-    scaled: the place of the other token in its row, between margins of a block."""
+    """Of queries with the positions of their keys, and of keys with those of their queries, not scaled: by diagonals,
+    (A, T, at least L + 64) both."""
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
-    scores = torch.empty(2, heads, tokens, longest + 128, device=qkv.device, dtype=qkv.dtype)
+    width = triton.next_power_of_2(longest) + 128
+    scores = torch.empty(2, heads, tokens, width, device=qkv.device, dtype=qkv.dtype)
     steps = longest // 64 + 1
     _score_positions[(longest // 64 * steps, heads, len(cu_seqlens) - 1)](
-        qkv, by_distance, scores[0], scores[1], cu_seqlens, tokens, scores.shape[3], longest, steps,
-        HIDDEN=hidden, SIZE=hidden // heads, **_POSITIONS,
+        qkv, by_distance, scores[0], scores[1], cu_seqlens, tokens, longest, steps,
+        HIDDEN=hidden, SIZE=hidden // heads, WIDTH=width, **_POSITIONS,
     )  # fmt: skip
     return scores[0], scores[1]
 
@@ -255,8 +253,8 @@ def _table_at(distances, longest, head, HIDDEN: tl.constexpr, SIZE: tl.constexpr
 
 @triton.jit
 def _score_positions(
-    qkv_ptr, positions_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, tokens, width, longest, steps,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    qkv_ptr, positions_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, tokens, longest, steps,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
@@ -269,20 +267,19 @@ def _score_positions(
     valid = (first + local < length)[:, None]
     at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + tl.arange(0, SIZE)[None, :]
     diagonal = begin + tl.arange(0, _BLOCK)
-    pair_at = (head * tokens + start + first + local).to(tl.int64)[:, None] * width + local[:, None] + diagonal[None, :]
+    scores_at = (head * tokens + start + first + local).to(tl.int64)[:, None] * WIDTH + diagonal[None, :]
     q = tl.load(qkv_ptr + at, mask=valid, other=0.0)
     keys = tl.load(positions_ptr + _table_at(first + _BLOCK - diagonal, longest, head, HIDDEN, SIZE))
-    tl.store(by_query_ptr + pair_at, tl.dot(q, tl.trans(keys)).to(by_query_ptr.dtype.element_ty), mask=valid)
+    tl.store(by_query_ptr + scores_at, tl.dot(q, tl.trans(keys)).to(by_query_ptr.dtype.element_ty), mask=valid)
     k = tl.load(qkv_ptr + at + HIDDEN, mask=valid, other=0.0)
     queries = tl.load(positions_ptr + _table_at(diagonal - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN)
-    tl.store(by_key_ptr + pair_at, tl.dot(k, tl.trans(queries)).to(by_key_ptr.dtype.element_ty), mask=valid)
+    tl.store(by_key_ptr + scores_at, tl.dot(k, tl.trans(queries)).to(by_key_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _disentangled_forward(
-    qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, width, scale, threshold,
-    kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr,
+    qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
@@ -290,14 +287,18 @@ def _disentangled_forward(
     first = tl.program_id(0) * _BLOCK
     if first >= length:
         return
-    queries = first + tl.arange(0, _BLOCK)
+    local = tl.arange(0, _BLOCK)
+    queries = first + local
     valid = queries < length
     units = tl.arange(0, SIZE)
     seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
     row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
-    pairs = (head * tokens + start).to(tl.int64) * width + _BLOCK
+    by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
+    by_key_ptr += (head * tokens + start).to(tl.int64) * WIDTH + first
+    # Of a pair of tokens, r-th and s-th of their blocks: r · width and, of the row, the other's place + block - r.
+    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]
     most = tl.full((_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((_BLOCK,), tl.float32)
     out = tl.zeros((_BLOCK, SIZE), tl.float32)
@@ -307,10 +308,8 @@ def _disentangled_forward(
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
-        by_query_at = pairs + queries[:, None] * width + keys[None, :]
-        by_query = tl.load(by_query_ptr + by_query_at, mask=valid[:, None], other=0.0)
-        by_key_at = pairs + keys[:, None] * width + queries[None, :]
-        by_key = tl.load(by_key_ptr + by_key_at, mask=real[:, None], other=0.0)
+        by_query = tl.load(by_query_ptr + begin + row_at, mask=valid[:, None], other=0.0)
+        by_key = tl.load(by_key_ptr + begin * WIDTH + row_at, mask=real[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
         scores = tl.where(real[None, :], scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
@@ -330,13 +329,12 @@ def _disentangled_forward(
 
 @triton.jit
 def _query_gradients(
-    grad_out_ptr, qkv_ptr, positions_ptr, out_ptr, logs_ptr, by_query_ptr, by_key_ptr, weights_ptr, query_diagonals_ptr,
-    key_diagonals_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, width, diagonal_width, longest, scale, threshold,
-    kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr,
+    grad_out_ptr, qkv_ptr, positions_ptr, out_ptr, logs_ptr, by_query_ptr, by_key_ptr, weights_ptr, of_query_ptr,
+    of_key_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, longest, scale, threshold, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries. Leaves the weights that were kept, and the gradients of the scores, not scaled: in
-    ``by_query`` as pairs, and as diagonals of queries and of keys."""
+    """Of a block of queries. Leaves the weights that were kept, and the gradients of the scores, not scaled, a query
+    each and a key each; behind a block of zeros, and before one."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
@@ -356,19 +354,21 @@ def _query_gradients(
     out = tl.load(out_ptr + out_at, mask=valid[:, None], other=0.0)
     logs = tl.load(logs_ptr + head * tokens + start + queries, mask=valid, other=float("inf"))
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
-    token = (head * tokens + start).to(tl.int64)
-    pairs = token * width + _BLOCK
-    diagonals = token * diagonal_width
-    row_at = diagonals + queries[:, None] * diagonal_width
-    # The pairs of a block of tokens are a slanted stripe of its diagonals; the corners beside it are zeros.
-    zeros = tl.zeros((_BLOCK, _BLOCK), query_diagonals_ptr.dtype.element_ty)
+    of_row = (head * tokens + start).to(tl.int64) * WIDTH
+    of_block = of_row + first * WIDTH
+    by_query_ptr += of_block
+    by_key_ptr += of_row + first
+    weights_ptr += of_block + _BLOCK
+    of_query_ptr += of_block
+    of_key_ptr += of_row
+    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]  # as in the forward pass
+    pair_at = local[:, None] * WIDTH + local[None, :]
+    zeros = tl.zeros((_BLOCK, _BLOCK), of_query_ptr.dtype.element_ty)
     blocks_end = (length + _BLOCK - 1) // _BLOCK * _BLOCK
-    for corner in tl.static_range(2):
-        before = local[None, :] + local[:, None] < _BLOCK
-        inside = valid[:, None] & (before if corner == 0 else (local[None, :] + local[:, None] >= _BLOCK))
-        corner_at = row_at + local[None, :] + corner * blocks_end
-        tl.store(query_diagonals_ptr + corner_at, zeros, mask=inside)
-        tl.store(key_diagonals_ptr + corner_at, zeros, mask=inside)
+    tl.store(of_query_ptr + pair_at, zeros, mask=valid[:, None])
+    tl.store(of_query_ptr + _BLOCK + blocks_end + pair_at, zeros, mask=valid[:, None])
+    tl.store(of_key_ptr + first * WIDTH + pair_at, zeros, mask=valid[:, None])
+    tl.store(of_key_ptr + first * WIDTH + _BLOCK + blocks_end + pair_at, zeros, mask=valid[:, None])
     grad = tl.zeros((_BLOCK, SIZE), tl.float32)
     for begin in range(0, length, _BLOCK):
         keys = begin + local
@@ -376,9 +376,8 @@ def _query_gradients(
         key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
         k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
-        pair_at = pairs + queries[:, None] * width + keys[None, :]
-        by_query = tl.load(by_query_ptr + pair_at, mask=valid[:, None], other=0.0)
-        by_key = tl.load(by_key_ptr + pairs + keys[:, None] * width + queries[None, :], mask=real[:, None], other=0.0)
+        by_query = tl.load(by_query_ptr + begin + row_at, mask=valid[:, None], other=0.0)
+        by_key = tl.load(by_key_ptr + begin * WIDTH + row_at, mask=real[:, None], other=0.0)
         scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
         weights = tl.where(
             real[None, :] & valid[:, None], tl.exp2(scores * (scale * 1.4426950408889634) - logs[:, None]), 0.0
@@ -390,27 +389,24 @@ def _query_gradients(
             kept = tl.where(keep, weights, 0.0)
             grad_weights = tl.where(keep, grad_weights, 0.0)
         grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
-        tl.store(weights_ptr + pair_at, kept.to(weights_ptr.dtype.element_ty), mask=valid[:, None])
-        tl.store(by_query_ptr + pair_at, grad_scores, mask=valid[:, None])
-        slanted = _BLOCK - local[:, None]
-        tl.store(query_diagonals_ptr + row_at + keys[None, :] + slanted, grad_scores, mask=valid[:, None])
-        key_row_at = diagonals + keys[:, None] * diagonal_width + queries[None, :] + slanted
-        tl.store(key_diagonals_ptr + key_row_at, tl.trans(grad_scores), mask=real[:, None])
+        tl.store(weights_ptr + begin + pair_at, kept.to(weights_ptr.dtype.element_ty), mask=valid[:, None])
+        tl.store(of_query_ptr + _BLOCK + begin + pair_at, grad_scores, mask=valid[:, None])
+        tl.store(of_key_ptr + begin * WIDTH + _BLOCK + first + pair_at, tl.trans(grad_scores), mask=real[:, None])
         grad += tl.dot(grad_scores, k)
     tl.debug_barrier()  # what is read next was written by other threads of this block
+    slanted = local[:, None] * (WIDTH + 1) + local[None, :]
     for begin in range(0, blocks_end + _BLOCK, _BLOCK):
-        diagonal = begin + local
-        grad_scores = tl.load(query_diagonals_ptr + row_at + diagonal[None, :], mask=valid[:, None], other=0.0)
-        keys = tl.load(positions_ptr + _table_at(first + _BLOCK - diagonal, longest, head, HIDDEN, SIZE))
+        grad_scores = tl.load(of_query_ptr + begin + slanted, mask=valid[:, None], other=0.0)
+        keys = tl.load(positions_ptr + _table_at(first + _BLOCK - begin - local, longest, head, HIDDEN, SIZE))
         grad += tl.dot(grad_scores, keys)
     tl.store(grad_ptr + at, (grad * scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
 
 
 @triton.jit
 def _key_gradients(
-    grad_out_ptr, qkv_ptr, positions_ptr, by_query_ptr, weights_ptr, key_diagonals_ptr, grad_ptr, cu_seqlens_ptr,
-    tokens, width, diagonal_width, longest, scale, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    grad_out_ptr, qkv_ptr, positions_ptr, weights_ptr, of_key_ptr, grad_ptr, cu_seqlens_ptr, tokens, longest, scale,
+    kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of a block of keys and their values, from what :func:`_query_gradients` left."""
     head = tl.program_id(1)
@@ -424,9 +420,10 @@ def _key_gradients(
     units = tl.arange(0, SIZE)
     valid = (keys < length)[:, None]
     at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
-    token = (head * tokens + start).to(tl.int64)
-    pairs = token * width + _BLOCK
-    row_at = (token + keys)[:, None] * diagonal_width
+    of_row = (head * tokens + start).to(tl.int64) * WIDTH
+    weights_ptr += of_row + _BLOCK + first
+    of_key_ptr += of_row + first * WIDTH
+    pair_at = local[:, None] * WIDTH + local[None, :]
     grad_k = tl.zeros((_BLOCK, SIZE), tl.float32)
     grad_v = tl.zeros((_BLOCK, SIZE), tl.float32)
     for begin in range(0, length, _BLOCK):
@@ -436,25 +433,23 @@ def _key_gradients(
         out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
         q = tl.load(qkv_ptr + query_at, mask=real, other=0.0)
         grad_out = tl.load(grad_out_ptr + out_at, mask=real, other=0.0)
-        pair_at = pairs + queries[:, None] * width + keys[None, :]
-        weights = tl.load(weights_ptr + pair_at, mask=real, other=0.0)
-        grad_scores = tl.load(by_query_ptr + pair_at, mask=real, other=0.0)
+        weights = tl.load(weights_ptr + begin * WIDTH + pair_at, mask=real, other=0.0)
+        grad_scores = tl.load(of_key_ptr + _BLOCK + begin + pair_at, mask=valid, other=0.0)
         grad_v += tl.dot(tl.trans(weights), grad_out)
-        grad_k += tl.dot(tl.trans(grad_scores), q)
+        grad_k += tl.dot(grad_scores, q)
+    slanted = local[:, None] * (WIDTH + 1) + local[None, :]
     for begin in range(0, (length + 2 * _BLOCK - 1) // _BLOCK * _BLOCK, _BLOCK):
-        diagonal = begin + local
-        grad_scores = tl.load(key_diagonals_ptr + row_at + diagonal[None, :], mask=valid, other=0.0)
-        queries = tl.load(positions_ptr + _table_at(diagonal - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN)
-        grad_k += tl.dot(grad_scores, queries)
+        grad_scores = tl.load(of_key_ptr + begin + slanted, mask=valid, other=0.0)
+        at_distance = _table_at(begin + local - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN
+        grad_k += tl.dot(grad_scores, tl.load(positions_ptr + at_distance))
     tl.store(grad_ptr + at, (grad_k * scale).to(grad_ptr.dtype.element_ty), mask=valid)
     tl.store(grad_ptr + at + HIDDEN, (grad_v * kept_scale).to(grad_ptr.dtype.element_ty), mask=valid)
 
 
 @triton.jit
 def _table_gradients(
-    qkv_ptr, query_diagonals_ptr, key_diagonals_ptr, sums_ptr, cu_seqlens_ptr, tokens, diagonal_width, longest, scale,
-    rows, chunk,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr,
+    qkv_ptr, of_query_ptr, of_key_ptr, sums_ptr, cu_seqlens_ptr, tokens, longest, scale, rows, chunk,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Of each distance, over a chunk of rows: (chunks, 2·L, 2·A·D). A program has keys of the distances ``nearest`` + 1
     to ``nearest + _BLOCK``, and queries of those one less."""
@@ -462,6 +457,7 @@ def _table_gradients(
     nearest = tl.program_id(0) * _BLOCK - longest
     local = tl.arange(0, _BLOCK)
     units = tl.arange(0, SIZE)
+    slanted = local[:, None] * (WIDTH + 1) + local[None, :]
     grad_keys = tl.zeros((_BLOCK, SIZE), tl.float32)
     grad_queries = tl.zeros((_BLOCK, SIZE), tl.float32)
     first_row = tl.program_id(2) * chunk
@@ -472,15 +468,15 @@ def _table_gradients(
         token = (head * tokens + start).to(tl.int64)
         for first in range(tl.maximum(nearest, 0), tl.minimum(length, blocks_end + nearest + 1), _BLOCK):
             real = (first + local < length)[:, None]
-            grad_at = (token + first + local)[:, None] * diagonal_width + (first - nearest + local)[None, :]
-            grad = tl.load(query_diagonals_ptr + grad_at, mask=real, other=0.0)
+            grad_at = of_query_ptr + (token + first) * WIDTH + (first - nearest)
+            grad = tl.load(grad_at + slanted, mask=real, other=0.0)
             at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
             grad_keys += tl.dot(tl.trans(grad), tl.load(qkv_ptr + at, mask=real, other=0.0))
         begin = tl.maximum(-nearest - _BLOCK, 0)
         for first in range(begin, tl.minimum(length, blocks_end - nearest), _BLOCK):
             real = (first + local < length)[:, None]
-            grad_at = (token + first + local)[:, None] * diagonal_width + (first + nearest + _BLOCK + local)[None, :]
-            grad = tl.load(key_diagonals_ptr + grad_at, mask=real, other=0.0)
+            grad_at = of_key_ptr + (token + first) * WIDTH + (first + nearest + _BLOCK)
+            grad = tl.load(grad_at + slanted, mask=real, other=0.0)
             at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
             grad_queries += tl.dot(tl.trans(grad), tl.load(qkv_ptr + at, mask=real, other=0.0))
     sums_at = (tl.program_id(2) * 2 * longest + longest).to(tl.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["HEADS", "INPUTS", "REFUSALS", "TECHNIQUES", "UNDEFINED", "Refusal", "left_padded", "refusal_of"]
+__all__ = ["FAILING", "HEADS", "INPUTS", "REFUSALS", "TECHNIQUES", "UNDEFINED", "Refusal", "left_padded", "refusal_of"]
 
 TECHNIQUES = (
     "unpadding",
@@ -84,9 +84,9 @@ REFUSALS = (
     ),
     Refusal(
         ("sdpa_attention",),
-        r"^MPNet\w+ does not support scaled_dot_product_attention in transformers$",
-        "transformers has no SDPA for it; `unpadding` brings it",
-        families=("mpnet",),
+        r"^(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers$",
+        "transformers has no SDPA for it; `unpadding` brings its own attention",
+        families=("mpnet", "deberta_v2"),
     ),
     Refusal(
         ("sparse_upcycling",),
@@ -111,6 +111,10 @@ UNDEFINED = {
 padding slot in whose local window there is no token attends to nothing, where eager attention and SDPA differ."""
 
 
+FAILING = {("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask"}
+"""Family and input on which the untouched model itself fails, and why."""
+
+
 def refusal_of(technique: str, family: str, head: str, given: str = "") -> Refusal | None:
     """The line that refuses a combination; None where it works."""
     for line in REFUSALS:
@@ -129,5 +133,5 @@ def left_padded(family: str, head: str) -> Iterator[str]:
     yield from ("4-D mask", "hidden states and attentions")
     if head not in ("tokens", "mlm"):  # each row's first slot is read
         yield "left padding"
-    if family == "modernbert":  # a hole moves tokens into others' windows
+    if family in ("modernbert", "deberta_v2"):  # a hole moves tokens into others' windows, and changes distances
         yield "holes"

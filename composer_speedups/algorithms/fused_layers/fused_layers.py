@@ -11,6 +11,7 @@ from pydantic import Field
 
 from composer_speedups.algorithms.fused_layers.functional import fuse, unfuse, unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import (
+    FusedDisentangledLayer,
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
@@ -73,8 +74,8 @@ class FusedLayers(ComparedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
             self.reapply(state)
-        device, gated = device_of(state), isinstance(self._layers[0], FusedGatedLayer)
-        if device.type == "cuda" and not gated:  # compile_ahead knows the kernels of the other kind
+        device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
+        if device.type == "cuda" and not other:  # compile_ahead knows the kernels of BERT's kind
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
