@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
 
 __all__ = [
+    "DISENTANGLED",
     "FLASH",
     "IMPLEMENTATION",
     "operators_among",
