@@ -1,9 +1,10 @@
 """DeBERTa-v2 and v3, which is the same code: BERT's blocks with disentangled attention, and how it runs on real tokens.
 
-Its attention takes no implementation of transformers' interface: an attention module's class is exchanged too. Distances
-are those of slots; packed tokens are as far apart in rows without holes.
+Its attention takes no implementation of transformers' interface: an attention module's class is exchanged too.
+Distances are those of slots; packed tokens are as far apart in rows without holes.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, H hidden units, P entries of the table of positions.
+Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, H hidden units, P entries of the table of
+positions.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class _UnpaddedDeberta(UnpaddedEncoder):
     """
 
     padded_because = (
-        "the head reads padding (rows begin with it, or it has a label), or rows have holes, which change the distances "
-        "between packed tokens",
+        "the head reads padding (rows begin with it, or it has a label), or rows have holes, which change the "
+        "distances between packed tokens",
         "pad on the right, without holes, and give padding the label -100",
     )
 
@@ -177,7 +178,7 @@ def _dropouts(layer: Any) -> list[Any]:
 
 FAMILY = Family(
     name="deberta_v2",
-    title="DeBERTa-v2 and v3",
+    title="DeBERTa-v2/v3",
     encoder="DebertaV2Encoder",
     layer="DebertaV2Layer",
     attention="DisentangledSelfAttention",

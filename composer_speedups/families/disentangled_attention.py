@@ -1,7 +1,7 @@
 """DeBERTa's attention over packed tokens: by a kernel in 16 bits on a GPU, elsewhere in torch's own operators.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, L a bound on the length of a row, P entries of the
-table of positions.
+Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, L a bound on the length of a row, P entries of
+the table of positions.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from composer_speedups.families.packed_attention import real_keys, repad
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
+
+
+_TRITON = find_spec("triton") is not None
 
 
 class Relative(NamedTuple):
@@ -54,9 +57,7 @@ def disentangled_attention(
         from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
 
         qkv = torch.cat([query, key, value], 1)
-        return attend(
-            qkv, positions.contiguous(), relative.entries, plan.cu_seqlens, plan.longest, heads, dropout
-        )
+        return attend(qkv, positions.contiguous(), relative.entries, plan.cu_seqlens, plan.longest, heads, dropout)
     queries, keys, values = (repad(x, plan, heads) for x in (query, key, value))
     bias_BASS = position_scores(queries, keys, positions, relative)
     out_BASD = _attention(queries, keys, values, bias_BASS, plan, dropout)
@@ -90,7 +91,7 @@ def takes_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bo
         and dtype in (torch.bfloat16, torch.float16)
         and head_size in (16, 32, 64, 128)
         and torch.cuda.get_device_capability(device) >= (8, 0)
-        and find_spec("triton") is not None
+        and _TRITON
     )
 
 

@@ -134,8 +134,8 @@ class Family:
             second Linear; None where that layer is of another kind.
         parts: Block → its modules, :class:`GatedParts` for a ``gated`` one; None where the fused layers know no such
             block.
-        position_table: Block with disentangled attention, and relative embeddings (P, H) → keys and queries of positions
-            (P, 2·A·D); None for attention of another kind.
+        position_table: Block with disentangled attention, and relative embeddings (P, H) → keys and queries of
+            positions (P, 2·A·D); None for attention of another kind.
         refuses: Encoder → what it has that cannot run on packed tokens; None where it can.
         gated: Whether a block has pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`Rates`, the module whose mode decides and the one that holds the

@@ -19,7 +19,14 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedParts, Reads, usual_head
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
-from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_plan, row_counts, rows_with_holes, scatter_tokens
+from composer_speedups.families.packed_tokens import (
+    Plan,
+    gather_tokens,
+    make_plan,
+    row_counts,
+    rows_with_holes,
+    scatter_tokens,
+)
 
 __all__ = ["FAMILY"]
 

@@ -17,6 +17,8 @@ kernels are this project's.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -225,24 +227,24 @@ def _(
     return torch.empty_like(qkv), torch.empty_like(positions, dtype=torch.float32)
 
 
-def _keep(ctx: object, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, positions, entries, cu_seqlens, ctx.longest, _, ctx.dropout, seed = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(qkv, positions, entries, *output, cu_seqlens, seed)  # type: ignore[attr-defined]
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, positions, entries, cu_seqlens, ctx.longest, _, ctx.dropout, seed = inputs
+    ctx.save_for_backward(qkv, positions, entries, *output, cu_seqlens, seed)
 
 
-def _differentiate(ctx: object, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, positions, entries, out, logs, cu_seqlens, seed = ctx.saved_tensors  # type: ignore[attr-defined]
-    grad, grad_positions = _operator_backward(
-        grad_out, qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed  # type: ignore[attr-defined]
-    )
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, positions, entries, out, logs, cu_seqlens, seed = ctx.saved_tensors
+    given = (qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed)
+    grad, grad_positions = _operator_backward(grad_out, *given)
     return grad, grad_positions.to(positions.dtype), None, None, None, None, None, None
 
 
 _operator.register_autograd(_differentiate, setup_context=_keep)
 
 
-# Token ``first + r`` of a block and diagonal ``e`` meet in the place ``e - _BLOCK + r`` of the row. Of queries, diagonal e
-# is the distance first + _BLOCK - e to the key, whichever query it is; of keys, e - _BLOCK - first to the query.
+# Token ``first + r`` of a block and diagonal ``e`` meet in the place ``e - _BLOCK + r`` of the row. Of queries,
+# diagonal e is the distance first + _BLOCK - e to the key, whichever query it is; of keys, e - _BLOCK - first to the
+# query.
 
 
 @triton.jit
@@ -278,7 +280,8 @@ def _score_positions(
 
 @triton.jit
 def _disentangled_forward(
-    qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
+    qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold,
+    kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)

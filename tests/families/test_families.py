@@ -73,7 +73,7 @@ def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
         held.add(block.attention.self.pos_dropout)
     assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
     if family.gated or family.position_table is not None:
-        with pytest.raises(KeyError, match="modernbert|deberta-v2"):
+        with pytest.raises(KeyError, match=r"modernbert|deberta-v2"):
             kernel_shape(model.config.to_dict())
         return
     up, activation, down = family.feed_forward or ("",) * 3

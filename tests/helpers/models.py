@@ -28,7 +28,16 @@ from transformers import (
 from tests.helpers.common import VOCABULARY, Batch
 
 Family = Literal[
-    "bert", "roberta", "xlm_roberta", "camembert", "distilbert", "electra", "albert", "mpnet", "modernbert", "deberta_v2"
+    "bert",
+    "roberta",
+    "xlm_roberta",
+    "camembert",
+    "distilbert",
+    "electra",
+    "albert",
+    "mpnet",
+    "modernbert",
+    "deberta_v2",
 ]
 Head = Literal["classification", "tokens", "choice", "answering", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")

@@ -26,7 +26,8 @@ LONGEST, TABLE = 192, 24
 def entries() -> Tensor:
     """Ascending, as buckets are: one for each small distance, several distances each beyond."""
     distances = torch.arange(-LONGEST, LONGEST + 1, device=DEVICE)
-    buckets = distances.sign() * torch.where(distances.abs() < 5, distances.abs(), 4 + distances.abs().float().log2().int())
+    far = distances.abs()
+    buckets = distances.sign() * torch.where(far < 5, far, 4 + far.float().log2().int())
     return (buckets + TABLE // 2).clamp(0, TABLE - 1).int()
 
 
@@ -51,7 +52,7 @@ def kept_weights(heads: int, size: int, dropout: float) -> list[Tensor]:
     table = torch.zeros(TABLE, 2 * heads * size, device=DEVICE)
     for first in range(0, max(LENGTHS), size):
         qkv = torch.zeros(sum(LENGTHS), 3, heads, size, device=DEVICE)
-        for (start, end), mask in zip(pairwise(CU.tolist()), masks, strict=True):
+        for start, end in pairwise(CU.tolist()):
             units = torch.arange(max(0, min(size, end - start - first)))
             qkv[start + first + units, 2, :, units] = 1
         out, _ = disentangled_forward(qkv.flatten(1), table, entries(), CU, LONGEST, heads, dropout, seed())

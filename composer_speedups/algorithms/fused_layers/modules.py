@@ -146,7 +146,7 @@ class FusedDisentangledLayer(FusedLayer):
         family = family_of(cls)
         assert family is not None
         assert family.position_table is not None
-        cls.position_table = family.position_table  # type: ignore[method-assign]
+        cls.position_table = family.position_table  # type: ignore[method-assign, assignment]
 
     def position_table(self, rel_embeddings: Tensor) -> Tensor:
         """See :class:`Family`, whose function each subclass has."""
@@ -228,9 +228,7 @@ def _gated_first_tokens(
     return _among_zeros(out_BH, plan, len(x_TH))
 
 
-def _disentangled_first_tokens(
-    x_TH: Tensor, parts: Parts, rates: Rates, table: Tensor, relative: Relative
-) -> Tensor:
+def _disentangled_first_tokens(x_TH: Tensor, parts: Parts, rates: Rates, table: Tensor, relative: Relative) -> Tensor:
     """As :func:`_first_tokens_layer`, of a block of DeBERTa."""
     plan = relative.plan
     first_BH = _first_tokens(x_TH, plan)
