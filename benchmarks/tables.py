@@ -229,7 +229,7 @@ def heads() -> list[str]:
 def refusals() -> list[str]:
     """What is refused, by number, and where the untouched model's own values mean nothing."""
     from composer_speedups.families.family import family_named
-    from tests.helpers.refusals import HEADS, INPUTS, REFUSALS, UNDEFINED
+    from tests.helpers.refusals import FAILING, HEADS, INPUTS, REFUSALS, UNDEFINED
 
     def title(name: str) -> str:
         family = family_named(name)
@@ -242,6 +242,8 @@ def refusals() -> list[str]:
         among = [*(title(name) for name in line.families), HEADS.get(line.head, ""), line.input and f"a {line.input}"]
         lines.append(f"{number}. {names} with {', '.join(filter(None, among))}: {line.why}.")
     lines += ["", f"- Inputs tried with each: {', '.join(INPUTS)}."]
+    for (family, given), why in FAILING.items():
+        lines.append(f"- Not compared: {title(family)} with a {given}, on which the untouched model fails: {why}.")
     for (technique, family, head, given), what in UNDEFINED.items():
         lines.append(
             f"- Not compared: `{technique}` on {title(family)} for {HEADS[head]} with {given}. The head {what}, and a "

@@ -10,6 +10,8 @@ on the device: the same seed drops the same numbers, so the backward pass is giv
 ``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T);
                                     with a ``window``, to so many tokens before and after
 ``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H)
+``disentangled_attention.``         DeBERTa's: ``disentangled_forward`` and ``disentangled_backward`` also take a table
+                                    of positions (P, 2·H), which gets a gradient; ``attend`` is both, with autograd
 ``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
                                     written over x, and statistics float32 (2, T)
 ``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), sums float32 (3, H)

@@ -118,8 +118,9 @@ def test_loading_scales_of_another_model_is_refused(on_any_device: None) -> None
         load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
 
 
-def test_layers_of_another_kind_are_refused_by_name() -> None:
-    model = tiny_model("modernbert")
+@pytest.mark.parametrize(("family", "layer"), [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")])
+def test_layers_of_another_kind_are_refused_by_name(family: Any, layer: str) -> None:
+    model = tiny_model(family)
     apply_unpadding(model)
-    with pytest.raises(ValueError, match=r"knows layers with post-norms, and these are \w*ModernBertEncoderLayer"):
+    with pytest.raises(ValueError, match=rf"knows BERT's layers and those like it, not {layer}$"):
         apply_fused_layers(model, precision="fp8")

@@ -10,7 +10,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
-from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedGatedLayer, FusedLayer
+from composer_speedups.algorithms.fused_layers.modules import (
+    FusedDisentangledLayer,
+    FusedEmbeddings,
+    FusedGatedLayer,
+    FusedLayer,
+)
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
@@ -169,8 +174,8 @@ def check_float8(layers: Iterable[Any]) -> None:
     """
     for layer in layers:
         family = family_of(type(layer))
-        if family is not None and family.gated:
-            raise ValueError(f"precision='fp8' knows layers with post-norms, and these are {type(layer).__name__}")
+        if family is not None and (family.gated or family.position_table is not None):
+            raise ValueError(f"precision='fp8' knows BERT's layers and those like it, not {type(layer).__name__}")
         weight = next(layer.parameters())
         capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (0, 0)
         if capability < _FLOAT8:
@@ -218,7 +223,9 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 def _plays(role: str, module: nn.Module) -> bool:
     """Whether a module is the block, or the embeddings, of a family whose arithmetic the kernels know."""
     family = family_of(type(module))
-    if family is None or family.parts is None or (role == "embeddings" and family.gated):
+    if family is None or family.parts is None:
+        return False
+    if role == "embeddings" and (family.gated or family.position_table is not None):
         return False
     return family.has(role, type(module))
 
@@ -226,6 +233,8 @@ def _plays(role: str, module: nn.Module) -> bool:
 def _methods(layer: nn.Module) -> type[FusedLayer]:
     family = family_of(type(layer))
     assert family is not None
+    if family.position_table is not None:
+        return FusedDisentangledLayer
     return FusedGatedLayer if family.gated else FusedLayer
 
 
@@ -255,6 +264,11 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
     kind = (type(module), id(config), *index.values())
     if kind not in built:
         built[kind] = built_on_meta(type(module), config, **index)
+        family = family_of(type(module))
+        if family is not None and family.packed_attention is not None:  # unpadding changed the layer's own
+            for inner in built[kind].modules():
+                if family.has("attention", type(inner)):
+                    inner.__class__ = derived_class(family.packed_attention, type(inner))
     return next(differences(module, built[kind], name, around=True), None)
 
 

@@ -18,6 +18,7 @@ from composer_speedups.algorithms.fused_layers.functional import (
     unfused_layers,
 )
 from composer_speedups.algorithms.fused_layers.modules import (
+    FusedDisentangledLayer,
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
@@ -98,8 +99,8 @@ class FusedLayers(ComparedTechnique):
             )
         with self.refusals():
             self.reapply(state)
-        device, gated = device_of(state), isinstance(self._layers[0], FusedGatedLayer)
-        if device.type == "cuda" and not gated:  # compile_ahead knows the kernels of the other kind
+        device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
+        if device.type == "cuda" and not other:  # compile_ahead knows the kernels of BERT's kind
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
