@@ -118,7 +118,10 @@ def test_loading_scales_of_another_model_is_refused(on_any_device: None) -> None
         load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
 
 
-@pytest.mark.parametrize(("family", "layer"), [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")])
+KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")]
+
+
+@pytest.mark.parametrize(("family", "layer"), KINDS)
 def test_layers_of_another_kind_are_refused_by_name(family: Any, layer: str) -> None:
     model = tiny_model(family)
     apply_unpadding(model)
