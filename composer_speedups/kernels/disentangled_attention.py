@@ -155,6 +155,7 @@ def _position_scores(
     (A, T, at least L + 64) both."""
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
     width = triton.next_power_of_2(longest) + 128
+    assert longest % 64 == 0
     scores = torch.empty(2, heads, tokens, width, device=qkv.device, dtype=qkv.dtype)
     steps = longest // 64 + 1
     _score_positions[(longest // 64 * steps, heads, len(cu_seqlens) - 1)](
@@ -164,7 +165,16 @@ def _position_scores(
     return scores[0], scores[1]
 
 
-@torch.library.custom_op("composer_speedups::disentangled_attention", mutates_args=())
+# Schemas are written out: annotations are strings in this file, which not every release of torch reads alike.
+_GIVEN = "Tensor cu_seqlens, SymInt longest"
+
+
+@torch.library.custom_op(
+    "composer_speedups::disentangled_attention",
+    mutates_args=(),
+    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_GIVEN}, int heads, float dropout, Tensor seed) "
+    "-> (Tensor, Tensor)",
+)
 def _operator(
     qkv: Tensor,
     positions: Tensor,
@@ -193,7 +203,12 @@ def _(
     return qkv.new_empty(tokens, qkv.shape[1] // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
 
 
-@torch.library.custom_op("composer_speedups::disentangled_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "composer_speedups::disentangled_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor qkv, Tensor positions, Tensor entries, Tensor out, Tensor logs, "
+    f"{_GIVEN}, float dropout, Tensor seed) -> (Tensor, Tensor)",
+)
 def _operator_backward(
     grad_out: Tensor,
     qkv: Tensor,

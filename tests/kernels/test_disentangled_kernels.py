@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 PROGRAM = "tests.reference.disentangled_kernels"
-COMPARISONS = 21
+COMPARISONS = 40
 
 
 def _run(environment: dict[str, str]) -> str:

@@ -11,11 +11,17 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from composer_speedups import apply_unpadding
+from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
+from composer_speedups.families.disentangled_attention import Relative
+from composer_speedups.families.family import Rates, family_named
+from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.kernels.disentangled_attention import (
     attend,
     disentangled_backward,
     disentangled_forward,
 )
+from tests.helpers.models import tiny_model
 from tests.reference.fused_kernels import DEVICE, near, random, seed
 
 LENGTHS = [5, 0, 70, 1, 37, 130]
@@ -102,11 +108,47 @@ def operators() -> None:
     near("dropout's mask in both passes", (of_values * qkv.chunk(3, 1)[2]).sum(), (dropped * grad).sum())
 
 
+def layers() -> None:
+    """The whole layer beside transformers' own on packed tokens, in float32 and so with torch's attention."""
+    model = tiny_model("deberta_v2").to(DEVICE).train()
+    apply_unpadding(model, 1)
+    layer, encoder, family = model.deberta.encoder.layer[0], model.deberta.encoder, family_named("deberta_v2")
+    assert family is not None
+    assert family.parts is not None
+    assert family.position_table is not None
+    mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
+    plan, rates = make_plan(mask, sum(LENGTHS), 1), Rates(0.0, 0.0, 0.0)
+    relative = Relative(plan, encoder_entries(plan.longest))
+    x, grad, found = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
+    names = ["its input", *dict(layer.named_parameters()), "relative embeddings"]
+    for fused in (True, False):
+        leaf = x.clone().requires_grad_()
+        embeddings = encoder.get_rel_embedding()
+        if fused:
+            table = family.position_table(layer, embeddings)
+            result = disentangled_layer(
+                leaf, family.parts(layer), rates, table, relative.entries, plan.cu_seqlens, plan.longest
+            )
+        else:
+            result = layer(leaf.unsqueeze(0), None, relative_pos=relative, rel_embeddings=embeddings)[0].squeeze(0)
+        of = [leaf, *layer.parameters(), encoder.rel_embeddings.weight]
+        found.append([result, *torch.autograd.grad(result, of, grad)])
+    for name, ours, theirs in zip(["its result", *names], *found, strict=True):
+        near(f"layer, {name}", ours, theirs)
+
+
+def encoder_entries(longest: int) -> Tensor:
+    """For a table of 12 entries."""
+    distances = torch.arange(-longest, longest + 1, device=DEVICE)
+    return (distances // 9 + 6).clamp(0, 11).int()
+
+
 def main() -> int:
     torch.manual_seed(0)
     for dropout, heads, size in ((0.0, 2, 16), (0.3, 2, 16), (0.0, 1, 64)):
         attentions(dropout, heads, size)
     operators()
+    layers()
     return 0
 
 
