@@ -75,6 +75,7 @@ def test_an_encoder_called_by_itself_gives_all_hidden_states_as_untouched() -> N
     model = tiny_model("deberta_v2")
     reference = copy.deepcopy(model).deberta.encoder
     apply_unpadding(model, 8)
+    model(**draw("deberta_v2", "classification", "right padding"))  # which asks for none
     hidden, mask = torch.randn(3, 9, 32), (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
     found, expected = (each(hidden, mask) for each in (model.deberta.encoder, reference))
     assert len(found.hidden_states) == len(expected.hidden_states) == 3
