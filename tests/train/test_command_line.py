@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from composer_speedups import __version__
 from composer_speedups.core.command_line import find_config, parse_command_line
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import application
@@ -134,6 +135,8 @@ def test_the_commands_of_the_wheel_need_no_checkout() -> None:
     run_script("composer-speedups-train", "-f", "quickstart", *SHORT, "trainer.max_duration=1ba")
     assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 1
     assert "tune.budget_seconds" in run_script("composer-speedups-tune", "--help")
+    assert f"composer-speedups {__version__}" in run_script("composer-speedups", "--version")
+    assert {"py.typed", "__init__.pyi"} <= {path.name for path in Path("site/composer_speedups").iterdir()}
     assert "samples/s" in run_script("composer-speedups-dashboards", "bert", "dry_run=true")
 
 
