@@ -38,7 +38,7 @@ def documents() -> list[Path]:
     """README.md, docs and every technique's card."""
     return [
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md")),
     ]
 
