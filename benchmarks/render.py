@@ -1,4 +1,5 @@
-"""python -m benchmarks.render [--check]: write the figures of README.md, docs and the cards from the committed rows.
+"""python -m benchmarks.render [--check]: write the figures of README.md, docs and the cards from the committed rows,
+and the stub of the package from its public names.
 
 A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
 :mod:`benchmarks.tables`, and its arguments are that one's:
@@ -23,8 +24,10 @@ from pathlib import Path
 
 from benchmarks import tables
 from benchmarks.charts import Chart
+from benchmarks.stub import package_stub
 
 ROOT = Path(__file__).parent.parent
+STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy"
@@ -35,7 +38,7 @@ def documents() -> list[Path]:
     """README.md, docs and every technique's card."""
     return [
         ROOT / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
         *sorted((ROOT / "composer_speedups" / "algorithms").glob("*/README.md")),
     ]
 
@@ -70,6 +73,10 @@ def main(arguments: Sequence[str]) -> None:
             for chart in charts:
                 chart.draw()
             path.write_text(rendered)
+    if STUB.read_text() != (stub := package_stub()):
+        stale.append(STUB)
+        if not check:
+            STUB.write_text(stub)
     if stale:
         print("stale:" if check else "written:", *(path.relative_to(ROOT) for path in stale))
     raise SystemExit(1 if stale and check else 0)

@@ -69,7 +69,7 @@ _KEYS = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "fre
 _ON_SEVERAL_GPUS = "own_trainer"  # the peer that trains on them
 _ARM_KEYS = {"peer", "ranks", "set", "warm"}
 # A run that does not fit is a result; one with smaller micro-batches would be another arm.
-_QUIET = ["trainer.progress_bar=false", "export=false", "plot=false", "trainer.on_out_of_memory=stop"]
+_QUIET = ["trainer.progress_bar=false", "baseline=null", "export=false", "plot=false", "trainer.on_out_of_memory=stop"]
 _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULTILINE)
 
 

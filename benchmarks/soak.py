@@ -37,7 +37,8 @@ _READINGS = 100
 # Bytes that a steady run may seem to grow by: pages the allocators touch late, records of batches (some 0.5 KB each).
 _SLACK = {"host_bytes": 32 * MIB, "gpu_bytes": 1 * MIB}
 _SETTINGS = (
-    "run_name=soak data.workers=2 trainer.progress_bar=false plot=false bytecode=false checkpoint.keep=2".split()
+    "run_name=soak data.workers=2 trainer.progress_bar=false baseline=null plot=false bytecode=false "
+    "checkpoint.keep=2".split()
 )
 
 

@@ -3,7 +3,8 @@
     from composer_speedups import FusedOptimizer, MixedPrecision, TorchCompile
 
 Every technique has a class and an ``apply_`` function; both are found by their folder under ``algorithms``.
-They are imported when first asked for: the config and ``--help`` should not wait for torch.
+They are imported when first asked for: the config and ``--help`` should not wait for torch. ``__init__.pyi`` names them
+for type checkers and editors; ``python -m benchmarks.render`` writes it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ _OTHERS = {
 
 
 def _public() -> dict[str, str]:
+    """Public name → the module that defines it."""
     from composer_speedups.core.catalogue import public_names
 
     return _OTHERS | public_names()

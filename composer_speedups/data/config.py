@@ -13,7 +13,7 @@ class DataConfig:
     source: Literal["hub", "files", "mds", "builtin", "random"] = "hub"
     """Hub, local files, MDS shards, generated samples, or random tokens (nothing to learn)."""
     streaming: bool = False
-    """With source hub or files: read the training samples as training goes (docs/DATA.md)."""
+    """With source hub or files: read the training samples as training goes (docs/data.md)."""
     shuffle_buffer: int = key(10_000, ge=1, le=10_000_000)
     """With streaming: samples held in memory, from which the next one is drawn."""
     hub_name: str = "stanfordnlp/imdb"
@@ -34,7 +34,7 @@ class DataConfig:
     eval_fraction: float | None = key(None, gt=0, lt=1)
     """Validate on this share of the training samples, drawn with data.seed, instead of eval_file or eval_split."""
     text_columns: list[str] | None = None
-    """Columns of the text, two for pairs; null takes the task's own (docs/DATA.md), [text] for classification."""
+    """Columns of the text, two for pairs; null takes the task's own (docs/data.md), [text] for classification."""
     label_column: str | None = None
     """Column of the label; null takes the task's own, label for classification."""
     label_columns: list[str] | None = None

@@ -20,8 +20,9 @@ from composer.distributed import fsdp2
 from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.nn.utils import clip_grad_norm_
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.replaced import replaced
@@ -107,18 +108,28 @@ class GradientClipping(algorithms.GradientClipping):
     Composer's own looks for FSDP1's modules there and, finding none, clips nothing. The name is Composer's too, since
     checkpoints record it: a run may go on with shards or without. The norm is summed on the run's device, since shards
     in host memory have no collective operations there.
+
+    Attributes:
+        norm: The gradient's norm before the last clipping, a scalar on the run's device; None before the first, and
+            under FSDP1, where Composer keeps it to itself.
     """
 
+    norm: Tensor | None = None
+
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        if not isinstance(state.fsdp_config, FSDP2Config):
+        if event != Event.AFTER_TRAIN_BATCH or state.fsdp_config_version == 1:
             super().apply(event, state, logger)
-        elif event == Event.AFTER_TRAIN_BATCH:
-            assert self.clipping_type == "norm"
+            return
+        assert self.clipping_type == "norm"
+        if not isinstance(state.fsdp_config, FSDP2Config):
+            self.norm = clip_grad_norm_(state.model.parameters(), self.clipping_threshold)
+        else:
             gradients = [local_shard(p.grad) for p in state.model.parameters() if p.grad is not None]
             norms = torch.stack([g.detach().float().norm() for g in gradients])
             squares = state.device.tensor_to_device(norms.square().sum())
             dist.all_reduce(squares, reduce_operation="SUM")
-            norm = (squares / getattr(state.fsdp_config, "replicas", 1)).sqrt()  # each replica has counted all shards
-            factor = torch.clamp(self.clipping_threshold / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ has it
+            # Each replica has counted all shards.
+            self.norm = (squares / getattr(state.fsdp_config, "replicas", 1)).sqrt()
+            factor = torch.clamp(self.clipping_threshold / (self.norm + 1e-6), max=1.0)  # as in clip_grad_norm_
             for gradient in gradients:
                 gradient.mul_(factor.to(gradient.device))

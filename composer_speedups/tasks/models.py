@@ -76,9 +76,13 @@ class FinetuneModel(HuggingFaceModel):
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        if "labels" not in batch:  # Composer's takes them out of the batch
-            batch = {**batch, "labels": None}
-        return super().eval_forward(batch, outputs)
+        """The logits of a batch, whose labels are set aside for the metrics.
+
+        Composer's asks for a setting that transformers deprecates, with a warning, and serves models that generate.
+        """
+        self.labels = batch.pop("labels", None)
+        logits = (outputs or self.forward(batch))["logits"]
+        return logits.squeeze(1) if logits.ndim == 2 and logits.shape[1] == 1 else logits
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> dict[str, Any]:
         labels: Any = self.labels

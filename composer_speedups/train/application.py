@@ -48,7 +48,7 @@ def train(
     with without_gc():
         open_early(config, early)
 
-        from composer.utils import reproducibility
+        from composer.utils import dist, reproducibility
 
         from composer_speedups.core.registry import build_techniques
         from composer_speedups.core.technique import screen
@@ -57,6 +57,9 @@ def train(
         from composer_speedups.tasks.export import export_model
         from composer_speedups.tasks.models import build_model, resolve_name
         from composer_speedups.tasks.task import build_task
+        from composer_speedups.train.baseline import baseline_techniques, measure_baseline
+        from composer_speedups.train.console import describe_run
+        from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, train_to_end
         from composer_speedups.train.report import StartupTimes, write_report
         from composer_speedups.train.run_folder import RunFolder
@@ -66,7 +69,8 @@ def train(
     clock.lap("imports")
     cpu = look_at_cpu()
     device = open_device(config.trainer)
-    screen(techniques, context_of(config.trainer, device))  # before any memory is taken
+    for asked in (techniques, baseline_techniques(config)):
+        screen(asked, context_of(config.trainer, device))  # before any memory is taken
     join_ranks(config.trainer, device)
     clock.lap("device")
 
@@ -76,19 +80,24 @@ def train(
         on_gpu = torch_device(device).type == "cuda"
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
         clock.lap("data")
+        cpu.join()
+        baseline = measure_baseline(config, device)
+        clock.lap("baseline")
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         clock.lap("model")
-        cpu.join()
         if early is not None:
             early.wait()
         watching = [StartupTimes(clock), *callbacks]
+        summary = describe_run(config, model, data, techniques, f"{folder.path}/", device_name(torch_device(device)))
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)
+        if dist.get_global_rank() == 0:
+            print(summary, flush=True)
         clock.lap("trainer")
         train_to_end(trainer, stop)
         if config.export:
             export_model(trainer.state, folder / "model")
-        write_report(trainer, config, folder)
+        write_report(trainer, config, folder, baseline)
         trainer.close()
 
 

@@ -22,7 +22,7 @@ from composer_speedups.core.errors import (
 )
 from composer_speedups.core.files import out_of_space
 from composer_speedups.core.settings import Origins, field_docs, field_line, key_line
-from composer_speedups.train.config.load import load_with_origins
+from composer_speedups.train.config.load import as_yaml, load_with_origins
 from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
 __all__ = ["exit_codes", "help_text", "read_command_line"]
@@ -34,24 +34,32 @@ Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names: 
 package, without its .yaml, as in -f quickstart or -f glue/mrpc. Later key=value pairs override FILE; values are YAML:
 data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
 algorithms.tf32_matmul=null (takes it out). composer-speedups-train takes the same arguments.
+--print-config prints the whole config that the arguments ask for, as YAML, and trains nothing.
 
 exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
 """
+_PRINT_CONFIG = "--print-config"
 _TECHNIQUES = "techniques (keys of algorithms; each takes an on_unavailable of its own too):"
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
-    """The config that the arguments ask for and where each key came from; ``--help`` prints every key and exits with 0.
+    """The config that the arguments ask for and where each key came from.
+
+    ``--help`` prints every key and ``--print-config`` this config, and both exit with 0.
 
     Raises:
         ConfigError: One line about the argument, the key or the file.
     """
-    command = parse_command_line(arguments)
+    command = parse_command_line([a for a in arguments if a != _PRINT_CONFIG])
     if command.help:
         print(help_text())
         raise SystemExit(0)
-    return load_with_origins(command.file, command.overrides)
+    config, origins = load_with_origins(command.file, command.overrides)
+    if _PRINT_CONFIG in arguments:
+        print(as_yaml(config), end="")
+        raise SystemExit(0)
+    return config, origins
 
 
 @contextlib.contextmanager

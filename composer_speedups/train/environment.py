@@ -12,7 +12,7 @@ import torch
 
 from composer_speedups.core.commands import output_of
 
-__all__ = ["environment", "gpu_state"]
+__all__ = ["device_name", "environment", "gpu_state"]
 
 _PACKAGES = {
     "composer": "mosaicml",
@@ -51,6 +51,14 @@ def environment() -> dict[str, Any]:
         "commit": commit,
         "uncommitted_changes": None if named or not commit else bool(_git("status", "--porcelain", "-uno", *_CODE)),
     }
+
+
+def device_name(device: torch.device) -> str:
+    """``NVIDIA H200``, or the processor with the threads that torch has there."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{_cpu()} ({threads} thread{'s' if threads > 1 else ''})"
 
 
 def gpu_state(identity: str | None = None) -> dict[str, Any]:

@@ -27,7 +27,7 @@ __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_whole"
 _LOAD = "checkpoint.load"
 # Keys that change neither the weights nor what the report compares; a section stands for all that it holds.
 _FREE = (
-    "runs_folder bytecode export plot callbacks loggers "
+    "runs_folder bytecode export plot baseline callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
     "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"

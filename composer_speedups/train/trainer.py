@@ -19,8 +19,10 @@ from composer.utils import dist
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.finite_loss import FiniteLoss
+from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
+from composer_speedups.callbacks.optimizer_monitor import OptimizerMonitor
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
@@ -39,6 +41,7 @@ from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config, TrainerConfig
+from composer_speedups.train.console import TrainingProgress
 from composer_speedups.train.fit import StopSignals
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
@@ -113,13 +116,21 @@ def build_trainer(
     data: Data,
     techniques: Sequence[Technique],
     device: Device,
-    folder: RunFolder,
+    folder: RunFolder | None = None,
     callbacks: Sequence[Callback] = (),
     stop: StopSignals | None = None,
 ) -> Trainer:
     """Composer's Trainer with the config's settings; techniques engage while it is built.
 
-    ``callbacks`` come after those of the config. Training ends with a checkpoint when ``stop`` asks for it.
+    Args:
+        config: Of the run.
+        model: Its model.
+        data: Its data.
+        techniques: Those of ``config.algorithms``.
+        device: Where to train.
+        folder: Where checkpoints and logs go; None for a config that asks for neither.
+        callbacks: They come after those of the config.
+        stop: Training ends with a checkpoint when it asks for that.
 
     Raises:
         ConfigError: The checkpoint to load is malformed, does not fit the run, was written by other techniques, or
@@ -129,7 +140,7 @@ def build_trainer(
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
     share_cores(computes=torch_device(device).type == "cpu" or offloads)
     everyone = [*callbacks_of(config, techniques), *callbacks]
-    if checkpoint.interval is not None:  # last: it saves what the others have seen
+    if checkpoint.interval is not None and folder is not None:  # last: it saves what the others have seen
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
     # Where the loss is a mean over labelled tokens, samples differ in how many they have. Counting them waits for the
     # GPU, so one whole batch on one rank, which is its own mean, is left out.
@@ -140,6 +151,7 @@ def build_trainer(
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
     if settings.fsdp:
         sharded_blocks(model)
+    progress = [TrainingProgress()] if settings.progress_bar else []
     with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint):
         trainer = _trainer(
             config.loggers.wandb is not None,
@@ -154,9 +166,9 @@ def build_trainer(
             algorithms=algorithms,
             algorithm_passes=[refuse_clashes, sort_techniques],
             callbacks=everyone,
-            loggers=loggers_of(config, folder),
+            loggers=[*progress, *([] if folder is None else loggers_of(config, folder))],
             run_name=config.run_name,
-            progress_bar=settings.progress_bar,
+            progress_bar=False,  # TrainingProgress in its place
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
@@ -166,14 +178,14 @@ def build_trainer(
             seed=config.seed,
             deterministic_mode=settings.deterministic,
             # Not Composer's autoresume: it takes the latest file unseen, whole or not, and unpickles whatever it holds.
-            load_path=folder.load,
-            load_weights_only=checkpoint.weights_only and not folder.resumed,
+            load_path=None if folder is None else folder.load,
+            load_weights_only=checkpoint.weights_only and folder is not None and not folder.resumed,
         )
     # Half a batch would be another loss where its samples take part in one another's.
     trainer.on_out_of_memory = "stop" if model.task.needs_whole_batch else settings.on_out_of_memory
     trainer.by_tokens = by_tokens
     trainer.go_on()
-    if folder.load is not None and (folder.resumed or not checkpoint.weights_only):
+    if folder is not None and folder.load is not None and (folder.resumed or not checkpoint.weights_only):
         _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(written(config))
     return trainer
@@ -218,7 +230,7 @@ def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callba
         callbacks.append(FiniteLoss(**dataclasses.asdict(config.callbacks.finite_loss)))
     if config.callbacks.divergence is not None:
         callbacks.append(DivergenceGuard(**dataclasses.asdict(config.callbacks.divergence)))
-    callbacks += [RunHistory(), RunSummary()]
+    callbacks += [OptimizerMonitor(), LearningCurves(), RunHistory(), RunSummary()]
     if config.loggers.wandb is not None:
         callbacks.append(WandbAxes())
     return callbacks

@@ -144,6 +144,7 @@ def trial_config(
     return dataclasses.replace(
         config,
         algorithms=dict(algorithms),
+        baseline=None,
         run_name="trial",
         runs_folder=str(folder),
         export=False,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +17,8 @@ from transformers.models.bert.modeling_bert import BertEncoder
 from composer_speedups import SDPAAttention, TorchCompile, Unpadding
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.train import application
-from tests.conftest import ROOT
 from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
-from tests.helpers.jobs import SHORT
+from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import UNPADDED, Family, tiny_model
 from tests.helpers.ranks import on_ranks
@@ -200,12 +196,7 @@ def test_a_compiled_run_has_one_graph_and_says_which_way_it_went(scope: Any) -> 
 
 def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
     """The quickstart's report, cut down to seconds, with a technique in place of SDPA."""
-    text = (ROOT / "yamls" / "quickstart.yaml").read_text()
-    Path("job.yaml").write_text(text.replace("sdpa_attention", technique))
-    settings = [*SHORT, "trainer.device=cpu", *overrides]
-    name = next(o.split("=")[1] for o in overrides if o.startswith("run_name="))
-    application.main(["-f", "job.yaml", *settings])
-    return json.loads((Path("runs") / name / "report.json").read_text())
+    return run("algorithms.sdpa_attention=null", f"algorithms.{technique}={{}}", "trainer.device=cpu", *overrides)
 
 
 def test_micro_batches_and_evaluation_never_count_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

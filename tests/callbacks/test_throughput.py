@@ -14,7 +14,7 @@ from composer_speedups import MixedPrecision, ThroughputMonitor
 from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.callbacks.throughput import PhaseClock
-from composer_speedups.train.report import plot_throughput
+from composer_speedups.train.report import plot_run
 from tests.helpers.clock import Clock
 from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
 
@@ -96,7 +96,7 @@ def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> N
     assert [b for b, _ in logged] == list(range(3, 9))
     assert [value for _, value in logged] == pytest.approx([4.0] * 6)
     assert monitor.eval_marks == [4, 8]
-    plot_throughput(monitor, "a run", tmp_path / "plot.png")
+    plot_run(monitor, None, "a run", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -119,7 +119,7 @@ def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so(tmp_path: 
     trainer.close()
     assert monitor.summary()["samples_per_sec"] > 0
     assert monitor.summary()["steady_batches"] == 0
-    plot_throughput(monitor, "a short run", tmp_path / "plot.png")
+    plot_run(monitor, None, "a short run", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -81,9 +81,8 @@ def test_counting_words_does_not_solve_the_tags() -> None:
 
 
 def _quickstart(task: str, *overrides: str) -> dict[str, Any]:
-    return run(
-        f"model.task={task}", "plot=false", "export=false", "trainer.progress_bar=false", *overrides, short=False
-    )  # fmt: skip
+    quiet = ("plot=false", "export=false", "trainer.progress_bar=false", "baseline=null")
+    return run(f"model.task={task}", *quiet, *overrides, short=False)
 
 
 @pytest.mark.parametrize("task", TASKS)

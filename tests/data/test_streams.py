@@ -221,7 +221,7 @@ def test_mds_without_its_package_or_its_shards_is_one_line(monkeypatch: pytest.M
 
 
 def test_mds_shards_go_to_one_rank_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/DATA.md has its install line")
+    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming; docs/data.md has its install line")
     with streaming.MDSWriter(out="shards", columns={"text": "str", "label": "int"}) as writer:
         for row in range(ROWS):
             writer.write({"text": f"review {row}", "label": row % 2})

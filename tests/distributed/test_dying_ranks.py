@@ -25,6 +25,7 @@ CHECKPOINTS = Path("runs/quickstart/checkpoints")
 JOB = [
     "-f",
     str(ROOT / "yamls" / "quickstart.yaml"),
+    "baseline=null",
     "data.train_samples=480",
     "data.eval_samples=16",
     "data.batch_size=8",

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from composer_speedups import __version__
 from composer_speedups.core.command_line import find_config, parse_command_line
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import application
@@ -134,6 +135,8 @@ def test_the_commands_of_the_wheel_need_no_checkout() -> None:
     run_script("composer-speedups-train", "-f", "quickstart", *SHORT, "trainer.max_duration=1ba")
     assert json.loads(Path("runs/quickstart/report.json").read_text())["training"]["batches"] == 1
     assert "tune.budget_seconds" in run_script("composer-speedups-tune", "--help")
+    assert f"composer-speedups {__version__}" in run_script("composer-speedups", "--version")
+    assert {"py.typed", "__init__.pyi"} <= {path.name for path in Path("site/composer_speedups").iterdir()}
     assert "samples/s" in run_script("composer-speedups-dashboards", "bert", "dry_run=true")
 
 
@@ -158,10 +161,12 @@ def test_help_lists_keys_and_techniques_quickly() -> None:
 @pytest.mark.slow
 def test_the_quickstart_learns_in_an_epoch(capsys: pytest.CaptureFixture[str]) -> None:
     shorter = ["data.length_scale=0.06", "data.max_length=24", "data.vocab_size=500"]
-    fewer = ["data.train_samples=8000", "data.eval_samples=400"]
+    fewer = ["data.train_samples=8000", "data.eval_samples=400", "baseline.batches=10"]
     report = run("trainer.progress_bar=false", "trainer.max_duration=1ep", *shorter, *fewer, short=False)
     check_quickstart(report, 0.82)
-    assert "samples/s" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "samples/s" in printed
+    assert "unpadding in place of sdpa_attention: " in printed
 
 
 @pytest.mark.long

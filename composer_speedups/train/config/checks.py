@@ -37,11 +37,15 @@ def check_bounds(config: Any, origin_of: Origins, prefix: str = "") -> None:
 def check_together(config: Config, origin_of: Origins) -> None:
     """Values that are fine alone but not together."""
     model, data = config.model, config.data
-    for name in config.algorithms:
-        if name not in technique_names():
-            where = origin_of[f"algorithms.{name}"]
-            hint = did_you_mean(name, technique_names())
-            raise ConfigError(f"{where}: unknown technique 'algorithms.{name}'{hint}")
+    asked = {"algorithms": config.algorithms}
+    if config.baseline is not None:
+        asked["baseline.algorithms"] = config.baseline.algorithms
+    for section, algorithms in asked.items():
+        for name in algorithms:
+            if name not in technique_names():
+                where = origin_of[f"{section}.{name}"]
+                hint = did_you_mean(name, technique_names())
+                raise ConfigError(f"{where}: unknown technique '{section}.{name}'{hint}")
 
     def refuse(name: str, text: str) -> typing.NoReturn:
         where = origin_of[name]

@@ -26,6 +26,7 @@ from composer_speedups.train.config.checks import check_bounds, check_together
 from composer_speedups.train.config.schema import Config, schema_keys, section_of
 
 __all__ = [
+    "as_yaml",
     "load_config",
     "load_with_origins",
     "save_config",
@@ -71,11 +72,9 @@ def load_with_origins(
     except OmegaConfBaseException as error:
         raise _explain(error, origin_of.otherwise) from error
     assert isinstance(config, Config)
-    config.algorithms = {
-        name: {} if settings is True else settings
-        for name, settings in config.algorithms.items()
-        if settings is not None and settings is not False
-    }
+    config.algorithms = _asked_for(config.algorithms)
+    if config.baseline is not None:
+        config.baseline.algorithms = _asked_for(config.baseline.algorithms)
     config.interpolations = _interpolations(config, OmegaConf.to_container(merged, resolve=False))
     if (name := _find_masked(config)) is not None:
         raise ConfigError(
@@ -85,6 +84,15 @@ def load_with_origins(
     check_bounds(config, origin_of)
     check_together(config, origin_of)
     return config, origin_of
+
+
+def _asked_for(algorithms: Mapping[str, Any]) -> dict[str, Any]:
+    """Without those that are switched off, by null or false."""
+    return {
+        name: {} if settings is True else settings
+        for name, settings in algorithms.items()
+        if settings is not None and settings is not False
+    }
 
 
 @cache
@@ -101,8 +109,13 @@ def save_config(config: Config, path: Path, *, credentials: bool = False) -> Non
         credentials: Write what a run uses, for a file that only this process's own reads. Otherwise it is what
             :func:`.written` leaves of it; ``-f`` asks for those that were masked.
     """
+    write_atomically(path, as_yaml(config, credentials=credentials))
+
+
+def as_yaml(config: Config, *, credentials: bool = False) -> str:
+    """The text that :func:`save_config` writes."""
     content = dataclasses.asdict(config) if credentials else written(config)
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(content)))
+    return OmegaConf.to_yaml(OmegaConf.create(content))
 
 
 def written(config: Config) -> dict[str, Any]:
@@ -151,9 +164,11 @@ def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     if fault := _fault_in(raw):
         raise ConfigError(f"{origin}: {fault}")
     if "algorithms" in raw:
-        raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin)
+        raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin, "algorithms")
         if not raw["algorithms"]:
             base.algorithms = {}
+    if isinstance(baseline := raw.get("baseline"), dict) and "algorithms" in baseline:
+        baseline["algorithms"] = _algorithms_as_mapping(baseline["algorithms"], origin, "baseline.algorithms")
     _check_keys(raw, Config, "", origin)
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
     try:
@@ -162,7 +177,7 @@ def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
         raise _explain(error, origin, raw) from error
 
 
-def _algorithms_as_mapping(value: Any, origin: str) -> dict[str, Any]:
+def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
     """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` mean the same."""
     if value is None:
         return {}
@@ -173,16 +188,16 @@ def _algorithms_as_mapping(value: Any, origin: str) -> dict[str, Any]:
         elif isinstance(entry, str) and isinstance(value, list):
             items.append((entry, {}))
         else:
-            raise ConfigError(f"{origin}: algorithms must hold technique names, not {entry!r}")
+            raise ConfigError(f"{origin}: {key} must hold technique names, not {entry!r}")
     names = [name for name, _ in items]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{origin}: algorithms names {twice!r} twice; name it once")
+        raise ConfigError(f"{origin}: {key} names {twice!r} twice; name it once")
     for name, settings in items:
         if not isinstance(name, str):
-            raise ConfigError(f"{origin}: algorithms must hold technique names, not {name!r}")
+            raise ConfigError(f"{origin}: {key} must hold technique names, not {name!r}")
         if settings is not None and not isinstance(settings, (dict, bool)):
-            raise ConfigError(f"{origin}: algorithms.{name} must be a mapping of settings, not {settings!r}")
+            raise ConfigError(f"{origin}: {key}.{name} must be a mapping of settings, not {settings!r}")
     return dict(items)
 
 

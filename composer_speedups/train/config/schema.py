@@ -13,6 +13,7 @@ from composer_speedups.distributed import FSDPConfig
 from composer_speedups.tasks.config import ModelConfig
 
 __all__ = [
+    "BaselineConfig",
     "CallbacksConfig",
     "CheckpointConfig",
     "Config",
@@ -88,7 +89,7 @@ class TrainerConfig:
     dist_timeout: float = key(300.0, gt=0, le=86_400)
     """Seconds that a rank waits for the others before it ends with an error."""
     progress_bar: bool = True
-    """Composer's progress bar."""
+    """Show progress, samples/s, loss and time left: a bar on a terminal, lines in a log file."""
     deterministic: bool = False
     """Deterministic kernels only; slower."""
 
@@ -156,6 +157,14 @@ class CallbacksConfig:
 
 
 @dataclass
+class BaselineConfig:
+    algorithms: dict[str, Any] = key(factory=dict)
+    """Techniques of the baseline, as under algorithms; {} is none."""
+    batches: int = key(100, ge=10, le=100_000)
+    """Batches that each trains, of a model that is then thrown away."""
+
+
+@dataclass
 class WandbConfig:
     project: str = "composer_speedups"
     """Project of the run."""
@@ -206,9 +215,11 @@ class Config:
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' own format."""
     plot: bool = True
-    """Draw samples/s over the run to runs/<run_name>/throughput.png."""
+    """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png."""
     algorithms: dict[str, Any] = key(factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
+    baseline: BaselineConfig | None = None
+    """First train a few batches with these techniques and with those of the run, in turns, and report the ratio."""
     model: ModelConfig = key(factory=ModelConfig)
     """What is trained."""
     data: DataConfig = key(factory=DataConfig)

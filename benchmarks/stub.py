@@ -1,0 +1,23 @@
+"""The stub ``composer_speedups/__init__.pyi``: the package's lazy names, for type checkers and editors."""
+
+from __future__ import annotations
+
+from composer_speedups import _public
+
+__all__ = ["package_stub"]
+
+_HEAD = """\
+# Written by python -m benchmarks.render: what __init__.py imports when it is first asked for.
+
+__version__: str
+__all__: list[str]
+
+"""
+
+
+def package_stub() -> str:
+    """The text of the stub, one import for each public name."""
+    modules = _public()
+    by_module = sorted(modules.items(), key=lambda item: (item[1], item[0]))
+    imports = (f"from {module} import {name} as {name}\n" for name, module in by_module)
+    return _HEAD + "".join(imports)

@@ -1,0 +1,38 @@
+"""``python -m composer_speedups`` and ``composer-speedups``: the version, and the names of the other commands."""
+
+from __future__ import annotations
+
+import argparse
+
+from composer_speedups import __version__
+
+__all__ = ["command"]
+
+_COMMANDS = """\
+commands, each with a --help of its own:
+  composer-speedups-train       train as a YAML file says:    composer-speedups-train -f quickstart
+  composer-speedups-tune        find the fastest techniques:  composer-speedups-tune -f quickstart
+  composer-speedups-predict     predict with a finished run:  composer-speedups-predict runs/quickstart --input FILE
+  composer-speedups-dashboards  compare runs at Weights & Biases
+"""
+
+
+def command(arguments: list[str] | None = None) -> None:
+    """Print the version or the list of commands.
+
+    Args:
+        arguments: Without the program's name; None takes those of the process.
+    """
+    parser = argparse.ArgumentParser(
+        prog="composer-speedups",
+        description="Techniques that make fine-tuning Hugging Face encoders with MosaicML Composer fast.",
+        epilog=_COMMANDS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"composer-speedups {__version__}")
+    parser.parse_args(arguments)
+    parser.print_help()
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,48 @@
+"""The training loss of each batch and the metrics of each evaluation, kept for the plot of a run."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from composer_speedups.tasks.metrics import REPORTED_NAMES
+
+__all__ = ["LearningCurves"]
+
+
+class LearningCurves(Callback):
+    """Keeps what Composer has read back already, so nothing waits for the device.
+
+    Attributes:
+        losses: Batch number → training loss of the batch, averaged over the ranks.
+        evaluations: Batch number → metrics of the evaluation after it, under the names of reports (``accuracy``).
+    """
+
+    checkpoint_fields: ClassVar[dict[str, Any]] = {
+        "losses": dict[int, float],
+        "evaluations": dict[int, dict[str, float]],
+    }
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if state.total_loss_dict:  # fp16 leaves out steps whose gradients overflow
+            self.losses[state.timestamp.batch.value] = float(state.total_loss_dict["loss/train/total"])
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        values = {REPORTED_NAMES.get(name, name): float(value) for name, value in state.eval_metric_values.items()}
+        self.evaluations[state.timestamp.batch.value] = values
+
+    def of_evaluations(self, name: str) -> dict[int, float]:
+        """Batch number → one metric of the evaluation after it; empty where the task has another."""
+        return {batch: values[name] for batch, values in self.evaluations.items() if name in values}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": dict(self.losses), "evaluations": dict(self.evaluations)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses, self.evaluations = dict(state["losses"]), dict(state["evaluations"])

@@ -1,0 +1,50 @@
+"""The learning rate and the gradient norm of each batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+
+from composer_speedups.core.trainer_state import device_of
+from composer_speedups.distributed.fsdp import GradientClipping
+from composer_speedups.distributed.host_scalars import Copies, copies_for
+
+__all__ = ["OptimizerMonitor"]
+
+
+class OptimizerMonitor(Callback):
+    """Logs ``optimizer/learning_rate`` and, where gradients are clipped, ``optimizer/gradient_norm``.
+
+    The rate is the one that the batch's step uses, of the first parameter group. The norm is the global L2 norm before
+    clipping, which :class:`.GradientClipping` computes anyway. It is logged one batch late, when it has long been on
+    the host, so that nothing waits for the device. Without clipping it is not computed: that would read every gradient
+    once more, and keep DDP's optimizer steps from overlapping with communication.
+    """
+
+    def __init__(self) -> None:
+        self._copies: Copies | None = None
+        self._sent: Any = None
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        self._copies, self._sent = copies_for(device_of(state)), None
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        logger.log_metrics({"optimizer/learning_rate": float(state.optimizers[0].param_groups[0]["lr"])})
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        self._receive(logger)
+        clipping = next((a for a in state.algorithms if isinstance(a, GradientClipping)), None)
+        if clipping is not None and clipping.norm is not None:
+            assert self._copies is not None
+            self._sent = self._copies.send(clipping.norm, self._copies.mark())
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self._receive(logger)
+
+    def _receive(self, logger: Logger) -> None:
+        if self._sent is not None:
+            assert self._copies is not None
+            norm, self._sent = self._copies.receive(self._sent), None
+            logger.log_metrics({"optimizer/gradient_norm": norm})

@@ -1,0 +1,93 @@
+"""The run's techniques against others, in turns on the same data: how many times as fast they are on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from composer import Trainer
+from composer.devices import Device
+from composer.utils import dist, reproducibility
+
+from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
+from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.technique import Technique
+from composer_speedups.core.trainer_state import torch_device
+from composer_speedups.data.loader import build_data
+from composer_speedups.tasks.models import build_model, resolve_name
+from composer_speedups.tasks.task import build_task
+from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
+from composer_speedups.train.fit import failed_run
+from composer_speedups.train.trainer import build_trainer
+
+__all__ = ["baseline_techniques", "measure_baseline"]
+
+_TURNS = 5
+
+
+def baseline_techniques(config: Config) -> list[Technique]:
+    """Those of ``baseline.algorithms``; none without a baseline."""
+    return [] if config.baseline is None else build_techniques(config.baseline.algorithms, config.on_unavailable)
+
+
+def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
+    """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, in turns.
+
+    Both train models of their own, which are then thrown away, on the run's data. In turns, so that another load on
+    the machine slows both alike. The random state is another one afterwards.
+
+    Returns:
+        ``algorithms`` (names), ``batches``, ``samples_per_sec`` of the baseline and ``run_samples_per_sec`` of the
+        run's techniques, over all ranks; None without a baseline.
+    """
+    if config.baseline is None:
+        return None
+    asked = [baseline_techniques(config), build_techniques(config.algorithms, config.on_unavailable)]
+    if dist.get_global_rank() == 0 and config.trainer.progress_bar:
+        first, second = (", ".join(t.name for t in techniques) or "no technique" for techniques in asked)
+        print(f"comparing {second} with {first}, {config.baseline.batches} batches each", flush=True)
+    batches = config.baseline.batches // _TURNS
+    rates = []
+    with contextlib.ExitStack() as opened:
+        trainers = []
+        for techniques in asked:
+            trainers.append(_short_trainer(config, techniques, device))
+            opened.callback(trainers[-1].close)
+        for _ in range(_TURNS):
+            for trainer in trainers:
+                with failed_run(trainer):
+                    trainer.fit(duration=f"{batches}ba")
+        for trainer in trainers:
+            [monitor] = (each for each in trainer.state.callbacks if isinstance(each, ThroughputMonitor))
+            rates.append(dist.get_world_size() * steady_rate(monitor.batches, batches))
+    return {
+        "algorithms": [technique.name for technique in asked[0] if technique.engaged],
+        "batches": batches * _TURNS,
+        "samples_per_sec": rates[0],
+        "run_samples_per_sec": rates[1],
+    }
+
+
+def _short_trainer(config: Config, techniques: list[Technique], device: Device) -> Trainer:
+    short = dataclasses.replace(
+        config,
+        run_name=f"{config.run_name}-baseline",
+        trainer=dataclasses.replace(config.trainer, progress_bar=False),
+        checkpoint=CheckpointConfig(),
+        callbacks=CallbacksConfig(memory=None),
+        loggers=LoggersConfig(),
+    )
+    task = build_task(short.model, short.data)
+    on_gpu = torch_device(device).type == "cuda"
+    data = build_data(short.data, task, model_name=resolve_name(short.model.name), on_gpu=on_gpu, seed=short.seed)
+    reproducibility.seed_all(short.seed)
+    model = build_model(short.model, task, data.tokenizer, short.data.max_length)
+    return build_trainer(short, model, data._replace(eval=None), techniques, device)
+
+
+def steady_rate(batches: Sequence[Batch], turn: int) -> float:
+    """Samples/s of one rank over steady batches, without the first of each turn, which reads again what was read."""
+    steady = [batch for i, batch in enumerate(batches) if batch.steady and i % turn] or batches
+    return sum(batch.samples for batch in steady) / sum(batch.seconds for batch in steady)

@@ -1,0 +1,212 @@
+"""What a run prints while it goes on: five lines before training, then a progress bar or, in a log file, lines."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sized
+from typing import TYPE_CHECKING, Any, TextIO
+
+from composer.core import DataSpec, State, TimeUnit
+from composer.loggers import Logger, LoggerDestination
+from composer.utils import dist
+from tqdm import tqdm
+
+from composer_speedups.tasks.metrics import REPORTED_NAMES
+from composer_speedups.tasks.model_names import SIZES
+
+if TYPE_CHECKING:
+    from composer_speedups.core.technique import Technique
+    from composer_speedups.data.loader import Data
+    from composer_speedups.tasks.models import FinetuneModel
+    from composer_speedups.train.config.schema import Config
+
+__all__ = ["TrainingProgress", "describe_run"]
+
+_RECENT = 50  # batches whose rate gives the time left
+_BETWEEN_LINES = (0.1, 5.0)  # least progress and seconds between two lines of a log file
+_EVALUATION = "metrics/eval/"
+
+
+def describe_run(
+    config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
+) -> str:
+    """Five lines: model, data, techniques, batch, and where the results go. ``--print-config`` prints every key.
+
+    Args:
+        config: Of the run.
+        model: Before it is sharded.
+        data: Of the run.
+        techniques: Those that the run asks for.
+        folder: The run's.
+        device: Its name.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    asked = [t.name for t in techniques if t.engaged is not False]
+    ranks = f" on {dist.get_world_size()} ranks" if dist.get_world_size() > 1 else ""
+    rows = {
+        "model": f"{_model_name(config)}, {_amount(parameters)} parameters, task {config.model.task}",
+        "data": f"{_data_name(config)}, {_samples(data.train)} to train on, {_samples(data.eval)} to validate on, "
+        f"{config.data.max_length} tokens at most",
+        "techniques": ", ".join(asked) or "none",
+        "batch": f"{config.data.batch_size} samples{ranks}, {config.trainer.max_duration} in all, on {device}",
+        "results": folder,
+    }
+    return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
+
+
+def _model_name(config: Config) -> str:
+    if (size := config.model.size) is not None:
+        layers, hidden, _ = SIZES[size]
+        return f"random BERT of size {size} ({layers} layers, hidden size {hidden})"
+    random = " with random weights" if config.model.init == "random" else ""
+    return f"{config.model.name}{random}"
+
+
+def _data_name(config: Config) -> str:
+    data = config.data
+    names = {"hub": data.hub_name, "builtin": "built-in texts", "random": "random tokens"}
+    return names.get(data.source) or str(data.train_file)
+
+
+def _samples(spec: DataSpec | None) -> str:
+    if spec is None:
+        return "none"
+    rows = getattr(spec.dataloader, "dataset", None)
+    return f"{len(rows):,} samples" if isinstance(rows, Sized) else "a stream"
+
+
+def _amount(count: float) -> str:
+    return f"{count / 1e6:,.1f} M" if count >= 1e5 else f"{count:,}"
+
+
+class TrainingProgress(LoggerDestination):
+    """On a terminal, a progress bar with epoch, samples/s, loss and time left; elsewhere a line every tenth of the run.
+
+    Each evaluation leaves a line with its metrics under the names of the report. Epochs count from 1. The time left is
+    that at the rate of the last 50 batches. Only rank 0 prints. It replaces Composer's ProgressBarLogger, which prints
+    the whole config, counts epochs from 0 and cuts metric names off.
+
+    Args:
+        stream: Where to print; None takes stderr.
+        now: The clock, in seconds; tests give their own.
+    """
+
+    def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        self.stream, self._now = stream or sys.stderr, now
+        self._bar: tqdm[Any] | None = None
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # time, fraction of the run
+        self._printed = (-1.0, -1.0)  # fraction and time of the last line
+        self._rate: float | None = None
+        self._loss: float | None = None
+        self._metrics: dict[str, float] = {}
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        self._rate = metrics.get("throughput/samples_per_sec", self._rate)
+        self._loss = metrics.get("loss/train/total", self._loss)
+        for name, value in metrics.items():
+            if name.startswith(_EVALUATION):
+                name = name.removeprefix(_EVALUATION)
+                self._metrics[REPORTED_NAMES.get(name, name)] = float(value)
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        self._recent.append((self._now(), _fraction(state)))
+        if _is_terminal(self.stream):
+            self._bar = tqdm(
+                total=1.0,
+                initial=_fraction(state),
+                desc="training",
+                bar_format="{desc} {percentage:3.0f}%|{bar:20}|{postfix}",
+                file=self.stream,
+                dynamic_ncols=True,
+            )
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        if dist.get_global_rank() != 0:
+            return
+        now, fraction = self._now(), _fraction(state)
+        self._recent.append((now, fraction))
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._status(state), refresh=False)
+            self._bar.update(fraction - self._bar.n)
+            return
+        before, then = self._printed
+        if fraction - before >= _BETWEEN_LINES[0] and now - then >= _BETWEEN_LINES[1]:
+            self._printed = fraction, now
+            self._print(f"training {fraction:4.0%}  {self._status(state)}")
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        if self._bar is not None:
+            length = "" if state.dataloader_len is None else f"/{int(state.dataloader_len)}"
+            self._bar.set_postfix_str(f"evaluating, batch {state.eval_timestamp.batch.value}{length}")
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(self._status(state))
+        if dist.get_global_rank() == 0 and self._metrics:
+            values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(self._metrics.items()))
+            self._print(f"{_position(state, over=True)}: {values}")
+            self._metrics = {}
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        self.close(state, logger)
+
+    def close(self, state: State, logger: Logger) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+            self._bar = None
+
+    def _print(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.write(line, file=self.stream)
+        else:
+            print(line, file=self.stream, flush=True)
+
+    def _status(self, state: State) -> str:
+        parts = [_position(state)]
+        if self._rate is not None:
+            parts.append(f"{self._rate:,.0f} samples/s")
+        if self._loss is not None:
+            parts.append(f"loss {self._loss:.4f}")
+        (started, first), (now, last) = self._recent[0], self._recent[-1]
+        if last > first:
+            parts.append(f"{_clock((1 - last) * (now - started) / (last - first))} left")
+        return ", ".join(parts)
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return os.isatty(stream.fileno())
+    except (OSError, ValueError):  # of a test's or a notebook's own
+        return False
+
+
+def _fraction(state: State) -> float:
+    """How much of the run is trained, 0 to 1; within an epoch too where its length is known."""
+    assert state.max_duration is not None
+    done = float(state.timestamp.get(state.max_duration.unit).value)
+    if state.max_duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
+        done += state.timestamp.batch_in_epoch.value / max(1, int(state.dataloader_len))
+    return min(1.0, done / max(1, state.max_duration.value))
+
+
+def _position(state: State, *, over: bool = False) -> str:
+    """``epoch 1/2, batch 340``; ``over`` says that an epoch that has just ended is meant, not the next one."""
+    batch = f"batch {state.timestamp.batch.value:,}"
+    if state.max_duration is None or state.max_duration.unit != TimeUnit.EPOCH:
+        return batch
+    total = state.max_duration.value
+    ended = over and state.timestamp.batch_in_epoch.value == 0
+    return f"epoch {min(total, state.timestamp.epoch.value + (not ended))}/{total}, {batch}"
+
+
+def _clock(seconds: float) -> str:
+    """``0:07``, ``12:40``, ``3:05:00``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,96 @@
+"""The package as it is installed and imported: a quick import without a warning, its public names, one version."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import composer_speedups
+from benchmarks.render import STUB
+from benchmarks.stub import package_stub
+from composer_speedups.__main__ import command
+from tests.conftest import ROOT
+
+IMPORT = """
+import json, sys, time
+start = time.perf_counter()
+import composer_speedups
+seconds = time.perf_counter() - start
+print(json.dumps([seconds, sorted({"torch", "composer", "transformers", "numpy"} & set(sys.modules))]))
+"""
+
+
+def test_the_package_imports_in_a_third_of_a_second_without_a_warning() -> None:
+    def measured() -> tuple[float, list[str]]:
+        done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=True)
+        assert done.stderr == ""
+        seconds, loaded = json.loads(done.stdout)
+        return seconds, loaded
+
+    runs = [measured() for _ in range(3)]
+    assert min(seconds for seconds, _ in runs) <= 0.3
+    assert all(loaded == [] for _, loaded in runs)
+
+
+def test_every_public_name_is_listed_and_can_be_imported() -> None:
+    names = composer_speedups.__all__
+    assert {"Unpadding", "apply_unpadding", "ThroughputMonitor", "recommended"} <= set(names)
+    assert set(names) <= set(dir(composer_speedups))
+    for name in names:
+        assert getattr(composer_speedups, name).__name__ == name
+    with pytest.raises(AttributeError, match="'composer_speedups' has no attribute 'Unpading'"):
+        composer_speedups.Unpading  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_type_checkers_see_the_names_that_the_package_has() -> None:
+    assert STUB.read_text() == package_stub(), "run python -m benchmarks.render"
+    stated = {}
+    for node in ast.walk(ast.parse(STUB.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                assert alias.asname == alias.name, "a stub exports only `import X as X`"
+                stated[alias.name] = str(node.module)
+    assert sorted(stated) == composer_speedups.__all__
+    for name, module in stated.items():
+        assert getattr(importlib.import_module(module), name) is getattr(composer_speedups, name)
+    assert (ROOT / "composer_speedups" / "py.typed").exists()
+
+
+def test_the_version_stands_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "version" in project["project"]["dynamic"]
+    assert project["tool"]["hatch"]["version"]["path"] == "composer_speedups/__init__.py"
+    with pytest.raises(SystemExit) as stopped:
+        command(["--version"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out == f"composer-speedups {composer_speedups.__version__}\n"
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == composer_speedups.__version__
+
+
+def test_the_command_without_arguments_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    command([])
+    printed = capsys.readouterr().out
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert len(scripts) == 5
+    for name in scripts:
+        assert name in printed
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
+def test_files_for_the_repository_host_are_yaml(path: Path) -> None:
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_workflow_runs_what_a_contributor_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    assert [step["run"] for step in steps if "run" in step] == [".ci/run"]
+    assert (ROOT / ".ci" / "run").stat().st_mode & 0o111
