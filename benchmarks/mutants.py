@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -149,9 +150,12 @@ def drawn(package: str, sample: int, seed: int) -> list[tuple[Mutant, str]]:
     found: list[tuple[Mutant, str]] = []
     for module, ((line, _), _), changes in everywhere:
         operator, occurrence = chance.choice(changes)
-        mutated = mutate_code(codes[module], get_operator(operator)(), occurrence)
         if len(found) == sample:
             break
+        try:
+            mutated = mutate_code(codes[module], get_operator(operator)(), occurrence)
+        except AttributeError:  # Cosmic Ray's exception replacer knows no dotted names
+            continue
         if mutated is None or not _compiles(mutated):
             continue
         found.append((Mutant(module, line, operator.removeprefix("core/"), _changed(codes[module], mutated)), mutated))
@@ -231,10 +235,14 @@ class Lane:
             os.environ["PYTHONPATH"] = str(self.tree.folder)
             import pytest
 
-            chosen = "not gpu and not long"
-            status = int(pytest.main(["-x", "-q", "-m", chosen, "-p", "no:cacheprovider", "-p", "no:xdist", *tests]))
+            options = ["-x", "-q", "-m", "not gpu and not long", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            preloaded = "ignore::pytest.PytestAssertRewriteWarning"  # plugins' modules among them
+            status = int(pytest.main([*options, "-W", preloaded, *tests]))
+        except BaseException:
+            traceback.print_exc()
         finally:
             sys.stdout.flush()
+            sys.stderr.flush()
             os._exit(status)
 
     def ended(self) -> tuple[str, float] | None:
