@@ -1,18 +1,21 @@
-"""python -m benchmarks.mutants PACKAGE [sample=40] [seed=1] [jobs=2]: do the tests notice a changed line?
+"""python -m benchmarks.mutants PACKAGE [sample=40] [seed=1] [jobs=2]: mutation testing of one package.
 
-Cosmic Ray's operators change one place of a module at a time (``uv run --with "cosmic-ray>=8.7,<9" python -m
-benchmarks.mutants …``): another comparison, number, arithmetic or boolean operator, no loop, no decorator. All tests of
-a module run against each of a sample of these mutants, in a copy of the repository. A process that has imported torch,
-Composer and transformers, and nothing of this package, is forked for each, so that a mutant costs what its tests cost.
+A mutant is a module with one change by an operator of Cosmic Ray: another comparison, number, arithmetic or boolean
+operator, a loop without iterations, a decorator removed. The tests of the module run against each mutant of a random
+sample, in a copy of the repository. Cosmic Ray is not among the development dependencies:
 
-A mutant is ``killed`` by a test that fails or that runs three times as long as without it; it ``survived`` where all
-pass, and is ``not_run`` where no test of its module comes to that line on a CPU. The row in ``results/cpu/mutants.jsonl``
-has the counts and every mutant that was not killed. ``python -m benchmarks.mutants PACKAGE again=true`` tries those of
-the last row anew, in the code as it is now.
+    uv run --with "cosmic-ray>=8.7,<9" python -m benchmarks.mutants callbacks
 
-PACKAGE is ``kernels``, ``algorithms``, ``checkpoints`` or ``callbacks``. A place is drawn first and then one of its
-operators, so that arithmetic, of which there are eleven changes for each operator, is not most of the sample.
-Annotations are left alone.
+Each mutant's tests run in a process forked from one that has imported torch, Composer and transformers, and nothing of
+this package, so that a mutant costs what its tests cost. Tests marked ``gpu`` or ``long`` are left out.
+
+The outcomes are ``killed`` (a test failed), ``timed_out`` (after three times the time of the unchanged module and 20 s
+more), ``survived`` (all tests passed) and ``not_run`` (all passed, and none of them runs the changed line on a CPU). A
+row in ``results/cpu/mutants.jsonl`` has the counts and the mutants that survived or were not run. ``again=true`` tries
+those of the package's last row against the code and tests as they are now.
+
+PACKAGE is ``kernels``, ``algorithms``, ``checkpoints`` or ``callbacks``. Sampling draws a location first and then one
+of its operators, since Cosmic Ray has eleven operators for each arithmetic operation. Annotations are not mutated.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -67,12 +71,13 @@ _TESTS = {  # beside the files that are named after the module or its folder
     "callbacks/run_history": ["core/test_resume_guard.py", "train/test_malformed_checkpoints.py"],
     "callbacks/wandb_axes": ["train/test_loggers.py"],
 }
-_PRELOADED = "torch transformers composer composer.loggers triton numpy pytest torch._dynamo torchmetrics datasets".split()
+_PRELOADED = "torch torch._dynamo transformers composer composer.loggers triton numpy pytest torchmetrics datasets"
+Job = tuple[Any, str, str, Sequence[str], float]  # its name, module, the module's code, its tests, seconds at most
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One changed place. ``changed`` is the lines that differ, as ``diff`` has them."""
+    """One change of a module. ``changed`` is the lines that differ, as ``diff`` shows them."""
 
     module: str
     line: int
@@ -85,7 +90,9 @@ class Tree:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._written = folder, int(time.time())
-        for name in subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n"):
+        for name in subprocess.run(
+            ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.split("\n"):
             if name and not name.startswith("benchmarks/results/") and (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
@@ -111,8 +118,8 @@ def tests_of(module: str) -> list[str]:
     return sorted({str(path.relative_to(ROOT)) for path in (*named, *listed)})
 
 
-def places(code: str) -> dict[tuple[Any, Any], list[tuple[str, int]]]:
-    """Where Cosmic Ray can change the code: start and end → names of operators and which of their occurrences."""
+def locations(code: str) -> dict[tuple[Any, Any], list[tuple[str, int]]]:
+    """Where Cosmic Ray can change the code: (start, end) → operators by name, and which of their occurrences."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -144,7 +151,7 @@ def drawn(package: str, sample: int, seed: int) -> list[tuple[Mutant, str]]:
     from cosmic_ray.plugins import get_operator
 
     codes = {module: (ROOT / module).read_text() for module in modules_of(package)}
-    everywhere = [(module, at, changes) for module, code in codes.items() for at, changes in places(code).items()]
+    everywhere = [(module, at, changes) for module, code in codes.items() for at, changes in locations(code).items()]
     chance = random.Random(seed)
     chance.shuffle(everywhere)
     found: list[tuple[Mutant, str]] = []
@@ -194,7 +201,7 @@ def anew(mutants: Sequence[dict[str, Any]]) -> list[tuple[Mutant, str]]:
 
 
 def reaching(code: str, line: int) -> str | None:
-    """The code with an error in place of the statement around a line; None outside functions, which imports run."""
+    """The code with an error raised before the statement at a line; None outside functions, which every import runs."""
     best: ast.stmt | None = None
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.FunctionDef):
@@ -246,7 +253,7 @@ class Lane:
             os._exit(status)
 
     def ended(self) -> tuple[str, float] | None:
-        """``passed``, ``failed`` or ``timed out`` and its seconds; None while the tests run."""
+        """``passed``, ``failed`` or ``timed_out`` and its seconds; None while the tests run."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         late = time.monotonic() > self._until
         if not pid and not late:
@@ -258,10 +265,10 @@ class Lane:
         code = os.waitstatus_to_exitcode(status)
         if not late and code in (4, 5, 70):
             raise SystemExit(f"pytest could not run: {(self.tree.folder / 'mutant.log').read_text()[-2000:]}")
-        return "timed out" if late else "passed" if code == 0 else "failed", time.monotonic() - self._began
+        return "timed_out" if late else "passed" if code == 0 else "failed", time.monotonic() - self._began
 
 
-def run_all(jobs: Sequence[tuple[Any, str, str, Sequence[str], float]], lanes: Sequence[Lane]) -> Iterator[tuple[Any, str, float]]:
+def run_all(jobs: Sequence[Job], lanes: Sequence[Lane]) -> Iterator[tuple[Any, str, float]]:
     """Each job, how its tests ended, and its seconds; as many at a time as there are lanes."""
     waiting, free, busy = list(reversed(jobs)), list(lanes), []
     while waiting or busy:
@@ -278,7 +285,7 @@ def run_all(jobs: Sequence[tuple[Any, str, str, Sequence[str], float]], lanes: S
 
 
 def measure(mutants: Sequence[tuple[Mutant, str]], jobs: int) -> list[tuple[Mutant, str]]:
-    """Each mutant and its outcome: ``killed``, ``timed out``, ``survived`` or ``not_run``."""
+    """Each mutant and its outcome: ``killed``, ``timed_out``, ``survived`` or ``not_run``."""
     results: list[tuple[Mutant, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         lanes = [Lane(Path(folder) / str(number)) for number in range(jobs)]
@@ -292,7 +299,7 @@ def measure(mutants: Sequence[tuple[Mutant, str]], jobs: int) -> list[tuple[Muta
             seconds[tests] = took
             print(f"{took:6.1f} s unchanged: {' '.join(tests)}", flush=True)
 
-        def job(mutant: Mutant, code: str) -> tuple[Any, str, str, Sequence[str], float]:
+        def job(mutant: Mutant, code: str) -> Job:
             tests = tuple(tests_of(mutant.module))
             return mutant, mutant.module, code, tests, 3 * seconds[tests] + 20
 
@@ -315,7 +322,9 @@ def main(arguments: Sequence[str]) -> None:
     settings = {"sample": "40", "seed": "1", "jobs": "2", "again": "false"}
     unknown = [each for each in given if each.partition("=")[0] not in settings]
     if package not in PACKAGES or unknown:
-        raise SystemExit(f"python -m benchmarks.mutants {'|'.join(PACKAGES)} [{'] ['.join(f'{k}={v}' for k, v in settings.items())}]")
+        raise SystemExit(
+            f"python -m benchmarks.mutants {'|'.join(PACKAGES)} [{'] ['.join(f'{k}={v}' for k, v in settings.items())}]"
+        )
     settings |= dict(each.split("=", 1) for each in given)
     for variable, value in {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
         os.environ.setdefault(variable, value)
@@ -327,7 +336,7 @@ def main(arguments: Sequence[str]) -> None:
         mutants = anew(last["left"])
     else:
         mutants = drawn(package, int(settings["sample"]), int(settings["seed"]))
-    for name in _PRELOADED:
+    for name in _PRELOADED.split():
         __import__(name)
     began = time.monotonic()
     results = measure(mutants, int(settings["jobs"]))
@@ -336,7 +345,7 @@ def main(arguments: Sequence[str]) -> None:
     from benchmarks.rows import append_row, call_time  # after the last fork: it imports this package
     from composer_speedups.train.environment import environment
 
-    counts = {kind: sum(outcome == kind for _, outcome in results) for kind in ("killed", "timed out", "survived", "not_run")}
+    counts = Counter(outcome for _, outcome in results)
     row = {
         "table": "mutants",
         "call": call_time(),
@@ -344,7 +353,7 @@ def main(arguments: Sequence[str]) -> None:
         "seed": last.get("seed", int(settings["seed"])),
         "again": last.get("call"),
         "mutants": len(results),
-        **{kind.replace(" ", "_"): count for kind, count in counts.items()},
+        **{kind: counts[kind] for kind in ("killed", "timed_out", "survived", "not_run")},
         "seconds": seconds,
         "left": [{**asdict(mutant), "outcome": kind} for mutant, kind in results if kind in ("survived", "not_run")],
         "environment": {**environment(), "gpu": None},

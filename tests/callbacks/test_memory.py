@@ -63,6 +63,17 @@ def test_memory_hooks_do_not_change_the_run_and_end_with_a_failure() -> None:
     assert seen
 
 
+def test_the_peak_of_a_resumed_run_is_that_of_all_its_processes() -> None:
+    anatomy = MemoryAnatomy(interval=1)
+    anatomy.load_state_dict({"parts": {"peak_gib": 4096.0, "weights_gib": 1.0}})
+    trainer = make_trainer(callbacks=[anatomy])
+    trainer.fit()
+    trainer.close()
+    summary = anatomy.summary()
+    assert summary["peak_gib"] == 4096.0
+    assert summary["weights_gib"] < 1.0, "measured anew"
+
+
 def test_a_bad_interval_is_refused() -> None:
     with pytest.raises(ValueError, match="interval must be at least 1"):
         MemoryAnatomy(interval=0)
