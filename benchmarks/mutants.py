@@ -47,7 +47,7 @@ PACKAGES = {
 }
 _TESTS = {  # beside the files that are named after the module or its folder
     "kernels/compile_ahead": ["kernels/test_fused_compile.py"],
-    "kernels/": ["kernels/test_fused_kernels.py", "kernels/test_kernels_alone.py"],
+    "kernels/": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
     "train/checkpoints/": [
         "train/test_checkpoint_structure.py",
         "train/test_malformed_checkpoints.py",
@@ -59,7 +59,8 @@ _TESTS = {  # beside the files that are named after the module or its folder
     "algorithms/bnb_optimizer/": ["algorithms/test_stable_embedding.py"],
     "algorithms/lowbit_optimizer/": ["algorithms/test_lowbit_compiled.py"],
     "algorithms/torch_compile/": ["algorithms/test_compile_cache.py"],
-    "algorithms/fused_layers/": ["algorithms/test_compile_beside.py", "kernels/test_fused_kernels.py"],
+    "algorithms/fused_layers/layer": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
+    "algorithms/fused_layers/": ["algorithms/test_compile_beside.py", "algorithms/test_fused_dropout.py"],
     "algorithms/cuda_graphs/": ["kernels/test_capture.py"],
     "callbacks/divergence": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
     "callbacks/finite_loss": ["core/test_guards_and_resume.py"],

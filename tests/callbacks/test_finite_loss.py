@@ -237,6 +237,18 @@ def test_a_loss_is_compared_with_that_of_the_last_good_checkpoint_and_not_with_a
         guard.batch_end(state, logger)
 
 
+def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses() -> None:
+    guard = DivergenceGuard(smoothing=0.75)
+    logged: list[dict[str, float]] = []
+    logger: Any = SimpleNamespace(log_metrics=logged.append)
+    for loss in (4.0, 8.0, math.nan, 2.0):  # one that is not finite passes by
+        guard.batch_end(SimpleNamespace(total_loss_dict={"loss/train/total": loss}), logger)  # type: ignore[arg-type]
+    weights = [0.75**2, 0.75, 1.0]
+    expected = sum(w * v for w, v in zip(weights, (4.0, 8.0, 2.0), strict=True)) / sum(weights)
+    assert guard.smoothed == pytest.approx(expected)
+    assert [each["numerics/smoothed_loss"] for each in logged] == pytest.approx([4.0, (0.75 * 4 + 8) / 1.75, expected])
+
+
 def test_a_checkpoint_before_the_start_is_known_sets_no_reference() -> None:
     guard = DivergenceGuard(batches=1, smoothing=0.9)
     state: Any = SimpleNamespace(total_loss_dict={"loss/train/total": 3.0})

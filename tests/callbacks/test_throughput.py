@@ -127,6 +127,20 @@ def test_a_logged_mfu_is_of_all_batches_of_the_window(monkeypatch: pytest.Monkey
     assert [v * 1e6 for _, v in logger.data["throughput/mfu"]] == pytest.approx(of_windows)
 
 
+def test_what_a_checkpoint_keeps_is_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
+    monitor, loaded = ThroughputMonitor(), ThroughputMonitor()
+    trainer = make_trainer(callbacks=[monitor])
+    trainer.fit()
+    trainer.close()
+    kept = monitor.state_dict()
+    assert kept["peak"] == (1e6, "fp32", "datasheet")
+    loaded.load_state_dict(kept)
+    assert loaded.state_dict() == kept
+    loaded.load_state_dict({**kept, "peak": None})
+    assert loaded.state_dict()["peak"] is None
+
+
 def test_a_resumed_run_adds_its_warm_up_and_leaves_out_its_first_batch(tmp_path: Path) -> None:
     """Even without warm-up batches: the first one waits for the data that was trained before."""
 
@@ -183,6 +197,20 @@ def test_fp32_on_a_gpu_is_tf32_where_torchs_flag_allows_it(
     monkeypatch.setattr(peaks, "device_of", lambda _: torch.device("cuda"))
     torch.set_float32_matmul_precision(named)
     assert precision_in_force(state) == expected
+
+
+def test_the_datasheets_rate_is_that_of_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def listed(state: Any) -> float:
+        asked.append(state.precision.value)
+        return 5e14
+
+    monkeypatch.setattr(peaks, "get_gpu_flops_available", listed)
+    assert device_peak("bf16", torch.device("cpu")).source == "measured"
+    assert asked == []
+    assert device_peak("bf16", torch.device("cuda")) == (5e14, "bf16", "datasheet")
+    assert asked == ["bf16"]
 
 
 @pytest.mark.gpu
