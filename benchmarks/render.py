@@ -6,7 +6,8 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - from the code: ``order``, ``ranks``, ``clashes NAME``;
 - from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``heads``, ``refusals``;
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
-  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``.
+  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``,
+  ``suite``, ``mutants``.
 
 ``<!-- chart: KIND TABLE FILE.png [ARM | ARM …] -->`` stands before an image, which :mod:`benchmarks.charts` draws anew
 when its rows are others than it shows.
@@ -25,7 +26,7 @@ from benchmarks.charts import Chart
 ROOT = Path(__file__).parent.parent
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy"
+_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy suite mutants"
 _KINDS = f"order ranks clashes families heads refusals {_OF_ROWS}".split()
 
 

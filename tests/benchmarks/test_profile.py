@@ -10,15 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import profile
 from benchmarks.micro import gemm_floor, linear_shapes
 from benchmarks.profile import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
+from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.families.packed_tokens import make_plan
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT
 from tests.helpers.ranks import on_ranks
+
+FUSED = ("algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={last_layer: all}")
 
 
 @pytest.mark.parametrize(
@@ -87,8 +93,15 @@ def test_communication_counts_as_exposed_where_nothing_else_runs() -> None:
     assert exposed(kernels[:1]) == 0.0
 
 
-def _profiled() -> dict[str, Any]:
-    arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "data.train_samples=64", "profile.warmup=1"]
+def _profiled(*more: str) -> dict[str, Any]:
+    arguments = [
+        "-f",
+        str(ROOT / "yamls" / "quickstart.yaml"),
+        *SHORT,
+        "data.train_samples=64",
+        "profile.warmup=1",
+        *more,
+    ]
     return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
 
 
@@ -119,6 +132,39 @@ def test_the_floor_multiplies_what_a_step_multiplies() -> None:
     assert seconds > 0
     assert products[:3] == [(7, 32, 64), (7, 64, 32), (64, 7, 32)]
     assert isinstance(model.classifier, nn.Linear)
+
+
+def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_are_the_floors() -> None:
+    """Its layers are other classes with the same Linears, and they multiply what the floor multiplies."""
+    model = tiny_bert()
+    expected = linear_shapes(model)
+    apply_unpadding(model)
+    apply_fused_layers(model, "all")
+    assert linear_shapes(model) == expected
+    (first, *_) = (module for module in model.modules() if isinstance(module, FusedLayer))
+    multiplied = 0
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal multiplied
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                left, right = args[-2:]
+                multiplied += left.shape[0] * left.shape[1] * right.shape[1]
+            return func(*args, **(kwargs or {}))
+
+    tokens = 64
+    x, plan = torch.randn(1, tokens, 32, requires_grad=True), make_plan(torch.ones(4, 16), tokens)
+    with Products():
+        first(x, unpadding=plan).sum().backward()
+    floor = sum(3 * tokens * inputs * outputs for inputs, outputs in expected[: len(expected) // 2])
+    assert multiplied == floor, "forward, input gradients and weight gradients"
+
+
+def test_a_profile_of_fused_layers_has_their_floor() -> None:
+    row = _profiled(*FUSED)
+    assert row["algorithms"]["fused_layers"]["engaged"]
+    assert row["gemm_floor_ms"] > 0
+    assert row["step_over_floor"] == pytest.approx(row["step_ms"] / row["gemm_floor_ms"])
 
 
 def test_a_profile_of_the_quickstart() -> None:

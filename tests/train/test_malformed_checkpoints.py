@@ -96,6 +96,7 @@ MALFORMED: list[tuple[Change, str]] = [
     (put("state/timestamp", {}), "state/timestamp has no Timestamp"),
     (put("state/rank_zero_seed", "17"), "state/rank_zero_seed is a str, and not an int"),
     (put("state/rank_zero_seed", 2**40), "state/rank_zero_seed is 1099511627776"),
+    (put("state/rank_zero_seed", 2**32 - 2**16), "state/rank_zero_seed is 4294901760, and not within 0 to 4294901759"),
     (put("state/rank_zero_seed", torch.tensor(17)), "state/rank_zero_seed is a Tensor"),
     (put("state/algorithms", {"a": {}}), "state/algorithms is a dict, and not a list"),
     (put("state/algorithms", ["FusedOptimizer"]), "state/algorithms/0 is a str, and not a tuple"),
