@@ -1,6 +1,6 @@
 """python -m benchmarks.suite PYTEST-ARGUMENTS: run tests and keep their summary as a row.
 
-    python -m benchmarks.suite -m gpu                 on a machine with a GPU; with two, the tests that need two run as well
+    python -m benchmarks.suite -m gpu                 on a machine with a GPU; some tests need two
     python -m benchmarks.suite -m gpu tests/gpu       some of them, where a call has to be short
     python -m benchmarks.suite -m long -s             minutes each
 
