@@ -273,7 +273,8 @@ class Lane:
 
 def run_all(jobs: Sequence[Job], lanes: Sequence[Lane]) -> Iterator[tuple[Any, str, float]]:
     """Each job, how its tests ended, and its seconds; as many at a time as there are lanes."""
-    waiting, free, busy = list(reversed(jobs)), list(lanes), []
+    waiting, free = list(reversed(jobs)), list(lanes)
+    busy: list[Lane] = []
     while waiting or busy:
         while waiting and free:
             lane = free.pop()

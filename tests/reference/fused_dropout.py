@@ -69,7 +69,8 @@ def embeddings(rate: float) -> None:
     norm: list[Any] = [random(HIDDEN).requires_grad_() for _ in range(2)]
 
     def embedded() -> Tensor:
-        return embed(ids, positions, types, *tables, *norm, 1e-5, rate, torch.float32, (-1, -1))
+        word, position, kind, weight, bias = (*tables, *norm)
+        return embed(ids, positions, types, word, position, kind, weight, bias, 1e-5, rate, torch.float32, (-1, -1))
 
     torch.manual_seed(SEED)
     first, second = embedded(), embedded()

@@ -156,3 +156,9 @@ def test_of_missing_keys_the_first_is_named_and_the_others_counted(given: str, s
 def test_names_have_the_article_that_they_are_spoken_with(type_: type, said: str) -> None:
     with pytest.raises(MalformedError, match=f"top is nothing, and not {said}$"):
         conforming(None, type_, "top")
+
+
+def test_sequences_of_many_entries_are_of_one_length() -> None:
+    assert like([2] * 300, [1] * 300, "top") == [2] * 300
+    with pytest.raises(MalformedError, match="is a list of 299 and not a list of 300"):
+        like([2] * 299, [1] * 300, "top")
