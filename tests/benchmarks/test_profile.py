@@ -24,8 +24,6 @@ from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT
 from tests.helpers.ranks import on_ranks
 
-FUSED = ("algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={last_layer: all}")
-
 
 @pytest.mark.parametrize(
     ("name", "kind"),
@@ -93,14 +91,13 @@ def test_communication_counts_as_exposed_where_nothing_else_runs() -> None:
     assert exposed(kernels[:1]) == 0.0
 
 
-def _profiled(*more: str) -> dict[str, Any]:
+def _profiled() -> dict[str, Any]:
     arguments = [
         "-f",
         str(ROOT / "yamls" / "quickstart.yaml"),
         *SHORT,
         "data.train_samples=64",
         "profile.warmup=1",
-        *more,
     ]
     return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
 
@@ -158,13 +155,6 @@ def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_a
         first(x, unpadding=plan).sum().backward()
     floor = sum(3 * tokens * inputs * outputs for inputs, outputs in expected[: len(expected) // 2])
     assert multiplied == floor, "forward, input gradients and weight gradients"
-
-
-def test_a_profile_of_fused_layers_has_their_floor() -> None:
-    row = _profiled(*FUSED)
-    assert row["algorithms"]["fused_layers"]["engaged"]
-    assert row["gemm_floor_ms"] > 0
-    assert row["step_over_floor"] == pytest.approx(row["step_ms"] / row["gemm_floor_ms"])
 
 
 def test_a_profile_of_the_quickstart() -> None:
