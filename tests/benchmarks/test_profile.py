@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import profile
 from benchmarks.micro import Product, gemm_floor, linear_products
 from benchmarks.profile import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
+from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.families.packed_tokens import make_plan
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT
@@ -139,6 +143,32 @@ def test_the_floor_of_a_step_whose_last_layer_computes_first_tokens(monkeypatch:
     assert len(rows) == 1
     assert [each.rows == 8 for each in short[-6:]] == [True, False, False, True, True, True]
     assert [each[:2] for each in short] == [each[:2] for each in every]
+
+
+def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_are_the_floors() -> None:
+    """Its layers are other classes with the same Linears, and they multiply what the floor multiplies."""
+    model = tiny_bert()
+    expected = linear_products(model, 64)
+    apply_unpadding(model)
+    apply_fused_layers(model, "all")
+    assert linear_products(model, 64) == expected
+    (first, *_) = (module for module in model.modules() if isinstance(module, FusedLayer))
+    multiplied = 0
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal multiplied
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                left, right = args[-2:]
+                multiplied += left.shape[0] * left.shape[1] * right.shape[1]
+            return func(*args, **(kwargs or {}))
+
+    tokens = 64
+    x, plan = torch.randn(1, tokens, 32, requires_grad=True), make_plan(torch.ones(4, 16), tokens)
+    with Products():
+        first(x, unpadding=plan).sum().backward()
+    floor = sum(3 * each.rows * each.inputs * each.outputs for each in expected[: len(expected) // 2])
+    assert multiplied == floor, "forward, input gradients and weight gradients"
 
 
 def test_a_profile_of_the_quickstart() -> None:

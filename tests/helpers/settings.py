@@ -234,4 +234,5 @@ def cases(*, gpu: bool = False) -> list[Any]:
 def _skip(package: str | None) -> list[pytest.MarkDecorator]:
     if package is None or importlib.util.find_spec(package) is not None:
         return []
-    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed")]
+    where = "; no package index has a build of it, and its tests on the CPU use a stand-in" if package == "apex" else ""
+    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed{where}")]
