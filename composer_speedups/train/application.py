@@ -81,8 +81,8 @@ def train(
         data = build_data(config.data, task, model_name=model_name, on_gpu=on_gpu, seed=config.seed)
         clock.lap("data")
         cpu.join()
-        baseline = measure_baseline(config, device)
-        clock.lap("baseline")
+        if (baseline := measure_baseline(config, device)) is not None:
+            clock.lap("baseline")
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         clock.lap("model")

@@ -20,7 +20,6 @@ from composer_speedups.tasks.models import build_model, resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.fit import failed_run
-from composer_speedups.train.trainer import build_trainer
 
 __all__ = ["baseline_techniques", "measure_baseline"]
 
@@ -71,6 +70,8 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
 
 
 def _short_trainer(config: Config, techniques: list[Technique], device: Device) -> Trainer:
+    from composer_speedups.train.trainer import build_trainer  # at the top, it would make the longest chain of imports
+
     short = dataclasses.replace(
         config,
         run_name=f"{config.run_name}-baseline",
