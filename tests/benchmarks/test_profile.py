@@ -135,7 +135,12 @@ def test_the_floor_multiplies_what_a_step_multiplies() -> None:
 
 def test_the_floor_of_a_step_whose_last_layer_computes_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[Product]] = []
-    monkeypatch.setattr(profile, "gemm_floor", lambda products, *_: seen.append(list(products)) or 1.0)
+
+    def recorded(products: list[Product], *_: Any) -> float:
+        seen.append(products)
+        return 1.0
+
+    monkeypatch.setattr(profile, "gemm_floor", recorded)
     packed = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}"]
     _profiled(*packed, "algorithms.fused_layers={}")
     _profiled(*packed, "algorithms.fused_layers={last_layer: all}", "run_name=all")

@@ -84,7 +84,8 @@ def test_it_is_as_near_to_float32_as_eight_bits_are(family: Any, head: Any) -> N
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_no_size_of_the_loss_clips_or_loses_a_gradient_from_the_first_batch_on(scale: float) -> None:
-    stock = tiny_bert().cuda()
+    stock: Any = tiny_bert()
+    stock.cuda()
     ours = in_float8(stock)
     inputs = on_gpu(batch([12, 7, 16, 10]))
     gradients = []

@@ -111,10 +111,9 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
         return MPNetConfig(**common)
     common |= {"type_vocab_size": 2}
     if family == "deberta_v2":  # as v3 has it, with buckets of several distances within the tests' rows
-        return DebertaV2Config(
-            relative_attention=True, position_buckets=6, norm_rel_ebd="layer_norm", share_att_key=True,
-            pos_att_type="p2c|c2p", position_biased_input=False, pooler_dropout=dropout, **common,
-        )  # fmt: skip
+        own: dict[str, Any] = {"relative_attention": True, "position_buckets": 6, "norm_rel_ebd": "layer_norm"}
+        own |= {"share_att_key": True, "pos_att_type": "p2c|c2p", "position_biased_input": False}
+        return DebertaV2Config(**common, **own, pooler_dropout=dropout)
     if family == "electra":
         common |= {"summary_last_dropout": dropout}  # of its head for multiple choice
         return ElectraConfig(embedding_size=16, **common)  # smaller than the hidden size: a projection between

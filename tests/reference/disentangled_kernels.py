@@ -76,7 +76,7 @@ def attentions(dropout: float, heads: int, size: int) -> None:
         assert abs(rate - (1 - dropout)) < 0.01, rate
     qkv, positions = random(sum(LENGTHS), 3 * heads * size), random(TABLE, 2 * heads * size)
     leaves = [each.clone().requires_grad_() for each in (qkv, positions)]
-    expected = plain(*leaves, heads, masks, dropout)
+    expected = plain(leaves[0], leaves[1], heads, masks, dropout)
     out, logs = disentangled_forward(qkv, positions, entries(), CU, LONGEST, heads, dropout, seed())
     near(f"disentangled attention, dropout {dropout}, {heads} heads of {size}", out, expected)
     grad = random(*out.shape)

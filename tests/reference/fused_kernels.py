@@ -378,10 +378,10 @@ def gated_layers(window: int | None, *, first: bool) -> None:
     """The whole gated layer beside plain operators, which test_fused_layers.py holds against the stock models'."""
     heads, hidden, inner, size = 2, 32, 24, 16
     sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
-    linears = [nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes]
+    qkv, out, up, down = (nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes)
     before = None if first else nn.LayerNorm(hidden, bias=False, device=DEVICE)
     after = nn.LayerNorm(hidden, bias=False, device=DEVICE)
-    parts = GatedParts(*linears, before, after, heads, window)
+    parts = GatedParts(qkv, out, up, down, before, after, heads, window)
     for parameter in parts.parameters():
         nn.init.normal_(parameter, std=0.2)
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
