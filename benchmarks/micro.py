@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from benchmarks.rows import Row, append_row, call_time
 from benchmarks.tables import table
 from composer_speedups.families.blocks import repeated_blocks
+from composer_speedups.families.family import family_of
 from composer_speedups.train.environment import environment
 
 # Of 8,000 reviews in tokens of bert-base-uncased's vocabulary, at every 32nd part from the shortest to the longest.
@@ -67,31 +68,59 @@ def lengths(rows: int, longest: int) -> list[int]:
     return [min(int(length), longest) for length in spread]
 
 
-def linear_shapes(model: nn.Module) -> list[tuple[int, int]]:
-    """(inputs, outputs) of every Linear in the model's repeated blocks, in order."""
-    blocks = repeated_blocks(model).values()
-    return [(m.in_features, m.out_features) for b in blocks for m in b.modules() if isinstance(m, nn.Linear)]
+class Product(NamedTuple):
+    """A Linear's matrix product."""
+
+    inputs: int
+    outputs: int
+    rows: int
 
 
-def gemm_floor(
-    shapes: list[tuple[int, int]], tokens: int, device: torch.device, dtype: torch.dtype, repeats: int = 10
-) -> float:
-    """Seconds of one step's products: forward, input gradient and weight gradient of each Linear.
+def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = None) -> list[Product]:
+    """Those of every Linear in the model's repeated blocks, in order.
 
-    Every layer has weights of its own, as in a step, and ``tokens`` rows; the best of three passes of ``repeats`` steps
-    counts.
+    Args:
+        model: Of transformers, or around one.
+        tokens: Rows of each.
+        first_tokens: Of the last block, where it computes only these but for keys and values; None where it computes
+            all, like the others.
     """
-    widths = {width for shape in shapes for width in shape}
-    rows = {width: torch.randn(tokens, width, device=device, dtype=dtype) for width in widths}
-    weights = [torch.randn(outputs, inputs, device=device, dtype=dtype) for inputs, outputs in shapes]
+    blocks = list(repeated_blocks(model).values())
+    found = []
+    for block in blocks:
+        short = first_tokens is not None and block is blocks[-1]
+        family = family_of(type(block))
+        parts = family.parts(block) if short and family is not None and family.parts is not None else None
+        of_all = {id(getattr(parts, name, None)) for name in ("key", "value")}
+        for module in block.modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            inputs, outputs = module.in_features, module.out_features
+            if not short or id(module) in of_all:
+                found.append(Product(inputs, outputs, tokens))
+            elif module is getattr(parts, "qkv", None):
+                found += [Product(inputs, outputs // 3, first_tokens or 0), Product(inputs, 2 * outputs // 3, tokens)]
+            else:
+                found.append(Product(inputs, outputs, first_tokens or 0))
+    return found
+
+
+def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
+    """Seconds of one step's products: forward, input gradient and weight gradient of each.
+
+    Every layer has weights of its own, as in a step; the best of three passes of ``repeats`` steps counts.
+    """
+    shapes = {(each.rows, width) for each in products for width in (each.inputs, each.outputs)}
+    rows = {shape: torch.randn(*shape, device=device, dtype=dtype) for shape in shapes}
+    weights = [(each, torch.randn(each.outputs, each.inputs, device=device, dtype=dtype)) for each in products]
 
     def step() -> None:
-        for weight in weights:
-            rows[weight.shape[1]] @ weight.T
-        for weight in reversed(weights):
-            gradient = rows[weight.shape[0]]
+        for each, weight in weights:
+            rows[each.rows, each.inputs] @ weight.T
+        for each, weight in reversed(weights):
+            gradient = rows[each.rows, each.outputs]
             gradient @ weight
-            gradient.T @ rows[weight.shape[1]]
+            gradient.T @ rows[each.rows, each.inputs]
 
     def timed() -> float:
         wait()

@@ -9,7 +9,8 @@ Prints Markdown, and appends a row to benchmarks/results/<gpu>/profile.jsonl:
 - ``busy_ms`` and ``idle_ms``: a step's time with and without a kernel on the GPU, in the profiled batches.
 - ``exposed_ms``: time in which GPUs only talked to each other, the wait for a slower one included.
 - ``gemm_floor_ms``: the matrix products of the encoder's Linears on the batch's real tokens by themselves, forward and
-  backward, in bf16; ``step_over_floor`` is ``step_ms`` over it.
+  backward, in bf16; a last layer that computes first tokens only counts those. ``step_over_floor`` is ``step_ms`` over
+  it.
 
 Several ranks (``composer -n 2 -m benchmarks.profile …``) all train, and rank 0 tells of its own GPU.
 
@@ -34,7 +35,7 @@ from composer.loggers import Logger
 from composer.utils import dist, reproducibility
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from benchmarks.micro import gemm_floor, linear_shapes
+from benchmarks.micro import gemm_floor, linear_products
 from benchmarks.rows import RESULTS, Row, append_row, call_time
 from benchmarks.tables import table
 from composer_speedups.callbacks.engagement import EngagementReport
@@ -215,13 +216,12 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
         data = build_data(config.data, task, model_name=name, on_gpu=where.type == "cuda", seed=config.seed)
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, task, data.tokenizer, config.data.max_length)
-        shapes = linear_shapes(model)
         trainer = build_trainer(config, model, data._replace(eval=None), techniques, device, folder)
         profiler = StepProfiler(counts)
         trainer.state.callbacks.append(profiler)
         trainer.fit()
-        row = _row(rest, profiler, shapes, where)
-        row["algorithms"] = EngagementReport.summary(trainer.state)
+        engaged = EngagementReport.summary(trainer.state)
+        row = _row(rest, profiler, model, engaged, config.data.batch_size, where)
         trainer.close()
     if dist.get_global_rank() == 0:
         append_row(row, "profile", results)
@@ -229,10 +229,20 @@ def main(arguments: list[str], results: Path = RESULTS) -> Row:
     return row
 
 
-def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, int]], device: torch.device) -> Row:
+def _row(
+    arguments: list[str],
+    profiler: StepProfiler,
+    model: torch.nn.Module,
+    engaged: dict[str, Any],
+    batch_size: int,
+    device: torch.device,
+) -> Row:
     tokens = round(sum(profiler.tokens) / len(profiler.tokens))
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    floor = gemm_floor(shapes, -(-tokens // _MULTIPLE) * _MULTIPLE, device, dtype)
+    ran = str(engaged.get("fused_layers", {}).get("evidence", {}).get("layers_ran", ""))
+    first_tokens = batch_size // dist.get_world_size() if "first tokens" in ran else None
+    products = linear_products(model, -(-tokens // _MULTIPLE) * _MULTIPLE, first_tokens)
+    floor = gemm_floor(products, device, dtype)
     steps = profiler.counts.active
     step_ms, floor_ms = 1e3 * profiler.step_seconds, 1e3 * floor
     busy_ms, idle_ms, exposed_ms = (None if s is None else 1e3 * s / steps for s in (*profiler.busy, profiler.exposed))
@@ -256,6 +266,7 @@ def _row(arguments: list[str], profiler: StepProfiler, shapes: list[tuple[int, i
         "gemm_floor_dtype": str(dtype).removeprefix("torch."),
         "step_over_floor": step_ms / floor_ms,
         "environment": environment(),
+        "algorithms": engaged,
     }
 
 

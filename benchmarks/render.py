@@ -9,7 +9,8 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
   ``refusals``;
 - from tests/helpers/support.py: ``tasks``, and with tests/supported.json, what marked tests recorded, ``support``;
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
-  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``.
+  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``,
+  ``suite``, ``mutants``.
 
 ``<!-- chart: KIND TABLE FILE.png [ARM | ARM …] -->`` stands before an image, which :mod:`benchmarks.charts` draws anew
 when its rows are others than it shows.
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy"
+_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy suite mutants"
 _KINDS = f"order ranks clashes families families_short heads refusals tasks support {_OF_ROWS}".split()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_speedups import _public
+import composer_speedups
 
 __all__ = ["package_stub"]
 
@@ -17,7 +17,7 @@ __all__: list[str]
 
 def package_stub() -> str:
     """The text of the stub, one import for each public name."""
-    modules = _public()
+    modules = composer_speedups._public()  # type: ignore[attr-defined]
     by_module = sorted(modules.items(), key=lambda item: (item[1], item[0]))
     imports = (f"from {module} import {name} as {name}\n" for name, module in by_module)
     return _HEAD + "".join(imports)

@@ -65,6 +65,11 @@ def rows_of(name: str) -> list[Row]:
     return [row for row in committed(name) if row["environment"]]  # a row of failed runs alone has none
 
 
+def every_gpus_rows(name: str) -> list[Row]:
+    """The committed rows of a name, of every GPU and of the CPU."""
+    return [row for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) for row in read_rows(path)]
+
+
 def where_of(rows: Sequence[Row]) -> str:
     """Hardware, versions, days and commits of the rows; more than one where they differ, nothing where none knows."""
 
@@ -229,7 +234,7 @@ def heads() -> list[str]:
 def refusals() -> list[str]:
     """What is refused, by number, and where the untouched model's own values mean nothing."""
     from composer_speedups.families.family import family_named
-    from tests.helpers.refusals import HEADS, INPUTS, REFUSALS, UNDEFINED
+    from tests.helpers.refusals import FAILING, HEADS, INPUTS, REFUSALS, UNDEFINED
 
     def title(name: str) -> str:
         family = family_named(name)
@@ -242,6 +247,8 @@ def refusals() -> list[str]:
         among = [*(title(name) for name in line.families), HEADS.get(line.head, ""), line.input and f"a {line.input}"]
         lines.append(f"{number}. {names} with {', '.join(filter(None, among))}: {line.why}.")
     lines += ["", f"- Inputs tried with each: {', '.join(INPUTS)}."]
+    for (family, given), why in FAILING.items():
+        lines.append(f"- Not compared: {title(family)} with a {given}, on which the untouched model fails: {why}.")
     for (technique, family, head, given), what in UNDEFINED.items():
         lines.append(
             f"- Not compared: `{technique}` on {title(family)} for {HEADS[head]} with {given}. The head {what}, and a "
@@ -366,6 +373,48 @@ def kernels(name: str) -> list[str]:
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
     return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [row])
+
+
+def suite() -> list[str]:
+    """What runs of the tests counted, the last one of each command and number of GPUs."""
+    last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in every_gpus_rows("suite")}
+    if not last:
+        return ["No run is kept yet: `python -m benchmarks.suite -m gpu` makes one."]
+    return table(
+        ("pytest", "passed", "failed", "skipped", "minutes", "on", "date, commit"),
+        (
+            [
+                f"`{shlex.join(row['arguments'])}`",
+                *(str(row[kind]) for kind in ("passed", "failed", "skipped")),
+                f"{row['seconds'] / 60:.1f}",
+                _ran_on(row["environment"]),
+                f"{row['call'][:10]}, {(row['environment'].get('commit') or 'unknown')[:7]}",
+            ]
+            for row in last.values()
+        ),
+    )
+
+
+def _ran_on(environment: Row) -> str:
+    count = environment.get("gpu_count") or 0
+    device = environment["gpu"] or f"{environment.get('cpu_count')} CPU cores"
+    versions = [f"{name} {environment[name]}" for name in ("torch", "transformers") if environment.get(name)]
+    return ", ".join([f"{count} {device}" if count > 1 else device, *versions])
+
+
+def mutants() -> list[str]:
+    """Samples of mutants and what the tests made of them; ``again`` is a later try of those that were left."""
+    lines = [
+        [
+            f"`{row['package']}`",
+            "those left, again" if row["again"] else f"seed {row['seed']}",
+            *(str(row[kind]) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
+            f"{row['call'][:10]}, {(row['environment'].get('commit') or 'unknown')[:7]}",
+        ]
+        for row in every_gpus_rows("mutants")
+    ]
+    kinds_of_end = ("killed", "timed out", "survived", "not run on a CPU")
+    return table(("package", "sample", "mutants", *kinds_of_end, "date, commit"), lines)
 
 
 def kinds(override: str) -> list[str]:

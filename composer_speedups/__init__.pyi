@@ -22,6 +22,8 @@ from composer_speedups.algorithms.float8_linear.functional import apply_float8_l
 from composer_speedups.algorithms.foreach_optimizer.foreach_optimizer import ForEachOptimizer as ForEachOptimizer
 from composer_speedups.algorithms.foreach_optimizer.functional import apply_foreach_optimizer as apply_foreach_optimizer
 from composer_speedups.algorithms.fused_layers.functional import apply_fused_layers as apply_fused_layers
+from composer_speedups.algorithms.fused_layers.functional import float8_scales as float8_scales
+from composer_speedups.algorithms.fused_layers.functional import load_float8_scales as load_float8_scales
 from composer_speedups.algorithms.fused_layers.functional import undo_fused_layers as undo_fused_layers
 from composer_speedups.algorithms.fused_layers.functional import unfused_layers as unfused_layers
 from composer_speedups.algorithms.fused_layers.fused_layers import FusedLayers as FusedLayers

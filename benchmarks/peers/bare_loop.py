@@ -78,7 +78,7 @@ def apply_all(
     """
     scaler = torch.amp.GradScaler(enabled=False)
     if config.trainer.precision != "fp32":
-        dtype = config.trainer.precision.removeprefix("amp_")
+        dtype: Any = config.trainer.precision.removeprefix("amp_")
         scaler = composer_speedups.apply_mixed_precision(model, dtype)
     for technique in (t for t in techniques if t.name not in _COMPOSERS):
         result = _apply(technique, config.algorithms[technique.name] or {}, model, optimizer)

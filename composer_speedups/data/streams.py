@@ -32,7 +32,7 @@ _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {"sep": "\t", "quoting": csv.QUOTE_NONE}),
     ".jsonl": ("json", {}),
 }
-_INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli python-snappy xxhash zstd"
+_INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brotli catalogue python-snappy xxhash zstd"
 
 
 class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):

@@ -134,6 +134,9 @@ class Family:
             second Linear; None where that layer is of another kind.
         parts: Block → its modules, :class:`GatedParts` for a ``gated`` one; None where the fused layers know no such
             block.
+        position_table: Block with disentangled attention, and relative embeddings (P, H) → keys and queries of
+            positions (P, 2·A·D); None for attention of another kind.
+        refuses: Encoder → what it has that cannot run on packed tokens; None where it can.
         gated: Whether a block has pre-norms, rotary positions and a gated feed-forward layer.
         dropouts: Block → for each of :class:`Rates`, the module whose mode decides and the one that holds the
             probability, or None where nothing is dropped.
@@ -160,6 +163,8 @@ class Family:
     feed_forward: tuple[str, str, str] | None = None
     parts: Callable[[Any], Any] | None = None
     gated: bool = False
+    position_table: Callable[[Any, Tensor], Tensor] | None = None
+    refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
     reads: Callable[[str, Any], Reads] = usual_head
@@ -243,7 +248,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         KeyError: A family without fused kernels, or a key that is left out.
     """
     family = family_named(config["model_type"])
-    if family is None or family.parts is None or family.gated:
+    if family is None or family.parts is None or family.gated or family.position_table is not None:
         raise KeyError(config["model_type"])
     dropped = family.attention_output_dropout
     return Shape(

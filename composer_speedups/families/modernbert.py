@@ -19,7 +19,14 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedParts, Reads, usual_head
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
-from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
+from composer_speedups.families.packed_tokens import (
+    Plan,
+    gather_tokens,
+    make_plan,
+    row_counts,
+    rows_with_holes,
+    scatter_tokens,
+)
 
 __all__ = ["FAMILY"]
 
@@ -121,9 +128,7 @@ class _UnpaddedModernBert(UnpaddedEncoder):
             or real.shape[1] <= self.config.sliding_window + 1
         ):
             return counts
-        # A row is in one piece when it has one beginning.
-        pieces = real[:, 0].int() + (real[:, 1:] & ~real[:, :-1]).sum(-1)
-        return [-abs(count) if apart else count for count, apart in zip(counts, (pieces > 1).tolist(), strict=True)]
+        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(real), strict=True)]
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
         if any(count < 0 for count in counts):

@@ -17,6 +17,7 @@ from transformers.modeling_utils import AttentionInterface
 from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
 
 __all__ = [
+    "DISENTANGLED",
     "FLASH",
     "IMPLEMENTATION",
     "operators_among",
@@ -29,6 +30,7 @@ __all__ = [
 
 IMPLEMENTATION = "unpadded"  # transformers takes any name with "flash" in it for the flash-attn package
 FLASH = "_flash_attention_forward"
+DISENTANGLED = "disentangled_attention"
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
@@ -123,7 +125,7 @@ def takes_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 
 def operators_among(counts: dict[str, int]) -> list[str]:
     """The attention operators in a count of aten operators."""
-    known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH))]
+    known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH, DISENTANGLED))]
     # SDPA's math kernel comes apart before it is dispatched; no other attention takes this softmax.
     return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
 

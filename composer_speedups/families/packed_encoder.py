@@ -42,6 +42,7 @@ class UnpaddedEncoder(nn.Module):
             a plan of its own, for which a GPU's host waits.
         known_counts: Masks, and the :meth:`count` of their rows: for a forward pass over some rows of one of them.
         given_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
+        asked_hidden_states: Whether the model around the encoder was called for all hidden states.
         given_labels: The labels that the outermost model was called with.
         by_token: The outermost model's head has a loss for each slot, and reads no mask.
         pad_to_multiple_of: The number of packed tokens is a multiple of it.
@@ -59,6 +60,7 @@ class UnpaddedEncoder(nn.Module):
     plans: tuple[tuple[Tensor | None, Layout], ...] = ()
     known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
     given_mask: Tensor | None = None
+    asked_hidden_states: bool | None = None
     given_labels: Tensor | None = None
     by_token: bool = False
     pad_to_multiple_of: int = 64

@@ -20,6 +20,7 @@ __all__ = [
     "reads_padding",
     "round_up",
     "row_counts",
+    "rows_with_holes",
     "scatter_tokens",
     "token_masks",
 ]
@@ -81,6 +82,13 @@ def row_counts(mask_BS: Tensor) -> list[int]:
     real = mask_BS.bool()
     counted = real.sum(-1)
     return torch.where(real[:, 0], counted, -counted).tolist()
+
+
+def rows_with_holes(mask_BS: Tensor) -> list[bool]:
+    """Whether padding lies between the real tokens of each row; a mask on a GPU makes the host wait for it."""
+    real = mask_BS.detach().cpu().numpy() != 0
+    pieces = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(-1)  # by their beginnings
+    return [bool(row) for row in pieces > 1]
 
 
 def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, first_slot: bool) -> list[bool]:

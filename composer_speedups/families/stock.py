@@ -81,7 +81,7 @@ def differences(
             not (_is_recorder(h) or (ours and _is_ours(h))) for h in getattr(module, attribute).values()
         ):
             yield f"{name} has {hook}"
-    yield from _other_tensors(module, reference, name)
+    yield from _other_tensors(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
     for attribute, value in vars(reference).items():
         if attribute.startswith("_") or attribute in _FREE or not isinstance(value, _PLAIN):
             continue
@@ -203,10 +203,12 @@ def _own_methods(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
             yield f"{name} has a {attribute} of its own"
 
 
-def _other_tensors(module: nn.Module, reference: nn.Module, name: str) -> Iterator[str]:
+def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
+    """``added``: buffers that this package gave the module."""
+    buffers = {key: buffer for key, buffer in module._buffers.items() if key not in added}
     for kind, held, built in (
         ("parameters", module._parameters, reference._parameters),
-        ("buffers", module._buffers, reference._buffers),
+        ("buffers", buffers, reference._buffers),
     ):
         if {k for k, v in held.items() if v is not None} != {k for k, v in built.items() if v is not None}:
             odd = ", ".join(sorted(held.keys() ^ built.keys())) or "one is missing"

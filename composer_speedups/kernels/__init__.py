@@ -10,6 +10,8 @@ on the device: the same seed drops the same numbers, so the backward pass is giv
 ``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T);
                                     with a ``window``, to so many tokens before and after
 ``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H)
+``disentangled_attention.``         DeBERTa's: ``disentangled_forward`` and ``disentangled_backward`` also take a table
+                                    of positions (P, 2·H), which gets a gradient; ``attend`` is both, with autograd
 ``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
                                     written over x, and statistics float32 (2, T)
 ``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), sums float32 (3, H)
@@ -23,6 +25,12 @@ on the device: the same seed drops the same numbers, so the backward pass is giv
                                     weight float32 (H,), and the result again
 ``rotary.rotate``                   rotary positions of the queries and keys in qkv (T, 3·H), in place, and back
 ``gelu.column_sums``                (T, F) → float32 (F,)
+``gelu.gelu_float8``                GELU's input (T, F) → GELU's result in 8 bits
+``float8.new_scales``               numbers of operands in 8 bits → what the kernels know of their magnitudes
+``float8.begin_scales``             scales for the next pass, from the magnitudes of the last one
+``float8.cast_float8``              any tensor → itself in 8 bits. ``float8.settle`` finishes what another kernel cast
+``float8.cast_weights``             a layer's weights → in 8 bits, straight and transposed
+``float8.scaled_product``           (T, I) and (O, I) in 8 bits, bias (O,) → (T, O)
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H); an autograd
                                     function. ``embed_forward`` and ``embed_backward`` are its halves
 ``compile_ahead.compile_ahead``     compiles all of them for a :class:`Shape` in threads

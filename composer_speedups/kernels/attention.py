@@ -140,11 +140,14 @@ def _attention_forward(
         k = tl.load(qkv_ptr + key_at, mask=keys[:, None] < length, other=0.0)
         v = tl.load(qkv_ptr + key_at + HIDDEN, mask=keys[:, None] < length, other=0.0)
         scores = tl.where(keys[None, :] < length, tl.dot(q, tl.trans(k)), float("-inf"))
-        if WINDOW >= 0:  # finite: a query may have no key in its first block, and -inf less -inf is no number
-            scores = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, scores, -1e30)
+        if WINDOW >= 0:
+            scores = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
-        weights = tl.exp2(scores * scale - higher[:, None])
-        shrink = tl.exp2(most - higher)
+        finite = higher
+        if WINDOW >= 0:  # a query may have no key in its first block, and -inf less -inf is no number
+            finite = tl.where(higher > float("-inf"), higher, 0.0)
+        weights = tl.exp2(scores * scale - finite[:, None])
+        shrink = tl.exp2(most - finite)
         total = total * shrink + tl.sum(weights, 1)
         most = higher
         if DROPOUT:

@@ -13,7 +13,16 @@ import torch
 from composer_speedups.kernels import Shape
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed_backward, embed_forward
-from composer_speedups.kernels.gelu import column_sums, gelu_backward
+from composer_speedups.kernels.float8 import (
+    ACTIVATION,
+    GRADIENT,
+    Float8,
+    begin_scales,
+    cast_float8,
+    cast_weights,
+    new_scales,
+)
+from composer_speedups.kernels.gelu import column_sums, gelu_backward, gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 __all__ = ["Compiling", "compile_ahead", "launches"]
@@ -23,10 +32,12 @@ Launch = Callable[[], Any]
 _TOKENS = 64  # as many as one of unpadding's multiples: Triton compiles for sizes that are multiples of 16, or not
 
 
-def launches(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[list[Launch], list[Launch]]:
+def launches(
+    shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False
+) -> tuple[list[Launch], list[Launch]]:
     """Functions that each launch a kernel or two on a few tokens: as training does, and as evaluation does besides.
 
-    The slowest to compile come first.
+    The slowest to compile come first. With ``float8``, those of 8-bit layers too; a last layer has the others.
     """
     hidden, inner = shape.hidden, shape.inner
     weight = torch.zeros(hidden, device=device)
@@ -70,7 +81,42 @@ def launches(shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[li
         partial(norm_gradients, shape.attention, weight), partial(norm_gradients, shape.output, None), gelu_gradients,
         *(partial(norm, rate) for rate in sorted({shape.attention, shape.output})),
     ]  # fmt: skip
-    return training, [partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0)]
+    evaluation: list[Launch] = [partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0)]
+    if not float8:
+        return training, evaluation
+    scales = new_scales(1, device)
+
+    def operand(width: int, kind: torch.dtype) -> Float8:
+        return Float8.like(zeros(width), kind, scales[0])
+
+    def norm8(dropout: float) -> None:
+        given = operand(hidden, ACTIVATION)
+        add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed, given)
+
+    def norm8_gradients(dropout: float, again: torch.Tensor | None) -> None:
+        more = None if again is None else zeros(hidden)
+        add_norm_backward(
+            zeros(hidden), zeros(hidden), torch.zeros(2, _TOKENS, device=device), weight, dropout, seed, again, more,
+            operand(hidden, GRADIENT),
+        )  # fmt: skip
+
+    def gelu8() -> None:
+        gelu_float8(zeros(inner), scales[0])
+        gelu_backward(zeros(inner), zeros(inner), operand(inner, GRADIENT))
+        column_sums(zeros(3 * hidden), operand(3 * hidden, GRADIENT))
+
+    def casts() -> None:
+        square = torch.zeros(hidden, hidden, device=device)
+        up, down = torch.zeros(inner, hidden, device=device), torch.zeros(hidden, inner, device=device)
+        cast_weights([square] * 4 + [up, down], [scales[0]] * 4)
+        cast_float8(zeros(hidden), scales[0])
+        begin_scales(new_scales(3, device), 1, keep=True)
+
+    training += [
+        casts, gelu8, partial(norm8_gradients, shape.attention, weight), partial(norm8_gradients, shape.output, None),
+        partial(norm8, shape.attention),
+    ]  # fmt: skip
+    return training, [*evaluation, partial(norm8, 0.0)]
 
 
 class Compiling:
@@ -88,18 +134,20 @@ class Compiling:
         self._pool.shutdown(cancel_futures=cancel)
 
 
-def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device) -> Compiling:
+def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False) -> Compiling:
     """Start compiling.
 
     Args:
         shape: Of the model.
         dtype: What its products are computed in: bf16 or fp16.
         device: A GPU.
+        float8: Those of 8-bit layers too.
 
     A kernel that cannot be compiled is left to the first batch, which says why.
     """
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile_ahead")
-    training, _ = ([pool.submit(_on, device, each) for each in some] for some in launches(shape, dtype, device))
+    found = launches(shape, dtype, device, float8=float8)
+    training, _ = ([pool.submit(_on, device, each) for each in some] for some in found)
     pool.shutdown(wait=False)  # when all are done
     return Compiling(pool, training)
 

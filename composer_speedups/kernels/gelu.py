@@ -1,5 +1,7 @@
 """GELU whose backward pass also recomputes its result and sums the gradient over tokens, all in one pass over memory.
 
+Each can also write an 8-bit operand of a matrix product, for which see :mod:`.float8`.
+
 Shapes: T tokens, F units of the feed-forward layer.
 """
 
@@ -12,34 +14,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["column_sums", "gelu_backward"]
+from composer_speedups.kernels.float8 import (
+    ACTIVATION,
+    Float8,
+    note_magnitude,
+    noted_magnitude,
+    scale_of,
+    settle,
+    settled_scale,
+    targets_of,
+)
 
+__all__ = ["column_sums", "gelu_backward", "gelu_float8"]
+
+_FORWARD = {"BLOCK": 4096, "num_warps": 8}
 _BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # of one tile
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 
 
-def gelu_backward(grad_TF: Tensor, x_TF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
+    """The exact GELU of a contiguous (T, F) as an operand in e4m3, and in no other format; settled.
+
+    ``scales`` is the operand's row of :func:`~.float8.new_scales`.
+    """
+    operand = Float8.like(x_TF, ACTIVATION, scales)
+    programs = 4
+    if x_TF.is_cuda:
+        programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
+    for again in (False, True):
+        _gelu_float8[(programs,)](
+            x_TF, operand.values, scales, x_TF.numel(), *targets_of(ACTIVATION), AGAIN=again, **_FORWARD
+        )
+    return operand
+
+
+def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of the exact GELU, x · Φ(x), with Φ to float32's last bit or two.
 
     Args:
         grad_TF: Gradient of its result; contiguous, and overwritten with the first of the results.
         x_TF: Its input; contiguous.
+        operand: Gets the gradient of x too, settled.
 
     Returns:
         The gradient of x (T, F), GELU of x (T, F), and the sum over tokens of the gradient, float32 (F,), which is
         the gradient of a bias that was added to x.
     """
     result = torch.empty_like(x_TF)
-    sums = _launch(_gelu_backward, _BACKWARD, x_TF, grad_TF, x_TF, result)
+    sums = _launch(_gelu_backward, _BACKWARD, operand, x_TF, grad_TF, x_TF, result)
+    if operand is not None:
+        settle(operand, grad_TF)
     return grad_TF, result, sums
 
 
-def column_sums(x_TF: Tensor) -> Tensor:
-    """Sum over tokens, float32 (F,), of a contiguous (T, F)."""
-    return _launch(_column_sums, _SUMS, x_TF, x_TF)
+def column_sums(x_TF: Tensor, operand: Float8 | None = None) -> Tensor:
+    """Sum over tokens, float32 (F,), of a contiguous (T, F), which ``operand`` gets too, settled."""
+    sums = _launch(_column_sums, _SUMS, operand, x_TF, x_TF)
+    if operand is not None:
+        settle(operand, x_TF)
+    return sums
 
 
-def _launch(kernel: Any, tile: dict[str, int], x_TF: Tensor, *tensors: Tensor) -> Tensor:
+def _launch(kernel: Any, tile: dict[str, int], operand: Float8 | None, x_TF: Tensor, *tensors: Tensor) -> Tensor:
     """Launch a kernel over tiles of (T, F) that sums each group of tokens in a program of its own; the whole sums."""
     tokens, features = x_TF.shape
     strips, groups = triton.cdiv(features, tile["COLUMNS"]), 3
@@ -47,7 +83,8 @@ def _launch(kernel: Any, tile: dict[str, int], x_TF: Tensor, *tensors: Tensor) -
         programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
         groups = max(1, programs // strips)
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    kernel[(strips, groups)](*tensors, partial, tokens, features, **tile)
+    written = operand or (x_TF, x_TF)  # by none without it
+    kernel[(strips, groups)](*tensors, *written, partial, tokens, features, FLOAT8=operand is not None, **tile)
     return partial.sum(0)
 
 
@@ -63,12 +100,37 @@ def normal_distribution(x, bell):
 
 
 @triton.jit
+def _gelu_float8(x_ptr, out_ptr, scales_ptr, numbers, most, target, least, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    scale = scale_of(scales_ptr)
+    cast = True
+    if AGAIN:
+        before = scale
+        scale = settled_scale(scales_ptr, noted_magnitude(scales_ptr), most, target, least, program == 0)
+        cast = scale != before
+    if cast:
+        largest = tl.zeros((BLOCK,), tl.float32)
+        for start in range(program * BLOCK, numbers, tl.num_programs(0) * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + at, mask=at < numbers, other=0.0).to(tl.float32)
+            x *= normal_distribution(x, tl.exp2(-0.7213475204444817 * x * x))
+            tl.store(out_ptr + at, (x * scale).to(out_ptr.dtype.element_ty), mask=at < numbers)
+            largest = tl.maximum(largest, tl.abs(x))
+        if not AGAIN:
+            note_magnitude(scales_ptr, program, tl.max(largest, 0))
+
+
+@triton.jit
 def _gelu_backward(
-    grad_ptr, x_ptr, result_ptr, partial_ptr, tokens, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    grad_ptr, x_ptr, result_ptr, out8_ptr, scales_ptr, partial_ptr, tokens, features,
+    FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(1)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if FLOAT8:
+        scale = scale_of(scales_ptr)
+        largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
         rows = start + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * features + columns[None, :]
@@ -79,19 +141,38 @@ def _gelu_backward(
         below = normal_distribution(x, bell)
         tl.store(result_ptr + at, (x * below).to(result_ptr.dtype.element_ty), mask=valid)
         grad *= below + x * 0.3989422804014327 * bell
-        tl.store(grad_ptr + at, grad.to(grad_ptr.dtype.element_ty), mask=valid)
+        rounded = grad.to(grad_ptr.dtype.element_ty)
+        tl.store(grad_ptr + at, rounded, mask=valid)
         total += grad
+        if FLOAT8:
+            rounded = rounded.to(tl.float32)
+            tl.store(out8_ptr + at, (rounded * scale).to(out8_ptr.dtype.element_ty), mask=valid)
+            largest = tl.maximum(largest, tl.abs(rounded))
+    if FLOAT8:
+        note_magnitude(scales_ptr, group * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
     tl.store(partial_ptr + group * features + columns, tl.sum(total, 0), mask=columns < features)
 
 
 @triton.jit
-def _column_sums(x_ptr, partial_ptr, tokens, features, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _column_sums(
+    x_ptr, out8_ptr, scales_ptr, partial_ptr, tokens, features,
+    FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     group = tl.program_id(1)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if FLOAT8:
+        scale = scale_of(scales_ptr)
+        largest = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
         rows = start + tl.arange(0, ROWS)
         at = rows.to(tl.int64)[:, None] * features + columns[None, :]
         valid = (rows < tokens)[:, None] & (columns < features)[None, :]
-        total += tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        total += x
+        if FLOAT8:
+            tl.store(out8_ptr + at, (x * scale).to(out8_ptr.dtype.element_ty), mask=valid)
+            largest = tl.maximum(largest, tl.abs(x))
+    if FLOAT8:
+        note_magnitude(scales_ptr, group * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
     tl.store(partial_ptr + group * features + columns, tl.sum(total, 0), mask=columns < features)

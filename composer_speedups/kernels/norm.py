@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
 
 __all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
 
@@ -20,7 +21,14 @@ _BACKWARD = {"ROWS": 2, "warps": 16}
 
 
 def add_norm_forward(
-    x_TH: Tensor, residual_TH: Tensor, weight_H: Tensor, bias_H: Tensor, eps: float, dropout: float, seed: Tensor
+    x_TH: Tensor,
+    residual_TH: Tensor,
+    weight_H: Tensor,
+    bias_H: Tensor,
+    eps: float,
+    dropout: float,
+    seed: Tensor,
+    operand: Float8 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """LayerNorm(dropout(x) + residual).
 
@@ -30,6 +38,7 @@ def add_norm_forward(
         eps: Added to the variance.
         dropout: Probability of dropping a number of x.
         seed: int32 (1,), on the device; the same one gives the same mask.
+        operand: Gets the result too, settled.
 
     Returns:
         The result (T, H), the sum before the norm (T, H, in x's memory), and its mean and 1/deviation, float32 (2, T).
@@ -40,9 +49,11 @@ def add_norm_forward(
     block = triton.next_power_of_2(hidden)
     _layernorm_forward[(tokens,)](
         x_TH, residual_TH, weight_H, bias_H, out, statistics, seed,
-        tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, BLOCK=block, num_warps=max(1, min(8, block // 1024)),
+        *(operand or (out, seed)), tokens, hidden, eps, threshold_of(dropout), 1 / (1 - dropout),
+        DROPOUT=dropout > 0, FLOAT8=operand is not None, BLOCK=block, num_warps=max(1, min(8, block // 1024)),
     )  # fmt: skip
+    if operand is not None:
+        settle(operand, out)
     return out, x_TH, statistics
 
 
@@ -54,6 +65,8 @@ def add_norm_backward(
     dropout: float,
     seed: Tensor,
     bias_H: Tensor | None = None,
+    more_TH: Tensor | None = None,
+    operand: Float8 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of :func:`add_norm_forward`, and what it returned.
 
@@ -63,6 +76,8 @@ def add_norm_backward(
         weight_H: Of the LayerNorm.
         dropout, seed: As in the forward pass.
         bias_H: Of the LayerNorm, to compute its result again, bit for bit, where nobody kept it.
+        more_TH: Added to ``grad_TH``.
+        operand: Gets the gradient of x too, settled.
 
     Returns:
         Gradients of the residual (T, H) and of x (T, H; without dropout they are one tensor), float32 (3, H): of the
@@ -80,9 +95,13 @@ def add_norm_backward(
     _layernorm_backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
         grad_residual, grad_x, grad_x if again is None else again, partial, seed,
+        grad_TH if more_TH is None else more_TH, *(operand or (grad_x, seed)),
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        DROPOUT=dropout > 0, AGAIN=again is not None, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None,
+        ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
     )  # fmt: skip
+    if operand is not None:
+        settle(operand, grad_x)
     return grad_residual, grad_x, partial.sum(0), again
 
 
@@ -107,9 +126,9 @@ def kept(seed, row, columns, threshold):
 
 @triton.jit
 def _layernorm_forward(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr,
+    x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr, out8_ptr, scales_ptr,
     tokens, hidden, eps, threshold, scale,
-    DROPOUT: tl.constexpr, BLOCK: tl.constexpr,
+    DROPOUT: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -128,7 +147,12 @@ def _layernorm_forward(
     inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty), mask=valid)
+    out = (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=valid)
+    if FLOAT8:
+        out = out.to(tl.float32)
+        tl.store(out8_ptr + at, (out * scale_of(scales_ptr)).to(out8_ptr.dtype.element_ty), mask=valid)
+        note_magnitude(scales_ptr, row, tl.max(tl.abs(out), 0))
     tl.store(statistics_ptr + row, mean)
     tl.store(statistics_ptr + tokens + row, inverse)
 
@@ -136,9 +160,10 @@ def _layernorm_forward(
 @triton.jit
 def _layernorm_backward(
     grad_ptr, summed_ptr, statistics_ptr, weight_ptr, bias_ptr,
-    grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr,
+    grad_residual_ptr, grad_x_ptr, again_ptr, partial_ptr, seed_ptr, more_ptr, out8_ptr, scales_ptr,
     tokens, hidden, threshold, scale,
-    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DROPOUT: tl.constexpr, AGAIN: tl.constexpr, MORE: tl.constexpr, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
@@ -151,12 +176,21 @@ def _layernorm_backward(
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)
+    if FLOAT8:
+        scale8 = scale_of(scales_ptr)
+        largest = tl.zeros((BLOCK,), tl.float32)
     for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)
         real = rows < tokens
         valid = real[:, None] & inside[None, :]
         at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
+        if FLOAT8:
+            # Were a thread to store 16 numbers of 8 bits, other warps would have the other row, and every sum over
+            # rows would go through shared memory.
+            at = tl.max_contiguous(at, [1, 8])
         grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
+        if MORE:
+            grad += tl.load(more_ptr + at, mask=valid, other=0.0).to(tl.float32)
         summed = tl.load(summed_ptr + at, mask=valid, other=0.0).to(tl.float32)
         mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
         inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
@@ -175,7 +209,13 @@ def _layernorm_backward(
             keep = kept(seed, rows[:, None], columns[None, :], threshold)
             grad_sum = tl.where(keep, grad_sum * scale, 0.0)
             tl.store(grad_x_ptr + at, grad_sum.to(grad_x_ptr.dtype.element_ty), mask=valid)
+        if FLOAT8:
+            grad_x = grad_sum.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
+            tl.store(out8_ptr + at, (grad_x * scale8).to(out8_ptr.dtype.element_ty), mask=valid)
+            largest = tl.maximum(largest, tl.max(tl.abs(grad_x), 0))
         sum_x += tl.sum(grad_sum, 0)  # of rows past the end 0, of columns past the end not stored
+    if FLOAT8:
+        note_magnitude(scales_ptr, program, tl.max(tl.where(inside, largest, 0.0), 0))
     at = partial_ptr + program * 3 * hidden + columns
     tl.store(at, sum_weight, mask=inside)
     tl.store(at + hidden, sum_bias, mask=inside)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForSequenceClassification, BertConfig
 
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
-from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families import packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
@@ -221,3 +221,19 @@ def test_workers_are_forked_when_no_thread_compiles(workers: int) -> None:
     technique._compiling = Compiling()
     technique.fit_start(state)
     assert technique._compiling.closed == (workers > 0)
+
+
+def test_embeddings_run_their_kernel_where_an_argument_that_it_does_not_read_says_nothing() -> None:
+    model = fused(tiny_bert()).bfloat16()
+    (embeddings,) = (module for module in model.modules() if isinstance(module, FusedEmbeddings))
+    ids: Any = SimpleNamespace(is_cuda=True)
+    for others, expected in [
+        ({}, True),
+        ({"past_key_values_length": 0, "inputs_embeds": None}, True),
+        ({"past_key_values_length": 1}, False),
+        ({"inputs_embeds": torch.zeros(1)}, False),
+    ]:
+        assert embeddings._can_run(ids, others) == expected
+    assert not embeddings._can_run(SimpleNamespace(is_cuda=False), {})  # type: ignore[arg-type]
+    embeddings.dropout = nn.Dropout(0.5)
+    assert not embeddings._can_run(ids, {}), "it is another module by now"

@@ -104,6 +104,15 @@ def test_what_undoes_it_is_noticed(sabotage: str) -> None:
     trainer.close()
 
 
+def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Turing")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(TechniqueError, match=r"bfloat16 needs .* 8\.0 or newer, and Turing is 7\.5"):
+        screen([KahanOptimizer()], Context(torch.device("cuda")))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    screen([KahanOptimizer()], Context(torch.device("cuda")))
+
+
 def test_autocast_and_other_weights_are_refused() -> None:
     with pytest.raises(TechniqueError, match=r"kahan_optimizer: .*autocast \(amp_bf16\); set the Trainer's precision"):
         screen([KahanOptimizer()], Context(torch.device("cpu"), "amp_bf16"))

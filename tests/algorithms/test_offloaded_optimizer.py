@@ -135,3 +135,27 @@ def test_why_it_is_not_torchaos_clipping_comes_too_late_there() -> None:
     torch.cuda.synchronize()
     apart = [(a - b).abs().max() for a, b in zip(other.parameters(), model.parameters(), strict=True)]
     assert max(apart) > 1e-4, "torchao's class clips now: it may fit"
+
+
+def test_a_loaded_state_is_taken_to_the_cpu_where_torch_put_it_beside_its_parameters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a machine without a GPU, by the tensors whose copy on the CPU was asked for."""
+    (model, _), (_, optimizer) = pair("cpu")
+    model.zero_grad()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    taken: list[int] = []
+    copied = torch.Tensor.cpu
+
+    def cpu(tensor: torch.Tensor) -> torch.Tensor:
+        taken.append(tensor.data_ptr())
+        return copied(tensor)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    held = {value.data_ptr() for state in optimizer.state.values() for value in state.values()}
+    assert held
+    assert held == set(taken)

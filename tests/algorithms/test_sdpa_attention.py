@@ -199,3 +199,27 @@ def test_a_forced_kernel_runs_in_bf16_and_is_recorded(backend: Any) -> None:
     trainer.fit()
     trainer.close()
     assert backend in technique.evidence["kernel"]
+
+
+@pytest.mark.parametrize(("before", "after"), [("eager", "eager"), ("sdpa", "sdpa"), ("sdpa_only_math", "eager")])
+def test_where_its_kernel_cannot_run_and_it_goes_on_the_model_has_its_attention_back(
+    before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager where that was this kernel's, too, from an earlier call."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    model = tiny_bert()
+    if before == "sdpa_only_math":
+        apply_sdpa_attention(model, "math")
+    else:
+        model.set_attn_implementation(before)
+    technique = SDPAAttention("math", on_unavailable="warn")
+    trainer = make_trainer([technique], model=model, batches=plain_batches(2))
+    monkeypatch.setattr(SDPAAttention, "_kernel_for", fails)
+    with pytest.warns(UserWarning, match="the math kernel cannot run on the first batch"):
+        trainer.fit()
+    trainer.close()
+    assert technique.evidence["going_on_with"] == after
+    assert model.config._attn_implementation == after

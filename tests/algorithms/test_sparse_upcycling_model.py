@@ -25,6 +25,7 @@ from composer_speedups.tasks.models import _loaded
 from composer_speedups.train.config.schema import ModelConfig
 from tests.algorithms.test_sparse_upcycling import balance_of, family, mlm_logits, set_apart, upcycled
 from tests.helpers.common import awkward_batches, batch, make_trainer, tiny_bert
+from tests.helpers.models import tiny_model
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
@@ -120,6 +121,12 @@ def test_a_masked_lm_with_tied_embeddings_loads_again(tmp_path: Path) -> None:
     again: Any = load_sparse_upcycling(tmp_path, AutoModelForMaskedLM)
     assert again.lm_head.decoder.weight is again.get_input_embeddings().weight
     assert_near(mlm_logits(again), mlm_logits(model), what="logits")
+
+
+def test_a_family_whose_feed_forward_layers_are_unknown_is_named() -> None:
+    for model in (tiny_model("modernbert"), tiny_model("albert")):
+        with pytest.raises(ValueError, match=r"knows the feed-forward layers of BERT, .*, and this is (Modern|AL)BERT"):
+            apply_sparse_upcycling(model)
 
 
 def test_mistakes_are_answered() -> None:

@@ -57,3 +57,14 @@ def test_the_flash_kernel_is_for_half_precision_on_a_gpu() -> None:
     assert not takes_flash(torch.device("cpu"), torch.bfloat16, 64)
     assert not takes_flash(torch.device("cuda"), torch.float32, 64)
     assert not takes_flash(torch.device("cuda"), torch.bfloat16, 20)
+
+
+@pytest.mark.parametrize(("width", "multiple"), [(9, 1), (9, 256), (128, 64), (129, 64), (200, 64)])
+def test_longest_holds_every_row_the_tokens_past_the_end_too_and_seldom_changes(width: int, multiple: int) -> None:
+    """The kernels take so many tokens of each row, of those that fill T up as well: fewer leave some out."""
+    mask = torch.ones(1, width, dtype=torch.long)
+    mask[0, 1:] = multiple <= width  # one token, and all others past the end
+    plan = make_plan(mask, int(mask.sum()), multiple)
+    assert plan.longest >= int(plan.cu_seqlens.diff().max())
+    assert plan.longest % 128 == 0
+    assert plan.longest - max(width, multiple) < 128

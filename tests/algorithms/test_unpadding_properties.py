@@ -59,9 +59,11 @@ def test_every_kind_of_mask_gives_the_untouched_models_values(family: Family, he
         plan_unpadding(model, mask if seed % 4 else None)
         assert_near(values(model, inputs), values(reference, inputs), what=f"{family}, {head}, {kind}, seed {seed}")
         ways[kind] += encoder.ran == "unpadded"
-    # A classifier's head reads the first slot of each row, which left padding leaves to the padded model.
+    # A classifier's head reads the first slot of each row, which left padding leaves to the padded model; holes change
+    # DeBERTa's distances between packed tokens.
     never = {kind for kind, count in ways.items() if count == 0}
-    assert never <= ({"left padding"} if head == "classification" else set())
+    padded = {"left padding"} if head == "classification" else set()
+    assert never <= (padded | {"holes"} if family == "deberta_v2" else padded)
     if head == "mlm" and family != "modernbert":
         assert {*ways.values()} == {CASES // len(KINDS)}
 

@@ -14,7 +14,8 @@ from transformers import AutoModelForQuestionAnswering
 from transformers.models.bert import modeling_bert
 from transformers.models.bert.modeling_bert import BertEncoder
 
-from composer_speedups import SDPAAttention, TorchCompile, Unpadding
+from composer_speedups import SDPAAttention, TorchCompile, Unpadding, apply_unpadding
+from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
@@ -217,3 +218,30 @@ def test_two_ranks_end_where_one_does() -> None:
     assert two["training"]["ranks"] == 2
     assert two["metrics"]["loss"] == pytest.approx(one["metrics"]["loss"], rel=1e-3)
     assert two["algorithms"]["unpadding"]["engaged"]
+
+
+def test_only_the_first_forward_pass_says_which_way_the_encoder_went() -> None:
+    first, model = FirstForward(), tiny_bert()
+    apply_unpadding(model)
+    trainer = make_trainer(model=model)
+    encoders = unpadded_encoders(trainer.state.model)
+    first.watch(trainer.state, encoders)
+    model(**batch([5, 9]))
+    first.stop()
+    found = first.evidence()
+    encoders[0].ran = "padded"  # by a later batch
+    first.watch(trainer.state, encoders)
+    first.stop()
+    assert first.failure() is None
+    assert first.evidence() == found
+    trainer.close()
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_a_probe_of_a_compiled_encoders_attention_names_its_operator(family: Family) -> None:
+    model = tiny_model(family)
+    apply_unpadding(model)
+    trainer = make_trainer(model=model)
+    (encoder,) = unpadded_encoders(trainer.state.model)
+    assert any("attention" in operator for operator in _probe_attention(trainer.state, encoder))
+    trainer.close()

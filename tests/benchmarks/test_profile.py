@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import profile
-from benchmarks.micro import gemm_floor, linear_shapes
+from benchmarks.micro import Product, gemm_floor, linear_products
 from benchmarks.profile import KINDS, Kernel, busy, by_kind, by_name, exposed, kernels_of_trace, kind_of
+from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.families.packed_tokens import make_plan
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT
+from tests.helpers.models import tiny_model
 from tests.helpers.ranks import on_ranks
 
 
@@ -87,8 +92,9 @@ def test_communication_counts_as_exposed_where_nothing_else_runs() -> None:
     assert exposed(kernels[:1]) == 0.0
 
 
-def _profiled() -> dict[str, Any]:
+def _profiled(*more: str) -> dict[str, Any]:
     arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "data.train_samples=64", "profile.warmup=1"]
+    arguments += more
     return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
 
 
@@ -103,9 +109,15 @@ def test_ranks_train_together_and_one_of_them_tells() -> None:
 
 def test_the_floor_multiplies_what_a_step_multiplies() -> None:
     model = tiny_bert()
-    shapes = linear_shapes(model)
-    assert sorted(set(shapes)) == [(32, 32), (32, 64), (64, 32)]
-    assert len(shapes) == 12  # six Linears in each of two layers; pooler and classifier are not among them
+    every = linear_products(model, 7)
+    assert sorted(set(every)) == [(32, 32, 7), (32, 64, 7), (64, 32, 7)]
+    assert len(every) == 12  # six Linears in each of two layers; pooler and classifier are not among them
+    # a last layer that computes two rows' first tokens: keys and values of all, else of these
+    assert linear_products(model, 7, first_tokens=2) == [
+        *every[:6], (32, 32, 2), (32, 32, 7), (32, 32, 7), (32, 32, 2), (32, 64, 2), (64, 32, 2)
+    ]  # fmt: skip
+    gated = linear_products(tiny_model("modernbert", layers=1), 7, first_tokens=2)
+    assert gated == [(32, 32, 2), (32, 64, 7), (32, 32, 2), (32, 64, 2), (32, 32, 2)]
     products: list[tuple[int, ...]] = []
 
     class Seen(torch.overrides.TorchFunctionMode):
@@ -115,10 +127,53 @@ def test_the_floor_multiplies_what_a_step_multiplies() -> None:
             return func(*args, **(kwargs or {}))
 
     with Seen():
-        seconds = gemm_floor([(32, 64)], 7, torch.device("cpu"), torch.float32, repeats=1)
+        seconds = gemm_floor([Product(32, 64, 7)], torch.device("cpu"), torch.float32, repeats=1)
     assert seconds > 0
     assert products[:3] == [(7, 32, 64), (7, 64, 32), (64, 7, 32)]
     assert isinstance(model.classifier, nn.Linear)
+
+
+def test_the_floor_of_a_step_whose_last_layer_computes_first_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[Product]] = []
+
+    def recorded(products: list[Product], *_: Any) -> float:
+        seen.append(products)
+        return 1.0
+
+    monkeypatch.setattr(profile, "gemm_floor", recorded)
+    packed = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}"]
+    _profiled(*packed, "algorithms.fused_layers={}")
+    _profiled(*packed, "algorithms.fused_layers={last_layer: all}", "run_name=all")
+    (short, every), rows = seen, {each.rows for each in seen[1]}
+    assert len(rows) == 1
+    assert [each.rows == 8 for each in short[-6:]] == [True, False, False, True, True, True]
+    assert [each[:2] for each in short] == [each[:2] for each in every]
+
+
+def test_the_floor_of_fused_layers_is_that_of_the_stock_model_and_its_products_are_the_floors() -> None:
+    """Its layers are other classes with the same Linears, and they multiply what the floor multiplies."""
+    model = tiny_bert()
+    expected = linear_products(model, 64)
+    apply_unpadding(model)
+    apply_fused_layers(model, "all")
+    assert linear_products(model, 64) == expected
+    (first, *_) = (module for module in model.modules() if isinstance(module, FusedLayer))
+    multiplied = 0
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal multiplied
+            if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                left, right = args[-2:]
+                multiplied += left.shape[0] * left.shape[1] * right.shape[1]
+            return func(*args, **(kwargs or {}))
+
+    tokens = 64
+    x, plan = torch.randn(1, tokens, 32, requires_grad=True), make_plan(torch.ones(4, 16), tokens)
+    with Products():
+        first(x, unpadding=plan).sum().backward()
+    floor = sum(3 * each.rows * each.inputs * each.outputs for each in expected[: len(expected) // 2])
+    assert multiplied == floor, "forward, input gradients and weight gradients"
 
 
 def test_a_profile_of_the_quickstart() -> None:

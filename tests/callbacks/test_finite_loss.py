@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, Event, State, Timestamp
 from composer.loggers import Logger
 from composer.optim import LinearWithWarmupScheduler
 
@@ -213,6 +214,70 @@ def test_a_loss_that_stays_or_recovers_passes() -> None:
     (guard,) = (c for c in trainer.state.callbacks if isinstance(c, DivergenceGuard))
     assert guard.summary()["checkpoints_withheld"] == 3
     assert trainer.state.timestamp.batch.value == 12
+
+
+def test_a_loss_is_compared_with_that_of_the_last_good_checkpoint_and_not_with_a_higher_one_before() -> None:
+    """It falls, a checkpoint is written, and it climbs again to what it was at the start."""
+    guard = DivergenceGuard(factor=1.5, margin=0.0, batches=1, smoothing=0.0)
+    state: Any = SimpleNamespace(
+        callbacks=[], load_path=None, previous_timestamp=None, optimizers=[], algorithms=[],
+        timestamp=Timestamp(), precision=SimpleNamespace(value="fp32"), total_loss_dict={},
+    )  # fmt: skip
+    logger: Any = SimpleNamespace(log_metrics=lambda _: None)
+    for loss in (4.0, 1.0):
+        state.total_loss_dict = {"loss/train/total": loss}
+        guard.batch_end(state, logger)
+    assert guard.reference == 4.0
+    assert guard._may_save(state, Event.BATCH_CHECKPOINT)
+    assert guard.reference == guard.summary()["loss_at_last_good_checkpoint"] == 1.0
+    state.total_loss_dict = {"loss/train/total": 1.5}
+    guard.batch_end(state, logger)  # at the limit, which it may reach
+    state.total_loss_dict = {"loss/train/total": 4.0}
+    with pytest.raises(DivergedError, match=r"above 1\.5 and is 4, where it had been 1 "):
+        guard.batch_end(state, logger)
+
+
+def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses() -> None:
+    guard = DivergenceGuard(smoothing=0.75)
+    logged: list[dict[str, float]] = []
+    logger: Any = SimpleNamespace(log_metrics=logged.append)
+    for loss in (4.0, 8.0, math.nan, 2.0):  # one that is not finite passes by
+        guard.batch_end(SimpleNamespace(total_loss_dict={"loss/train/total": loss}), logger)  # type: ignore[arg-type]
+    weights = [0.75**2, 0.75, 1.0]
+    expected = sum(w * v for w, v in zip(weights, (4.0, 8.0, 2.0), strict=True)) / sum(weights)
+    assert guard.smoothed == pytest.approx(expected)
+    assert [each["numerics/smoothed_loss"] for each in logged] == pytest.approx([4.0, (0.75 * 4 + 8) / 1.75, expected])
+
+
+def test_a_checkpoint_before_the_start_is_known_sets_no_reference() -> None:
+    guard = DivergenceGuard(batches=1, smoothing=0.9)
+    state: Any = SimpleNamespace(total_loss_dict={"loss/train/total": 3.0})
+    guard.batch_end(state, SimpleNamespace(log_metrics=lambda _: None))  # type: ignore[arg-type]
+    assert guard._may_save(state, Event.BATCH_CHECKPOINT)
+    assert guard.reference is None
+
+
+def test_weights_of_another_rank_stop_this_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def elsewhere(_: State, here: bool) -> bool:
+        asked.append(here)
+        return True
+
+    guard = FiniteLoss()
+    trainer = make_trainer(callbacks=[guard])
+    monkeypatch.setattr("composer_speedups.callbacks.finite_loss.any_rank", elsewhere)
+    with pytest.raises(NonFiniteError, match="weights: another rank's weights are not finite"):
+        guard._check_weights(trainer.state, "now")
+    with torch.no_grad():
+        next(trainer.state.model.parameters()).fill_(math.nan)
+    with pytest.raises(NonFiniteError, match=r"weights: 1 of \d+ weights, "):
+        guard._check_weights(trainer.state, "now")
+    assert asked == [False, True]
+    monkeypatch.setattr("composer_speedups.callbacks.finite_loss.any_rank", lambda _, here: here)
+    with torch.no_grad():
+        next(trainer.state.model.parameters()).fill_(1.0)
+    guard._check_weights(trainer.state, "now")
 
 
 def _climbing(guard: DivergenceGuard, until: int = 12, **kwargs: Any) -> Any:

@@ -12,7 +12,7 @@ from composer.loggers import InMemoryLogger
 
 from composer_speedups import MemoryAnatomy
 from composer_speedups.callbacks.memory import _bytes
-from tests.helpers.common import make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 
 
@@ -61,6 +61,29 @@ def test_memory_hooks_do_not_change_the_run_and_end_with_a_failure() -> None:
         (torch.ones(2, requires_grad=True) ** 2).sum()
     assert anatomy._hooks is None
     assert seen
+
+
+def test_activations_are_what_the_forward_pass_saves_without_the_parameters() -> None:
+    """A single token saves less than a hundredth of what the weights take."""
+    anatomy = MemoryAnatomy(interval=1)
+    trainer = make_trainer(callbacks=[anatomy], batches=[batch([1])] * 2)
+    trainer.fit()
+    trainer.close()
+    summary = anatomy.summary()
+    assert summary["activations_gib"] is not None
+    assert summary["weights_gib"] is not None
+    assert 0 < summary["activations_gib"] < 0.5 * summary["weights_gib"]
+
+
+def test_the_peak_of_a_resumed_run_is_that_of_all_its_processes() -> None:
+    anatomy = MemoryAnatomy(interval=1)
+    anatomy.load_state_dict({"parts": {"peak_gib": 4096.0, "weights_gib": 1.0}})
+    trainer = make_trainer(callbacks=[anatomy])
+    trainer.fit()
+    trainer.close()
+    summary = anatomy.summary()
+    assert summary["peak_gib"] == 4096.0
+    assert summary["weights_gib"] < 1.0, "measured anew"
 
 
 def test_a_bad_interval_is_refused() -> None:

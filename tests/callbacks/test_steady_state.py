@@ -93,12 +93,16 @@ def test_capturing_a_graph_is_warm_up_wherever_it_happens(monkeypatch: pytest.Mo
 
 
 def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
-    """Batches of half a second; rank 1 captures for three seconds in the third, for which rank 0 waits."""
+    """Batches of half a second; rank 1 captures for three seconds in the third, for which rank 0 waits.
+
+    Rank 0 waits a quarter of a second for the data of a batch, and rank 1 three times as long.
+    """
     clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [0.0]
     monitor.clock = PhaseClock(clock)
     module.capture_seconds = lambda: captured[0]  # of this process, which ends with the function
+    module.device_peak = lambda *_: module.Peak(1e6, "fp32", "datasheet")
     trainer = make_trainer(batches=plain_batches(5), callbacks=[monitor])
-    forward = trainer.state.model.forward
+    forward, after = trainer.state.model.forward, monitor.after_dataloader
 
     def capture(inputs: Any) -> Any:
         taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
@@ -106,18 +110,30 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
         clock.now += 0.5 + taken
         return forward(inputs)
 
+    def waiting(state: Any, logger: Any) -> None:
+        clock.now += 0.75 if dist.get_global_rank() else 0.25
+        after(state, logger)
+
     trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
+    monitor.after_dataloader = waiting  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
     return monitor.summary(), [b.steady for b in monitor.batches]
 
 
 def test_what_one_rank_captures_is_no_steady_state_of_those_that_wait() -> None:
-    for summary, steady in on_ranks(one_rank_captures):
+    flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
+    waited, ranks = (0.25 + 0.75) / 2, on_ranks(one_rank_captures)
+    for summary, steady in ranks:
         assert steady == [False, True, False, True, True]
-        assert summary["samples_per_sec"] == pytest.approx(2 * 4 / 0.5)
+        assert summary["samples_per_sec"] == pytest.approx(2 * 4 / (0.5 + waited))
+        assert summary["samples_per_sec_step"] == pytest.approx(2 * 4 / 0.5)
+        assert summary["tokens_per_sec"] == pytest.approx(2 * 45 / (0.5 + waited))
+        assert summary["data_seconds"] == pytest.approx(waited)
+        assert summary["data_wait_fraction"] == pytest.approx(waited / (0.5 + waited))
+        assert summary["mfu"] == pytest.approx(flops / (0.5 + waited) / 1e6), "of one device"
         assert summary["steady_batches"] == 3
-        assert summary["warmup_seconds"] == pytest.approx(0.5 + 3.5)
+    assert [summary["warmup_seconds"] for summary, _ in ranks] == pytest.approx([4.0 + 2 * 0.25, 4.0 + 2 * 0.75])
 
 
 def labelled() -> Any:

@@ -11,12 +11,13 @@ from composer.core import Event
 from composer.loggers import InMemoryLogger
 
 from composer_speedups import MixedPrecision, ThroughputMonitor
+from composer_speedups.callbacks import peaks
 from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.train.report import plot_run
 from tests.helpers.clock import Clock
-from tests.helpers.common import Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert
 
 
 @pytest.mark.pins
@@ -112,6 +113,53 @@ def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPa
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
 
 
+def test_a_logged_mfu_is_of_all_batches_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, monitor, logger = Clock(), ThroughputMonitor(window=2, warmup_batches=0), InMemoryLogger()
+    monitor.clock = PhaseClock(clock)
+    monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
+    lengths = [[3, 4], [16, 9], [5, 5]]
+    trainer = make_trainer(batches=[batch(each) for each in lengths], callbacks=[monitor], loggers=[logger])
+    clock.pass_during(trainer.state.model, "forward", 2.0)
+    trainer.fit()
+    trainer.close()
+    flops = [module.training_flops(tiny_bert().config, torch.tensor(each), "classification") for each in lengths]
+    of_windows = [flops[0] / 2, (flops[0] + flops[1]) / 4, (flops[1] + flops[2]) / 4]
+    assert [v * 1e6 for _, v in logger.data["throughput/mfu"]] == pytest.approx(of_windows)
+
+
+def test_what_a_checkpoint_keeps_is_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
+    monitor, loaded = ThroughputMonitor(), ThroughputMonitor()
+    trainer = make_trainer(callbacks=[monitor])
+    trainer.fit()
+    trainer.close()
+    kept = monitor.state_dict()
+    assert kept["peak"] == (1e6, "fp32", "datasheet")
+    loaded.load_state_dict(kept)
+    assert loaded.state_dict() == kept
+    loaded.load_state_dict({**kept, "peak": None})
+    assert loaded.state_dict()["peak"] is None
+
+
+def test_a_resumed_run_adds_its_warm_up_and_leaves_out_its_first_batch(tmp_path: Path) -> None:
+    """Even without warm-up batches: the first one waits for the data that was trained before."""
+
+    def train(until: int, **kwargs: Any) -> ThroughputMonitor:
+        clock, monitor = Clock(), ThroughputMonitor(warmup_batches=1 if until == 4 else 0)
+        monitor.clock = PhaseClock(clock)
+        trainer = make_trainer(batches=plain_batches(8), max_duration=f"{until}ba", callbacks=[monitor], **kwargs)
+        clock.pass_during(trainer.state.model, "forward", 0.5 if until == 4 else 2.0)
+        trainer.fit()
+        trainer.close()
+        return monitor
+
+    train(4, save_folder=str(tmp_path), **SAVING)
+    resumed = train(7, load_path=str(tmp_path / "ba4.pt"))
+    assert [b.steady for b in resumed.batches] == [False, True, True, True, False, True, True]
+    assert resumed.summary()["warmup_seconds"] == pytest.approx(0.5 + 2.0)
+    assert resumed.summary()["samples_per_sec"] == pytest.approx(5 * 4 / (3 * 0.5 + 2 * 2.0))
+
+
 def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so(tmp_path: Path) -> None:
     monitor = ThroughputMonitor()
     trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
@@ -133,13 +181,40 @@ def test_bad_settings_are_refused() -> None:
 def test_the_precision_in_force_is_what_matmuls_compute_in() -> None:
     assert precision_in_force(make_trainer().state) == "fp32"
     assert precision_in_force(make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state) == "bf16"
+    for named in ("high", "medium"):
+        torch.set_float32_matmul_precision(named)
+        assert precision_in_force(make_trainer().state) == "fp32", "a CPU has no TF32"
     peak = device_peak("fp32", torch.device("cpu"))
     assert peak.source == "measured"
     assert 1e9 < peak.flops_per_sec < 1e14
 
 
+@pytest.mark.parametrize(("named", "expected"), [("highest", "fp32"), ("high", "tf32"), ("medium", "tf32")])
+def test_fp32_on_a_gpu_is_tf32_where_torchs_flag_allows_it(
+    named: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_trainer().state
+    monkeypatch.setattr(peaks, "device_of", lambda _: torch.device("cuda"))
+    torch.set_float32_matmul_precision(named)
+    assert precision_in_force(state) == expected
+
+
+def test_the_datasheets_rate_is_that_of_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def listed(state: Any) -> float:
+        asked.append(state.precision.value)
+        return 5e14
+
+    monkeypatch.setattr(peaks, "get_gpu_flops_available", listed)
+    assert device_peak("bf16", torch.device("cpu")).source == "measured"
+    assert asked == []
+    assert device_peak("bf16", torch.device("cuda")) == (5e14, "bf16", "datasheet")
+    assert asked == ["bf16"]
+
+
 @pytest.mark.gpu
 def test_peaks_of_a_gpu_differ_by_precision() -> None:
     device = torch.device("cuda")
-    peaks = [device_peak(p, device).flops_per_sec for p in ("fp32", "tf32", "bf16")]
-    assert peaks[0] < peaks[1] < peaks[2]
+    rates = [device_peak(p, device).flops_per_sec for p in ("fp32", "tf32", "bf16")]
+    assert rates[0] < rates[1] < rates[2]

@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "fast_layernorm": ({}, {"implementation": "apex"}),
     "float8_linear": ({"emulate": True}, {"recipe": "rowwise", "min_features": 64, "emulate": False}),
-    "fused_layers": ({}, {"last_layer": "all"}),
+    "fused_layers": ({}, {"last_layer": "all", "precision": "fp8"}),
     "gradient_checkpointing": ({}, {"every": 2}),
     "lora": (
         {"rank": 4},

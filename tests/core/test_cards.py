@@ -140,3 +140,20 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
         exec(block.replace("TorchCompile()", 'TorchCompile(backend="aot_eager")'), names)
     names["trainer"].close()
     assert all(a.engaged for a in names["trainer"].state.algorithms)
+
+
+def test_commands_of_the_documentation_name_tests_that_are_there_and_have_the_mark() -> None:
+    commands = [
+        command.split()
+        for path in (*documents(), ROOT / "CONTRIBUTING.md")
+        for command in re.findall(r"`((?:uv run |python -m )?pytest [^`]*)`", path.read_text())
+    ]
+    files = 0
+    for command in commands:
+        mark = command[command.index("-m") + 1] if "-m" in command[1:] else ""
+        for name in (word.partition("::")[0] for word in command if word.startswith("tests/")):
+            files += 1
+            assert (ROOT / name).exists(), f"{' '.join(command)}: {name} is missing"
+            if mark in ("gpu", "long") and name.endswith(".py"):
+                assert f"mark.{mark}" in (ROOT / name).read_text(), f"{' '.join(command)}: no {mark} test in {name}"
+    assert files > 20

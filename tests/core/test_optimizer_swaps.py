@@ -208,3 +208,30 @@ def test_mixed_precision_trains_and_resumes_exactly(case: Case, precision: str, 
     assert technique.evidence["optimizer_steps"] > 0, "fp16's loss scale must have come down by now"
     resumed = train(load_path=str(tmp_path / "ba20.pt"))
     torch.testing.assert_close(final_weights(resumed), final_weights(whole), rtol=0, atol=0)
+
+
+class StepsAtRateZero(Callback):
+    """What torch's distributed state dicts do to prepare for loading or saving: a step at learning rate 0."""
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.AFTER_LOAD:
+            (optimizer,) = state.optimizers
+            rates = [group["lr"] for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+            for parameter in state.model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+def test_a_step_that_prepares_for_loading_is_not_counted_and_a_second_fit_goes_on_counting() -> None:
+    technique = technique_class("kahan_optimizer")()
+    trainer = make_trainer([technique], callbacks=[StepsAtRateZero()], max_duration="2ba")
+    trainer.fit()
+    assert technique.evidence["optimizer_steps"] == 2
+    trainer.fit(duration="2ba")
+    trainer.close()
+    assert technique.evidence["optimizer_steps"] == 4

@@ -335,3 +335,11 @@ def test_a_bad_row_has_its_number_in_the_file_where_some_are_held_out(seed: int)
     name = save({"text": ["a", "b", "c", "d", " ", "f"], "label": [0, 1] * 3}, "a.csv")
     with pytest.raises(DataError, match=r"^data\.train_file: a\.csv, row 5: text is empty"):
         load_samples(files(name, eval_fraction=0.5, seed=seed), Classification())
+
+
+def test_evaluation_leaves_no_row_out_where_training_drops_its_last_batch() -> None:
+    name = save(ROWS, "a.parquet")
+    config = files(name, name, batch_size=8, eval_batch_size=8, drop_last=True)
+    data = build_data(config, Classification(), model_name="unused", on_gpu=False)
+    assert data.eval is not None
+    assert [len(b["labels"]) for b in data.eval.dataloader] == [8, 8, 4]

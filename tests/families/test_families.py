@@ -69,9 +69,11 @@ def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
     if family.gated:  # attention's weights are dropped by no module
         assert [each[1].p for each in family.dropouts(block)] == [0.3, 0.3, 0.2]
     held = {each[1] for each in family.dropouts(block) if each is not None and isinstance(each[1], nn.Module)}
+    if family.position_table is not None:  # dropped of its argument
+        held.add(block.attention.self.pos_dropout)
     assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
-    if family.gated:
-        with pytest.raises(KeyError, match="modernbert"):
+    if family.gated or family.position_table is not None:
+        with pytest.raises(KeyError, match=r"modernbert|deberta-v2"):
             kernel_shape(model.config.to_dict())
         return
     up, activation, down = family.feed_forward or ("",) * 3
@@ -163,8 +165,8 @@ def test_nothing_but_a_familys_file_names_its_classes() -> None:
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_positions_are_those_that_the_embeddings_count(name: Family, side: str) -> None:
     """For RoBERTa and its kin, from the ids that are no padding."""
-    if name == "modernbert":
-        pytest.skip("its positions are rotations inside attention")
+    if name in ("modernbert", "deberta_v2"):
+        pytest.skip("its positions are rotations, or distances, inside attention")
     (embeddings,) = playing(tiny_model(name), "embeddings")
     padding = 0 if embeddings.word_embeddings.padding_idx is None else embeddings.word_embeddings.padding_idx
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, padding, padding]]).flip(-1 if side == "left" else ())

@@ -12,7 +12,7 @@ from composer.loggers import Logger
 
 from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.core.operator_recorder import OperatorRecorder
-from composer_speedups.families.packed_attention import FLASH, operators_among
+from composer_speedups.families.packed_attention import DISENTANGLED, FLASH, operators_among
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from tests.helpers.common import batch, make_trainer, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks
@@ -47,6 +47,9 @@ def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str,
                     assert {name.startswith("scaled_dot_product") for name in operators_among(recorder.counts)} == {
                         True
                     }
+                elif family == "deberta_v2":
+                    assert operators_among(recorder.counts) == [DISENTANGLED]
+                    assert recorder.counts[DISENTANGLED] == 2
                 else:
                     assert operators_among(recorder.counts) == [FLASH.strip("_")]
                     assert recorder.counts[FLASH] == 2

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForTokenClassification,
     BertConfig,
     CamembertConfig,
+    DebertaV2Config,
     DistilBertConfig,
     ElectraConfig,
     ModernBertConfig,
@@ -28,15 +29,25 @@ from transformers import (
 from tests.helpers.common import VOCABULARY, Batch
 
 Family = Literal[
-    "bert", "roberta", "xlm_roberta", "camembert", "distilbert", "electra", "albert", "mpnet", "modernbert", "t5"
+    "bert",
+    "roberta",
+    "xlm_roberta",
+    "camembert",
+    "distilbert",
+    "electra",
+    "albert",
+    "mpnet",
+    "modernbert",
+    "deberta_v2",
+    "t5",
 ]
 Head = Literal["classification", "tokens", "choice", "answering", "mlm"]
 FAMILIES: tuple[Family, ...] = ("bert", "roberta", "distilbert", "electra")
-UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert")
+UNPADDED: tuple[Family, ...] = (*FAMILIES, "albert", "mpnet", "modernbert", "deberta_v2")
 COPIES: tuple[Family, ...] = ("xlm_roberta", "camembert")  # RoBERTa's code by other names; tests/families has them
 EVERY: tuple[Family, ...] = (*UNPADDED, *COPIES)
 ENCODERS: tuple[Family, ...] = ("t5",)  # most of their heads are on a decoder; tests/families/test_t5.py has the others
-FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert")  # whose layers fused_layers knows
+FUSED: tuple[Family, ...] = (*FAMILIES, "modernbert", "deberta_v2")  # whose layers fused_layers knows
 HEADS: tuple[Head, ...] = ("classification", "mlm")  # one that reads a slot a row, and one that reads all
 
 _AUTO: dict[Head, Any] = {
@@ -99,6 +110,10 @@ def _config(family: Family, layers: int, dropout: float, attention_dropout: floa
     if family == "mpnet":
         return MPNetConfig(**common)
     common |= {"type_vocab_size": 2}
+    if family == "deberta_v2":  # as v3 has it, with buckets of several distances within the tests' rows
+        own: dict[str, Any] = {"relative_attention": True, "position_buckets": 6, "norm_rel_ebd": "layer_norm"}
+        own |= {"share_att_key": True, "pos_att_type": "p2c|c2p", "position_biased_input": False}
+        return DebertaV2Config(**common, **own, pooler_dropout=dropout)
     if family == "electra":
         common |= {"summary_last_dropout": dropout}  # of its head for multiple choice
         return ElectraConfig(embedding_size=16, **common)  # smaller than the hidden size: a projection between

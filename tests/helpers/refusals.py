@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-__all__ = ["HEADS", "INPUTS", "REFUSALS", "TECHNIQUES", "UNDEFINED", "Refusal", "left_padded", "refusal_of"]
+__all__ = ["FAILING", "HEADS", "INPUTS", "REFUSALS", "TECHNIQUES", "UNDEFINED", "Refusal", "left_padded", "refusal_of"]
 
 TECHNIQUES = (
     "unpadding",
@@ -96,9 +96,9 @@ REFUSALS = (
     ),
     Refusal(
         ("sdpa_attention",),
-        r"^MPNet\w+ does not support scaled_dot_product_attention in transformers$",
-        "transformers has no SDPA for it; `unpadding` brings it",
-        families=("mpnet",),
+        r"^(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers$",
+        "transformers has no SDPA for it; `unpadding` brings its own attention",
+        families=("mpnet", "deberta_v2"),
     ),
     Refusal(
         ("sparse_upcycling",),
@@ -123,6 +123,10 @@ UNDEFINED = {
 padding slot in whose local window there is no token attends to nothing, where eager attention and SDPA differ."""
 
 
+FAILING = {("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask"}
+"""Family and input on which the untouched model itself fails, and why."""
+
+
 def refusal_of(technique: str, family: str, head: str, given: str = "") -> Refusal | None:
     """The line that refuses a combination; None where it works."""
     for line in REFUSALS:
@@ -143,5 +147,5 @@ def left_padded(family: str, head: str) -> Iterator[str]:
         yield "left padding"
     if head == "pooling":  # the labels are its own module's, so that the row may have one
         yield "a row of padding"
-    if family == "modernbert":  # a hole moves tokens into others' windows
+    if family in ("modernbert", "deberta_v2"):  # a hole moves tokens into others' windows, and changes distances
         yield "holes"

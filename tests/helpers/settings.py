@@ -113,6 +113,15 @@ ENTRIES: dict[str, Entry] = {
             dtype=torch.bfloat16,
             loss_bound=0.05,
         ),
+        also=(
+            Entry(
+                gpu_variants=[{"last_layer": "all", "precision": "fp8"}],
+                needs={"unpadding": {}, **BF16},
+                dtype=torch.float8_e4m3fn,
+                loss_bound=0.06,
+                evidence=("layers", "layers_ran", "embeddings_ran"),
+            ),
+        ),
     ),
     "gradient_checkpointing": Entry([{}, {"every": 2}], evidence=("blocks", "blocks_recomputed", "seen_in")),
     "kahan_optimizer": Entry(
@@ -225,4 +234,5 @@ def cases(*, gpu: bool = False) -> list[Any]:
 def _skip(package: str | None) -> list[pytest.MarkDecorator]:
     if package is None or importlib.util.find_spec(package) is not None:
         return []
-    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed")]
+    where = "; no package index has a build of it, and its tests on the CPU use a stand-in" if package == "apex" else ""
+    return [pytest.mark.skip(reason=f"needs the package {package}, and it is not installed{where}")]

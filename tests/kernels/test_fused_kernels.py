@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import ROOT
 
 PROGRAM = "tests.reference.fused_kernels"
-COMPARISONS = 119
+COMPARISONS = 221
 
 
 def _run(environment: dict[str, str]) -> str:

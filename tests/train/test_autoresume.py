@@ -75,14 +75,14 @@ def test_the_same_command_goes_on_and_says_from_what(capsys: pytest.CaptureFixtu
     stored = yaml.safe_load((FOLDER / "config.yaml").read_text())
     del stored["checkpoint"]["autoresume"], stored["data"]["length_batching"]  # as an older version wrote it
     (FOLDER / "config.yaml").write_text(yaml.safe_dump(stored))
-    report = run(*JOB, "trainer.max_duration=9ba", "checkpoint.keep=1")
+    report = run(*JOB, "trainer.max_duration=10ba", "checkpoint.keep=1")  # more than 8, though not by its letters
     said = capsys.readouterr().out
     assert "job: goes on from runs/job/checkpoints/ep0-ba4-rank0.pt" in said
     assert "resumed after batch 4" in said
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
-    assert report["training"]["batches"] == 9
+    assert report["training"]["batches"] == 10
     assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["job"]
-    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep1-ba9-rank0.pt"], "keep=1 now"
+    assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep1-ba10-rank0.pt"], "keep=1 now"
 
 
 @pytest.mark.usefixtures("interrupted")
@@ -109,6 +109,7 @@ def test_it_begins_anew_where_that_is_asked_for() -> None:
         ("data.batch_size=16", "data.batch_size=8 and not 16"),
         ("trainer.max_duration=7ba", "trainer.max_duration=8ba and not 7ba"),
         ("trainer.max_duration=3ep", "trainer.max_duration=8ba and not 3ep"),
+        ("trainer.max_duration=9ep", "trainer.max_duration=8ba and not 9ep"),
     ],
 )
 def test_another_config_is_refused_by_name(override: str, named: str) -> None:

@@ -139,3 +139,26 @@ def test_the_tensors_that_a_quantised_one_consists_of_are_looked_at_too() -> Non
         like(own, torch.ones(512), "top")
     with pytest.raises(MalformedError, match="another shape"):
         like(low_bit_moment(256), own, "top")
+
+
+@pytest.mark.parametrize(("given", "said"), [("abc", ""), ("ab", " has no c"), ("a", " has no b (and 1 more)")])
+def test_of_missing_keys_the_first_is_named_and_the_others_counted(given: str, said: str) -> None:
+    own, value = dict.fromkeys("abc", 1), dict.fromkeys(given, 2)
+    if not said:
+        assert like(value, own, "top") == value
+        return
+    with pytest.raises(MalformedError) as error:
+        like(value, own, "top")
+    assert str(error.value) == f"top{said}"
+
+
+@pytest.mark.parametrize(("type_", "said"), [(int, "an int"), (str, "a str"), (OrderedDict, "an OrderedDict")])
+def test_names_have_the_article_that_they_are_spoken_with(type_: type, said: str) -> None:
+    with pytest.raises(MalformedError, match=f"top is nothing, and not {said}$"):
+        conforming(None, type_, "top")
+
+
+def test_sequences_of_many_entries_are_of_one_length() -> None:
+    assert like([2] * 300, [1] * 300, "top") == [2] * 300
+    with pytest.raises(MalformedError, match="is a list of 299 and not a list of 300"):
+        like([2] * 299, [1] * 300, "top")

@@ -182,7 +182,7 @@ def test_the_learning_rate_and_the_gradients_norm_are_logged(
     logged: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, threshold: str
 ) -> None:
     steps = Steps()
-    before = application.train
+    before: Any = application.train
     monkeypatch.setattr(application, "train", lambda *a, **k: before(*a, **k, callbacks=[steps]))
     run("trainer.max_duration=4ba", "trainer.eval_batches=1", f"optimizer.max_grad_norm={threshold}")
     assert logged["optimizer/learning_rate"] == steps.rates
@@ -207,7 +207,12 @@ def test_the_plot_has_a_panel_for_loss_and_accuracy_which_a_resumed_run_complete
 
     drawn: list[Any] = []
     plot = report.plot_run
-    monkeypatch.setattr(report, "plot_run", lambda *a, **k: (drawn.append(a[1]), plot(*a, **k)))
+
+    def recorded(*arguments: Any, **settings: Any) -> None:
+        drawn.append(arguments[1])
+        plot(*arguments, **settings)
+
+    monkeypatch.setattr(report, "plot_run", recorded)
     settings = ["plot=true", "checkpoint.interval=3ba", "checkpoint.keep=-1", "trainer.max_duration=2ep"]
     run(*settings, "run_name=whole")
     run(*settings, "run_name=part", "checkpoint.load=runs/whole/checkpoints/ep1-ba9-rank0.pt")

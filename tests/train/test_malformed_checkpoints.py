@@ -96,6 +96,7 @@ MALFORMED: list[tuple[Change, str]] = [
     (put("state/timestamp", {}), "state/timestamp has no Timestamp"),
     (put("state/rank_zero_seed", "17"), "state/rank_zero_seed is a str, and not an int"),
     (put("state/rank_zero_seed", 2**40), "state/rank_zero_seed is 1099511627776"),
+    (put("state/rank_zero_seed", 2**32 - 2**16), "state/rank_zero_seed is 4294901760, and not within 0 to 4294901759"),
     (put("state/rank_zero_seed", torch.tensor(17)), "state/rank_zero_seed is a Tensor"),
     (put("state/algorithms", {"a": {}}), "state/algorithms is a dict, and not a list"),
     (put("state/algorithms", ["FusedOptimizer"]), "state/algorithms/0 is a str, and not a tuple"),
@@ -108,6 +109,8 @@ MALFORMED: list[tuple[Change, str]] = [
     (put("rng/0/python", (3, (1, 2), None)), "rng/0/python is no state of that generator"),
     (put("rng/0/numpy", ("MT19937", (1, 2), 0, 0, 0.0)), "rng/0/numpy is no state of that generator"),
     (put("rng/0/numpy", ("PCG64", (1,) * 624, 0, 0, 0.0)), "rng/0/numpy is no state of that generator"),
+    (put("rng/0/numpy", ("MT19937", (1,) * 624, 625, 0, 0.0)), "rng/0/numpy/2 is 625, and not within 0 to 624"),
+    (put("rng/0/numpy", ("MT19937", (1,) * 624, 624, 2, 0.0)), "rng/0/numpy/3 is 2, and not within 0 to 1"),
     (put("rng/0/numpy", ...), "rng/0 has no numpy"),
 ]
 # What only the run knows: its own objects have other keys, lengths and sizes.
@@ -165,6 +168,24 @@ def test_what_no_run_can_use_is_refused_before_anything_is_touched(change: Chang
     assert f"checkpoint.load: changed.pt is malformed: {said}" in str(error.value)
     assert "; give the model" in str(error.value) or "; take another checkpoint" in str(error.value)
     assert in_runs() == [Path("runs/quickstart")]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("state/rank_zero_seed", 2**32 - 2**16 - 1),
+        ("rng/0/numpy", ("MT19937", (2**32 - 1,) * 624, 624, 1, 0.5)),  # with a second normal number kept
+        ("rng/0/python", (3, (*(2**32 - 1,) * 624, 624), None)),
+    ],
+)
+def test_the_largest_seed_and_states_are_taken(path: str, value: Any, honest: Path, state: State) -> None:
+    held = torch.load(honest, weights_only=False)
+    plain_generators(held)
+    sort_of(held, path, value)
+    admit(held, state, weights_only=False)
+    for key in [int(key) if key.isdigit() else key for key in path.split("/")]:
+        held = held[key]  # type: ignore[index]
+    assert held == value  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize(("change", "said"), UNFIT, ids=[said for _, said in UNFIT])

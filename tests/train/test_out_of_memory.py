@@ -10,7 +10,9 @@ import pytest
 import torch
 from composer.core import Algorithm, DataSpec, Event, State
 from composer.loggers import Logger
+from composer.models import HuggingFaceModel
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassConfusionMatrix
 from transformers import BertForMaskedLM
 
 from composer_speedups import SDPAAttention, Unpadding
@@ -107,6 +109,63 @@ def test_a_batch_that_does_not_fit_is_trained_in_smaller_pieces_to_the_same_weig
     assert_near(smaller.losses, losses.losses, what="losses")
     assert_near(smaller.first_gradients, losses.first_gradients, what="gradients")
     assert_near(final_weights(pieces), final_weights(whole), what="weights")
+
+
+class SecondPass(Algorithm):
+    """Memory runs out in the second forward pass of the run, after a micro-batch that fit."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def match(self, event: Event, state: State) -> bool:
+        return event == Event.AFTER_FORWARD
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        self.seen.append(len(state.batch["labels"]))
+        if len(self.seen) == 2:
+            raise torch.OutOfMemoryError(OOM)
+
+
+@SAID
+def test_nothing_of_a_micro_batch_that_fit_stays_when_the_next_one_does_not() -> None:
+    """Neither in the loss, nor in the gradient, nor in the metrics: each review counts once."""
+
+    class Counted(Recorder):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reviews: list[int] = []
+
+        def run_event(self, event: Event, state: State, logger: Logger) -> None:
+            super().run_event(event, state, logger)
+            if event == Event.AFTER_TRAIN_BATCH:
+                self.reviews.append(int(state.train_metrics["MulticlassConfusionMatrix"].confmat.sum()))
+
+    def train_counted(*algorithms: Algorithm) -> tuple[Any, Counted]:
+        counted = Counted()
+        model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=[MulticlassConfusionMatrix(2)])
+        trainer = make_trainer(
+            algorithms,
+            model=model,
+            callbacks=[counted],
+            cls=MicrobatchTrainer,
+            train_dataloader=DataSpec(
+                DataLoader(Batches(BATCHES), batch_size=None), get_num_samples_in_batch=lambda b: len(b["labels"])
+            ),
+            max_duration="3ba",
+            device_train_microbatch_size=4,
+        )
+        trainer.fit()
+        trainer.close()
+        return trainer, counted
+
+    whole, expected = train_counted()
+    gpu = SecondPass()
+    pieces, counted = train_counted(gpu)
+    assert gpu.seen[:6] == [4, 3, 2, 2, 2, 1]
+    assert_near(counted.losses, expected.losses, what="losses")
+    assert_near(counted.first_gradients, expected.first_gradients, what="gradients")
+    assert_near(final_weights(pieces), final_weights(whole), what="weights")
+    assert counted.reviews == expected.reviews == [7, 7, 3]
 
 
 @SAID

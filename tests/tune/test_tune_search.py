@@ -112,6 +112,33 @@ def test_what_noise_could_explain_is_not_taken() -> None:
     assert World().search(FUSED, min_gain=0.2).chosen == {}
 
 
+def test_what_saves_less_than_the_noise_is_not_even_confirmed() -> None:
+    # The given run's trials differ by 9 %; the candidate, 4, saves 7 % of their mean.
+    result = World(jitter=lambda trial: {2: 1.09, 4: 1.02}.get(trial, 1.0)).search(FOREACH)
+    assert result.kept_given == "nothing that was tried saved more than the noise"
+    assert result.pairs == []
+
+
+@pytest.mark.parametrize(
+    ("jitter", "chosen"),
+    [
+        # Trials: 1 to 3 the given run, of which the probe is not compared, 4 the candidate alone, then given and
+        # chosen in turn.
+        ({}, True),
+        ({2: 1.09, 4: 0.5}, False),  # the first runs of the given set differ by 9 %, and the candidate saves 5 %
+        ({5: 1.12}, False),  # the given set's differ by more when they are run again
+        ({6: 0.9, 8: 1.02}, False),  # the chosen set's do
+        ({6: 0.98, 8: 1.0}, True),
+    ],
+)
+def test_a_saving_counts_beyond_the_spread_of_the_first_runs_and_of_both_sets_when_confirmed(
+    jitter: dict[int, float], chosen: bool
+) -> None:
+    result = World(jitter=lambda trial: jitter.get(trial, 1.0)).search(FOREACH, min_gain=0.01)
+    assert result.pairs
+    assert result.chosen == ({"foreach_optimizer": {}} if chosen else {}), [t.label for t in result.trials]
+
+
 def test_a_lucky_trial_does_not_survive_the_confirmation() -> None:
     # Trial 4 is the candidate's (probe, two of the given run before it); all later ones are slow.
     world = World(jitter=lambda trial: 1.0 if trial < 4 else (0.3 if trial == 4 else 1.2))

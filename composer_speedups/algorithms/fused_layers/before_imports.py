@@ -65,7 +65,9 @@ def _shared_gpus() -> bool:
 
 def _start(run: PlannedRun) -> subprocess.Popen[bytes]:
     mixed = (run.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
-    arguments = json.dumps({"model": run.model, "fp16": "amp_fp16" in (f"amp_{mixed}", run.precision)})
+    float8 = (run.algorithms.get("fused_layers") or {}).get("precision") == "fp8"
+    found = {"model": run.model, "fp16": "amp_fp16" in (f"amp_{mixed}", run.precision), "float8": float8}
+    arguments = json.dumps(found)
     command, environment = python_module(__name__, arguments)
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment)
@@ -81,7 +83,7 @@ def _main(arguments: str) -> None:
     from composer_speedups.kernels.compile_ahead import compile_ahead
 
     dtype = torch.float16 if given["fp16"] else torch.bfloat16
-    compile_ahead(shape, dtype, torch.device("cuda", 0)).close()
+    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=given["float8"]).close()
 
 
 if __name__ == "__main__":

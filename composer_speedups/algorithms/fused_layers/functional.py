@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
-from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedGatedLayer, FusedLayer
+from composer_speedups.algorithms.fused_layers.modules import (
+    FusedDisentangledLayer,
+    FusedEmbeddings,
+    FusedGatedLayer,
+    FusedLayer,
+)
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import Untouched, built_on_meta, differences
 from composer_speedups.surgery.module_classes import derived_class, stock_class
 
-__all__ = ["apply_fused_layers", "undo_fused_layers", "unfused_layers"]
+__all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
 _SIZES = (16, 32, 64, 128)
+_FLOAT8 = (8, 9)  # compute capability of torch._scaled_mm
+
+LastLayer = Literal["needed", "all"]
+Precision = Literal["autocast", "fp8"]
 
 
-def apply_fused_layers(model: nn.Module, last_layer: Literal["needed", "all"] = "needed") -> list[str]:
+def apply_fused_layers(
+    model: nn.Module, last_layer: LastLayer = "needed", precision: Precision = "autocast"
+) -> list[str]:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     A layer is fused only if it is exactly what transformers builds from the model's configuration. One that holds
@@ -31,21 +44,28 @@ def apply_fused_layers(model: nn.Module, last_layer: Literal["needed", "all"] = 
             ``state_dict`` stay.
         last_layer: ``"needed"`` computes in the last layer only what the head reads, where that is known to be each
             row's first token, and where the model is called through that head; ``"all"`` computes it like the others.
+        precision: Of the layers' products: ``"autocast"`` is autocast's dtype; ``"fp8"`` computes results and input
+            gradients in 8 bits and the weights' gradients in bf16. Scales follow the tensors' magnitudes in training
+            mode, and are no part of the ``state_dict`` (see :func:`float8_scales`). A last layer that computes first
+            tokens only stays in bf16.
 
     Returns:
         Names of the layers and embeddings changed; those that already were are left out.
 
     Raises:
         ValueError: The model has no unpadded encoder, or no layer that the kernels can take, or has another
-            ``last_layer`` already.
+            ``last_layer`` or ``precision`` already; or, for ``"fp8"``, is not on a CUDA GPU of compute capability 8.9
+            or newer, or has widths that are no multiples of 16.
     """
-    return fuse(model, last_layer)
+    return fuse(model, last_layer, precision)
 
 
-def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | None = None) -> list[str]:
+def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: int | None = None) -> list[str]:
     """:func:`apply_fused_layers`; ``owner`` takes over what another one owns."""
     if last_layer not in ("needed", "all"):
         raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
+    if precision not in ("autocast", "fp8"):
+        raise ValueError(f"precision must be 'autocast' or 'fp8', not {precision!r}")
     encoders = unpadded_encoders(model)
     if not encoders:
         raise ValueError("fused_layers computes packed tokens, and the model has no unpadded encoder; add unpadding")
@@ -56,9 +76,15 @@ def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | No
             raise ValueError(
                 f"the model's layers are fused already, with last_layer={layer.last_layer!r} and not {last_layer=}"
             )
+        if layer.precision != precision:
+            raise ValueError(
+                f"the model's layers are fused already, with precision={layer.precision!r} and not {precision=}"
+            )
     reasons = unfused_layers(model)
     if not fused and len(reasons) == len(layers):
         raise ValueError(f"fused_layers can fuse none of the layers: {next(iter(reasons.values()))}")
+    if precision == "fp8":
+        check_float8(layers.values())
     names = []
     for name, module in model.named_modules():
         is_layer = name in layers and name not in reasons and _plays("layer", module)
@@ -68,7 +94,9 @@ def fuse(model: nn.Module, last_layer: Literal["needed", "all"], owner: int | No
             module.owner = owner  # type: ignore[assignment]
             names.append(name)
         if isinstance(module, FusedLayer):
-            module.last_layer = last_layer
+            module.last_layer, module.precision = last_layer, precision
+            if precision == "fp8" and "float8_scales" not in module._buffers:
+                module.register_buffer("float8_scales", _new_scales(module), persistent=False)
         if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
             module.owner = owner
     inner = {
@@ -93,12 +121,83 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
     for name, module in model.named_modules():
         if isinstance(module, FusedLayer | FusedEmbeddings) and owner in (None, module.owner):
             module.__class__ = stock_class(type(module))  # type: ignore[assignment]
-            for attribute in ("untouched", "last_layer", "is_last", "owner", "ran"):
+            for attribute in ("untouched", "last_layer", "precision", "is_last", "owner", "ran"):
                 vars(module).pop(attribute, None)
+            if "float8_scales" in module._buffers:
+                del module.float8_scales
             names.append(name)
     if not any(isinstance(module, FusedLayer) for module in model.modules()):
         unmark_calls(model)
     return names
+
+
+def float8_scales(model: nn.Module) -> dict[str, list[list[int]]]:
+    """What the 8-bit layers of a model know of their operands' magnitudes, for a checkpoint beside the model's.
+
+    Returns:
+        Name of each layer that :func:`apply_fused_layers` gave 8-bit products → a row of numbers for each operand. It
+        waits for the device.
+    """
+    found = {name: module for name, module in model.named_modules() if _is_float8(module)}
+    return {name: module.float8_scales.tolist() for name, module in found.items()}
+
+
+def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[int]]]) -> None:
+    """Set what :func:`float8_scales` returned.
+
+    Raises:
+        ValueError: It is another model's.
+    """
+    layers = {name: module for name, module in model.named_modules() if _is_float8(module)}
+    if layers.keys() != scales.keys():
+        odd = ", ".join(sorted(layers.keys() ^ scales.keys()))
+        raise ValueError(f"the scales are of other 8-bit layers than the model's: {odd}")
+    for name, module in layers.items():
+        held: Tensor = module.float8_scales
+        rows = scales[name]
+        if (len(rows), {len(row) for row in rows}) != (held.shape[0], {held.shape[1]}):
+            raise ValueError(f"{name}'s scales are not {held.shape[0]} rows of {held.shape[1]}")
+        if not all(0 <= number < 2**31 for row in rows for number in row):
+            raise ValueError(f"{name}'s scales are not the bits of positive numbers")
+        held.copy_(torch.tensor(rows, dtype=torch.int32))
+
+
+def _is_float8(module: nn.Module) -> bool:
+    return isinstance(module, FusedLayer) and module.precision == "fp8"
+
+
+def check_float8(layers: Iterable[Any]) -> None:
+    """Whether 8-bit products can run there.
+
+    Raises:
+        ValueError: Another kind of layer, another device, or other widths.
+    """
+    for layer in layers:
+        family = family_of(type(layer))
+        if family is not None and (family.gated or family.position_table is not None):
+            raise ValueError(f"precision='fp8' knows BERT's layers and those like it, not {type(layer).__name__}")
+        weight = next(layer.parameters())
+        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (0, 0)
+        if capability < _FLOAT8:
+            where = torch.cuda.get_device_name(weight.device) if weight.is_cuda else f"the {weight.device.type}"
+            wanted = ".".join(map(str, _FLOAT8))
+            raise ValueError(
+                f"precision='fp8' needs a CUDA GPU of compute capability {wanted} or newer, and the model is on {where}"
+            )
+        if family is not None and family.parts is not None:
+            up = family.parts(layer).up
+            if up.in_features % 16 or up.out_features % 16:
+                raise ValueError(
+                    f"precision='fp8' needs widths that are multiples of 16, and the layers have {up.in_features} and "
+                    f"{up.out_features} units"
+                )
+
+
+def _new_scales(layer: FusedLayer) -> Tensor:
+    from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS  # imports Triton
+    from composer_speedups.kernels.float8 import new_scales
+
+    return new_scales(len(OPERANDS), next(layer.parameters()).device)
 
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
@@ -124,7 +223,9 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 def _plays(role: str, module: nn.Module) -> bool:
     """Whether a module is the block, or the embeddings, of a family whose arithmetic the kernels know."""
     family = family_of(type(module))
-    if family is None or family.parts is None or (role == "embeddings" and family.gated):
+    if family is None or family.parts is None:
+        return False
+    if role == "embeddings" and (family.gated or family.position_table is not None):
         return False
     return family.has(role, type(module))
 
@@ -132,6 +233,8 @@ def _plays(role: str, module: nn.Module) -> bool:
 def _methods(layer: nn.Module) -> type[FusedLayer]:
     family = family_of(type(layer))
     assert family is not None
+    if family.position_table is not None:
+        return FusedDisentangledLayer
     return FusedGatedLayer if family.gated else FusedLayer
 
 
@@ -161,6 +264,11 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
     kind = (type(module), id(config), *index.values())
     if kind not in built:
         built[kind] = built_on_meta(type(module), config, **index)
+        family = family_of(type(module))
+        if family is not None and family.packed_attention is not None:  # unpadding changed the layer's own
+            for inner in built[kind].modules():
+                if family.has("attention", type(inner)):
+                    inner.__class__ = derived_class(family.packed_attention, type(inner))
     return next(differences(module, built[kind], name, around=True), None)
 
 

@@ -7,19 +7,28 @@ from typing import Any, Literal
 
 import torch
 from composer.core import Precision, State
+from composer.utils import dist
 from pydantic import Field
 
-from composer_speedups.algorithms.fused_layers.functional import fuse, unfuse, unfused_layers
+from composer_speedups.algorithms.fused_layers.functional import (
+    float8_scales,
+    fuse,
+    load_float8_scales,
+    unfuse,
+    unfused_layers,
+)
 from composer_speedups.algorithms.fused_layers.modules import (
+    FusedDisentangledLayer,
     FusedEmbeddings,
     FusedGatedLayer,
     FusedLayer,
     modules_shape,
 )
 from composer_speedups.core.compared_technique import ComparedTechnique
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
-from composer_speedups.core.trainer_state import device_of
+from composer_speedups.core.trainer_state import device_of, model_of
 
 _OWN = "fused_layers computes the whole layer itself"
 
@@ -29,7 +38,8 @@ class FusedLayers(ComparedTechnique):
 
     Raises:
         TechniqueError: At INIT, without ``unpadding``, for a model none of whose layers the kernels can take, and on a
-            GPU in fp32 or without Triton; in the first batch, for a model of one's own that then computes something
+            GPU in fp32 or without Triton; with ``precision="fp8"``, on a CPU, on a GPU older than Ada and in fp16, too;
+            in the first batch, for a model of one's own that then computes something
             else.
     """
 
@@ -44,11 +54,18 @@ class FusedLayers(ComparedTechnique):
         Conflict("torch_compile", f"{_OWN}, with kernels that are compiled already"),
     )
     gain = 1.8
-    trials = (Variant(beside={"unpadding": {}}),)
+    trials = (
+        Variant(beside={"unpadding": {}}),
+        Variant({"precision": "fp8"}, beside={"unpadding": {}}, device="cuda", gain=1.9),
+    )
+    checkpoint_fields = ComparedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
 
     last_layer: Literal["needed", "all"] = Field("needed")
     """Compute in the last layer only what a classification head reads, each row's first token; or all, as in the
     others."""
+    precision: Literal["autocast", "fp8"] = Field("autocast")
+    """Compute the layers' products in autocast's dtype; or results and input gradients in 8 bits, on Ada, Hopper and
+    newer."""
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
@@ -60,6 +77,7 @@ class FusedLayers(ComparedTechnique):
         self._layers: list[FusedLayer] = []
         self._embeddings: list[FusedEmbeddings] = []
         self._compiling: Any = None  # a Compiling, whose module imports Triton
+        self._loaded: dict[str, list[list[int]]] = {}  # scales of the checkpoint
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(
@@ -69,27 +87,54 @@ class FusedLayers(ComparedTechnique):
             yield needs_autocast(context, "its kernels compute in 16 bits: it")
             yield needs_cuda(context, "a Triton kernel", (8, 0))
             yield needs_package("triton", "triton")
+        if self.precision == "fp8":
+            yield needs_cuda(context, "precision: fp8", (8, 9))
+            fp16 = context.precision == Precision.AMP_FP16.value
+            yield Requirement(not fp16, "precision: fp8 goes with bf16, and this run is fp16", "set it to bf16")
 
     def engage(self, state: State) -> dict[str, Any]:
+        if self.precision == "fp8" and state.precision == Precision.AMP_FP16:  # mixed_precision's, which came before
+            raise TechniqueError(
+                self.name, "precision: fp8 goes with bf16, and this run is fp16", "set mixed_precision's dtype to bf16"
+            )
         with self.refusals():
             self.reapply(state)
-        device, gated = device_of(state), isinstance(self._layers[0], FusedGatedLayer)
-        if device.type == "cuda" and not gated:  # compile_ahead knows the kernels of the other kind
+        device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
+        if device.type == "cuda" and not other:  # compile_ahead knows the kernels of BERT's kind
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
             shape = modules_shape(self._layers[0], next(iter(self._embeddings), None))
-            self._compiling = compile_ahead(shape, dtype, device)
+            self._compiling = compile_ahead(shape, dtype, device, float8=self.precision == "fp8")
         unfused = unfused_layers(state.model)
         return {"layers": len(self._layers), **({"unfused": unfused} if unfused else {})}
 
     def reapply(self, state: State) -> None:
-        fuse(state.model, self.last_layer, self.owner)
+        fuse(state.model, self.last_layer, self.precision, self.owner)
         self._layers = [layer for layer in state.model.modules() if isinstance(layer, FusedLayer)]
         self._embeddings = [module for module in state.model.modules() if isinstance(module, FusedEmbeddings)]
+        if self._loaded:
+            load_float8_scales(model_of(state), self._loaded)
 
     def withdraw(self, state: State) -> None:
         unfuse(state.model, self.owner)
+
+    def state_dict(self) -> dict[str, Any]:
+        # Of all ranks, whose data differ: Composer has each of them make the whole checkpoint, and rank 0 write it.
+        state = self._state() if self._state is not None else None
+        scales: list[dict[str, list[list[int]]]] = []
+        if self.precision == "fp8" and self.engaged and state is not None:
+            scales = dist.all_gather_object(float8_scales(model_of(state)))
+        return super().state_dict() | {"float8_scales": scales}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        given = state.get("float8_scales", [])
+        trainer_state = self._state() if self._state is not None else None
+        if trainer_state is not None and self.precision == "fp8" and self.engaged and given:
+            self._loaded = given[dist.get_global_rank() % len(given)]
+            with self.refusals("load the weights only"):
+                load_float8_scales(model_of(trainer_state), self._loaded)
 
     def fit_start(self, state: State) -> None:
         if self._compiling is not None and getattr(state.train_dataloader, "num_workers", None):
@@ -118,6 +163,8 @@ class FusedLayers(ComparedTechnique):
         if set(ran) == {"unfused"}:
             reason = f"no layer ran fused ({next(iter(unfused.values()), 'they were changed')})"
             raise self.not_engaged(reason, "leave the layers as they are after INIT")
+        if self.precision == "fp8" and "triton, fp8" not in ran:
+            raise self.not_engaged("no layer computed in 8 bits", "take precision: fp8 out for this model")
         ways = {way: ran.count(way) for way in sorted(set(filter(None, ran)))}
         return {
             **({"unfused": unfused} if unfused else {}),

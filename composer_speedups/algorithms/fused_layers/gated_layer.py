@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import draw_seeds, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import dropout_seeds, weight_gradient
 from composer_speedups.families.family import GatedParts, Rates
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
@@ -61,7 +61,7 @@ class _GatedLayer(torch.autograd.Function):
         x, cos, sin = x.float().contiguous(), cos.contiguous(), sin.contiguous()
         qkv_w, out_w, up_w, down_w = _in_dtype(parameters[:4], dtype)
         norms = parameters[4:]  # of the attention, where it has one, and of the feed-forward layer
-        seeds = draw_seeds(rates, x.device)
+        seeds = dropout_seeds(rates, x.device)
         normed, stats1 = x.to(dtype), x.new_empty(0)
         if parts.attention_norm is not None:
             normed, _, stats1 = pre_norm_forward(x, None, norms[0], parts.attention_norm.eps, 0.0, seeds[0], dtype)

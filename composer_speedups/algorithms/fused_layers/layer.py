@@ -1,4 +1,5 @@
-"""One encoder layer of the BERT family as one autograd function: four matrix products and three kernels forward.
+"""One encoder layer of the BERT family as one autograd function: four matrix products and three kernels forward; for
+DeBERTa with attention of its own.
 
 Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
 """
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from composer_speedups.families.family import Parts, Rates
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
@@ -26,20 +28,40 @@ def fused_layer(x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, lo
         parts, rates: The layer.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, *parts.parameters())
+    return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, None, None, *parts.parameters())
+
+
+def disentangled_layer(
+    x_TH: Tensor, parts: Parts, rates: Rates, positions: Tensor, entries: Tensor, cu_seqlens: Tensor, longest: int
+) -> Tensor:
+    """As :func:`fused_layer`, with the attention of :mod:`~composer_speedups.kernels.disentangled_attention`, whose
+    ``positions`` (P, 2·H) get their gradient, and ``entries``."""
+    return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, positions, entries, *parts.parameters())
 
 
 class _Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cu: Tensor, longest: int, parts: Parts, rates: Rates, *parameters: Tensor
+        ctx: Any,
+        x: Tensor,
+        cu: Tensor,
+        longest: int,
+        parts: Parts,
+        rates: Rates,
+        positions: Tensor | None,
+        entries: Tensor | None,
+        *parameters: Tensor,
     ) -> Tensor:
         x = x.contiguous()
         (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = _products(parameters, x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = draw_seeds(rates, x.device)
+        seeds = dropout_seeds(rates, x.device)
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
-        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
+        given = (cu, longest, parts.heads, rates.weights, seeds[0])
+        if positions is None or entries is None:
+            attended, logs = attention_forward(qkv, *given)
+        else:
+            attended, logs = disentangled_forward(qkv, positions, entries, *given)
         summed1 = torch.addmm(out_b, attended, out_w.t())
         eps = parts.attention_norm.eps, parts.output_norm.eps
         hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
@@ -48,7 +70,7 @@ class _Layer(torch.autograd.Function):
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
         ctx.save_for_backward(
             x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds,
-            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w,
+            qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries,
         )  # fmt: skip
         ctx.longest, ctx.rates = longest, rates
         ctx.dtypes = [p.dtype for p in parameters]
@@ -57,7 +79,7 @@ class _Layer(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
-         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w) = ctx.saved_tensors  # fmt: skip
+         qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries) = ctx.saved_tensors  # fmt: skip
         rates = ctx.rates
         # Without dropout, the first two of a norm's gradients are one tensor: it is added to when the products
         # that read it are done.
@@ -73,14 +95,20 @@ class _Layer(torch.autograd.Function):
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
         del d_up, hidden
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
-        d_qkv = attention_backward(torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0)
+        d_attended, d_positions = torch.mm(d_out, out_w), None
+        given = (attended, logs, cu, ctx.longest, rates.weights, seed0)
+        if positions is None:
+            d_qkv = attention_backward(d_attended, qkv, *given)
+        else:
+            d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *given)
+            d_positions = d_positions.to(positions.dtype)
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
         d_qkv_b = column_sums(d_qkv).chunk(3)
         d_x.addmm_(d_qkv, qkv_w)
         gradients = [g for pair in zip(d_qkv_w, d_qkv_b, strict=True) for g in pair]
         gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
         wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return d_x, None, None, None, None, *wanted
+        return d_x, None, None, None, None, d_positions, None, *wanted
 
 
 def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
@@ -98,7 +126,7 @@ def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Te
     return products
 
 
-def draw_seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
+def dropout_seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
     """A seed for each place of dropout, from torch's generator of the device, without waiting for it."""
     if not any(rates):
         return (torch.zeros(1, dtype=torch.int32, device=device),) * 3

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.core.trainer_state import autocast_dtype
+from composer_speedups.families.disentangled_attention import Relative, first_tokens_attention
 from composer_speedups.families.family import Family, GatedParts, Parts, Rates, family_of
 from composer_speedups.families.packed_attention import real_keys, repad
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
@@ -33,14 +34,20 @@ class FusedLayer(nn.Module):
         last_layer: What :func:`apply_fused_layers` was asked for.
         is_last: No other layer of its encoder reads what it computes.
         owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
-        ran: How the last forward pass went: ``"triton"``, ``"torch"``, ``"first tokens"``, ``"unfused"`` (packed
-            tokens through the original forward), ``"stock"`` (a padded batch through it), or None before there was
-            one.
+        precision: Likewise.
+        float8_scales: With ``precision="fp8"``, a buffer with the scales of the products' operands, which every
+            training pass moves; in no checkpoint of the model.
+        ran: How the last forward pass went: ``"triton"``, ``"triton, fp8"``, ``"torch"``, ``"first tokens"``,
+            ``"unfused"`` (packed tokens through the original forward), ``"stock"`` (a padded batch through it), or
+            None before there was one.
     """
 
     prefix = "Fused"
+    own_buffers = ("float8_scales",)
     untouched: Untouched
     last_layer: str = "all"
+    precision: str = "autocast"
+    float8_scales: Tensor
     is_last: bool = False
     owner: int | None = None
     ran: str | None = None
@@ -56,7 +63,7 @@ class FusedLayer(nn.Module):
     @property
     def own_attention(self) -> str | None:
         """The attention kernel of the last forward pass, if it was none of PyTorch's, which would see none."""
-        return "fused_layers' own" if self.ran == "triton" else None
+        return "fused_layers' own" if self.ran in ("triton", "triton, fp8") else None
 
     def parts(self) -> Any:
         """See :class:`Family`, whose function each subclass has."""
@@ -104,10 +111,22 @@ class FusedLayer(nn.Module):
         if not x_TH.is_cuda or dtype == torch.float32:
             self.ran = "torch"
             return plain_layer(x_TH, parts, rates, unpadding)
+        if self.precision == "fp8":
+            return self._float8(x_TH, dtype, parts, rates, unpadding)
         from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
         self.ran = "triton"
         return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest)
+
+    def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+        if dtype != torch.bfloat16:
+            raise ValueError(f"fused_layers with precision='fp8' goes with bf16 autocast, and this is {dtype}")
+        from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
+
+        self.ran = "triton, fp8"
+        learn = self.training and torch.is_grad_enabled()
+        scales = self.float8_scales
+        return float8_layer(x_TH.to(dtype), parts, rates, plan.cu_seqlens, plan.longest, scales, learn=learn)
 
 
 class FusedGatedLayer(FusedLayer):
@@ -123,18 +142,58 @@ class FusedGatedLayer(FusedLayer):
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         if not x_TH.is_cuda or dtype == torch.float32:
             self.ran = "torch"
-            return (
-                super(FusedLayer, self)
-                .forward(  # type: ignore[no-any-return,misc]
-                    x_TH.unsqueeze(0), unpadding=unpadding, **kwargs
-                )
-                .squeeze(0)
-            )
+            stock: Any = super(FusedLayer, self)
+            return stock.forward(x_TH.unsqueeze(0), unpadding=unpadding, **kwargs).squeeze(0)  # type: ignore[no-any-return]
         from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
 
         self.ran = "triton"
         plan = (unpadding.cu_seqlens, unpadding.longest)
         return gated_layer(x_TH, parts, self.rates(), cos_TD, sin_TD, *plan, dtype)
+
+
+class FusedDisentangledLayer(FusedLayer):
+    """The methods of a fused block of DeBERTa; it gives (1, T, H) and None, as the original does without attentions."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        family = family_of(cls)
+        assert family is not None
+        assert family.position_table is not None
+        cls.position_table = family.position_table  # type: ignore[method-assign, assignment]
+
+    def position_table(self, rel_embeddings: Tensor) -> Tensor:
+        """See :class:`Family`, whose function each subclass has."""
+        raise NotImplementedError
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """(1, T, H) → (1, T, H) and None with :class:`Relative` positions; without, whatever the original takes and
+        gives."""
+        relative = kwargs.get("relative_pos")
+        if not isinstance(relative, Relative):
+            self.ran = "stock"
+        elif not self.untouched.still():
+            self.ran = "unfused"
+        else:
+            out_TH = self._disentangled(hidden_states.squeeze(0), relative, kwargs["rel_embeddings"])
+            if out_TH is not None:
+                return out_TH.unsqueeze(0), None
+            self.ran = "torch"
+        return super(FusedLayer, self).forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+
+    def _disentangled(self, x_TH: Tensor, relative: Relative, rel_embeddings: Tensor) -> Tensor | None:
+        """(T, H), and :attr:`ran`; None where the kernels do not run."""
+        parts, rates, plan = self.parts(), self.rates(), relative.plan
+        if relative.first_tokens_only and self.is_last:
+            self.ran = "first tokens"
+            return _disentangled_first_tokens(x_TH, parts, rates, self.position_table(rel_embeddings), relative)
+        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
+        if not x_TH.is_cuda or dtype == torch.float32:
+            return None
+        from composer_speedups.algorithms.fused_layers.layer import disentangled_layer  # imports Triton
+
+        self.ran = "triton"
+        table = self.position_table(rel_embeddings).to(dtype)
+        return disentangled_layer(x_TH.to(dtype), parts, rates, table, relative.entries, plan.cu_seqlens, plan.longest)
 
 
 def plain_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
@@ -180,6 +239,17 @@ def _gated_first_tokens(
     activated, gate = parts.up(parts.output_norm(summed)).chunk(2, -1)
     out_BH = summed + parts.down(F.dropout(F.gelu(activated) * gate, rates.output))
     return _among_zeros(out_BH, plan, len(x_TH))
+
+
+def _disentangled_first_tokens(x_TH: Tensor, parts: Parts, rates: Rates, table: Tensor, relative: Relative) -> Tensor:
+    """As :func:`_first_tokens_layer`, of a block of DeBERTa."""
+    plan = relative.plan
+    first_BH = _first_tokens(x_TH, plan)
+    query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
+    weight, bias = (torch.cat([getattr(parts.key, n), getattr(parts.value, n)]) for n in ("weight", "bias"))
+    key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
+    attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.weights)
+    return _among_zeros(_after_attention(attended_BH, first_BH, parts, rates), plan, len(x_TH))
 
 
 def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

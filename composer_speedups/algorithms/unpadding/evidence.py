@@ -12,6 +12,7 @@ from composer.core import State, get_precision_context
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.blocks import blocks_of
+from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.families.family import family_of
 from composer_speedups.families.packed_attention import operators_among, unpadded_attention
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
@@ -54,8 +55,9 @@ class FirstForward:
         self._recorder = self._watching.enter_context(OperatorRecorder())
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        plan = kwargs.get("unpadding")
-        if isinstance(plan, Plan) and args[0].shape[:2] == (1, len(plan.indices_T)):
+        given = (kwargs.get("unpadding"), getattr(kwargs.get("relative_pos"), "plan", None))
+        plan = next((each for each in given if isinstance(each, Plan)), None)
+        if plan is not None and args[0].shape[:2] == (1, len(plan.indices_T)):
             self._plan = plan
             self._layers += 1
 
@@ -110,6 +112,14 @@ def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
         shape = (1, heads, len(plan.indices_T), config.hidden_size // heads)
         query = torch.ones(shape, device=device, dtype=compute_dtype(state))
         family = family_of(type(encoder))
+        if family is not None and family.position_table is not None:
+            entries = torch.zeros(2 * plan.longest + 1, dtype=torch.int32, device=device)
+            packed = query.squeeze(0).transpose(0, 1).flatten(1)
+            with recorder:
+                disentangled_attention(
+                    packed, packed, packed, packed[:2].repeat(1, 2), Relative(plan, entries), heads, 0.0
+                )
+            return operators_among(recorder.counts)
         biased = family is not None and family.packed_attention is not None
         bias = query.new_zeros(1, heads, 4, 4) if biased else None
         with recorder:

@@ -35,18 +35,20 @@ class _Found(NamedTuple):
 
 
 class _GivenMask:
-    """A forward pre-hook of the model around an encoder: keeps the mask that it was called with for the encoder."""
+    """A forward pre-hook of the model around an encoder: keeps for the encoder the mask that it was called with, and
+    whether it was asked for hidden states."""
 
     def __init__(self, base: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
         self.encoder = encoder
-        names = list(inspect.signature(type(base).forward).parameters)
-        self._position = names.index("attention_mask") - 1 if "attention_mask" in names else None
+        self._names = list(inspect.signature(type(base).forward).parameters)[1:]
 
     def keep(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attention_mask")
-        if mask is None and self._position is not None and len(args) > self._position:
-            mask = args[self._position]
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        mask, asked = given.get("attention_mask"), given.get("output_hidden_states")
         self.encoder.given_mask = mask if isinstance(mask, Tensor) else None
+        self.encoder.asked_hidden_states = bool(
+            self.encoder.model_config.output_hidden_states if asked is None else asked
+        )
 
 
 class _GivenLabels:
@@ -210,6 +212,9 @@ def _check(found: _Found) -> None:
             raise ValueError(
                 f"unpadding cannot serve {family.title} with another attention than its {family.attention}"
             )
+    reason = None if family is None else family.refuses(found.encoder)
+    if family is not None and reason is not None:
+        raise ValueError(f"unpadding cannot serve {family.title} with {reason}")
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("unpadding needs chunk_size_feed_forward=0: chunks need a fixed number of tokens")
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):

@@ -1,0 +1,154 @@
+"""One encoder layer of the BERT family as one autograd function whose products are in 8 bits, but for those of the
+weights' gradients, which are in 16.
+
+Every operand is written by the kernel that computes it, beside its 16-bit form where that is needed: for the residual,
+and for the weights' gradients. See :mod:`~composer_speedups.kernels.float8` for the scales.
+
+Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum, auto
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_speedups.algorithms.fused_layers.layer import dropout_seeds, weight_gradient
+from composer_speedups.families.family import Parts, Rates
+from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.float8 import (
+    ACTIVATION,
+    GRADIENT,
+    Float8,
+    begin_scales,
+    cast_float8,
+    cast_weights,
+    scaled_product,
+)
+from composer_speedups.kernels.gelu import column_sums, gelu_backward, gelu_float8
+from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+
+__all__ = ["OPERANDS", "float8_layer"]
+
+
+class _Row(IntEnum):
+    """Rows of a layer's scales: operands of the forward products, weights, and last the gradients."""
+
+    X = 0
+    ATTENDED = auto()
+    HIDDEN = auto()
+    ACTIVATED = auto()
+    QKV_WEIGHT = auto()
+    OUT_WEIGHT = auto()
+    UP_WEIGHT = auto()
+    DOWN_WEIGHT = auto()
+    D_QKV = auto()
+    D_OUT = auto()
+    D_UP = auto()
+    D_DOWN = auto()
+
+
+OPERANDS = [row.name.lower() for row in _Row]
+_GRADIENTS = 4
+
+
+def float8_layer(
+    x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, longest: int, scales: Tensor, *, learn: bool
+) -> Tensor:
+    """The layer's output (T, H) for packed tokens on a GPU.
+
+    Args:
+        x_TH: bf16; sums and statistics are in float32.
+        parts, rates: The layer, whose widths are multiples of 16.
+        cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
+        scales: :func:`~composer_speedups.kernels.float8.new_scales` of :data:`OPERANDS`.
+        learn: Note this pass's magnitudes in ``scales``, for the next one.
+    """
+    begun = begin_scales(scales, _GRADIENTS, keep=learn)
+    return _Float8Layer.apply(x_TH, cu_seqlens, longest, parts, rates, begun, *parts.parameters())
+
+
+class _Float8Layer(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, cu: Tensor, longest: int, parts: Parts, rates: Rates, scales: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        x, dtype = x.contiguous(), x.dtype
+        rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]
+        weights, turned = cast_weights([parameters[i] for i in (0, 2, 4, 6, 10, 12)], rows.unbind())
+        qkv_w, out_w, up_w, down_w = weights
+        qkv_b, out_b, up_b, down_b = _biases(parameters, dtype)
+        norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
+        seeds = dropout_seeds(rates, x.device)
+        qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
+        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
+        summed1 = scaled_product(cast_float8(attended, scales[_Row.ATTENDED]), out_w, dtype, out_b)
+        eps = parts.attention_norm.eps, parts.output_norm.eps
+        hidden8 = Float8.like(x, ACTIVATION, scales[_Row.HIDDEN])
+        hidden, summed1, stats1 = add_norm_forward(
+            summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1], hidden8
+        )
+        up = scaled_product(hidden8, up_w, dtype, up_b)
+        summed2 = scaled_product(gelu_float8(up, scales[_Row.ACTIVATED]), down_w, dtype, down_b)
+        out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
+        ctx.save_for_backward(
+            x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds, norm1_w, norm1_b, norm2_w,
+            *(weight.values for weight in turned),
+        )  # fmt: skip
+        ctx.longest, ctx.rates, ctx.scales = longest, rates, scales
+        # Another pass may come before this one's backward pass, and cast the weights by other scales.
+        ctx.weight_scales = rows.clone().unbind()
+        ctx.dtypes = [p.dtype for p in parameters]
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
+         norm1_w, norm1_b, norm2_w, *turned) = ctx.saved_tensors  # fmt: skip
+        qkv_w, out_w, up_w, down_w = map(Float8, turned, ctx.weight_scales)
+        rates, scales, dtype = ctx.rates, ctx.scales, x.dtype
+
+        def operand(like: Tensor, row: _Row) -> Float8:
+            return Float8.like(like, GRADIENT, scales[row])
+
+        d_down8, d_up8 = operand(grad, _Row.D_DOWN), operand(up, _Row.D_UP)
+        d_hidden, d_down, norm2, _ = add_norm_backward(
+            grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2, operand=d_down8
+        )
+        d_up, activated, d_up_b = gelu_backward(scaled_product(d_down8, down_w, dtype, fast=_FAST), up, d_up8)
+        d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
+        del activated, d_down, d_down8
+        more = scaled_product(d_up8, up_w, dtype, fast=_FAST)
+        d_out8 = operand(grad, _Row.D_OUT)
+        d_x, d_out, norm1, hidden = add_norm_backward(
+            d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b, more, d_out8
+        )
+        assert hidden is not None
+        d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
+        del d_up, d_up8, hidden, d_hidden, more
+        d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
+        d_qkv = attention_backward(
+            scaled_product(d_out8, out_w, dtype, fast=_FAST), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0
+        )
+        d_qkv8 = operand(d_qkv, _Row.D_QKV)
+        d_qkv_b = column_sums(d_qkv, d_qkv8).chunk(3)
+        d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
+        d_x += scaled_product(d_qkv8, qkv_w, dtype, fast=_FAST)
+        gradients = [g for pair in zip(d_qkv_w, d_qkv_b, strict=True) for g in pair]
+        gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
+        wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return d_x, None, None, None, None, None, *wanted
+
+
+_FAST = True  # sums of the input gradients' products
+
+
+def _biases(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Of the four products in a dtype; those of query, key and value are one."""
+    three = parameters[1].new_empty(3 * len(parameters[1]), dtype=dtype)
+    others = [torch.empty_like(parameters[i], dtype=dtype) for i in (7, 11, 13)]
+    torch._foreach_copy_([*three.chunk(3), *others], [parameters[i] for i in (1, 3, 5, 7, 11, 13)])
+    return [three, *others]

@@ -1,0 +1,194 @@
+"""DeBERTa-v2 and v3, which is the same code: BERT's blocks with disentangled attention, and how it runs on real tokens.
+
+Its attention takes no implementation of transformers' interface: an attention module's class is exchanged too.
+Distances are those of slots; packed tokens are as far apart in rows without holes.
+
+Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, H hidden units, P entries of the table of
+positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutput
+
+from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.families.family import Family, Parts
+from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
+from composer_speedups.families.packed_tokens import Plan, make_plan, rows_with_holes
+
+__all__ = ["FAMILY"]
+
+
+class _UnpaddedAttention(nn.Module):
+    """The methods of an attention module that takes packed tokens with :class:`Relative` positions."""
+
+    prefix = "Unpadded"
+
+    num_attention_heads: int
+    query_proj: nn.Module
+    key_proj: nn.Module
+    value_proj: nn.Module
+    dropout: nn.Dropout
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        output_attentions: bool = False,
+        query_states: Tensor | None = None,
+        relative_pos: Any = None,
+        rel_embeddings: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """(1, T, H) → (1, T, A·D) with relative positions of packed tokens; else whatever the original takes and
+        gives."""
+        if not isinstance(relative_pos, Relative):
+            return super().forward(  # type: ignore[misc, no-any-return]
+                hidden_states, attention_mask, output_attentions, query_states, relative_pos, rel_embeddings
+            )
+        query, key, value = (
+            project(hidden_states).squeeze(0) for project in (self.query_proj, self.key_proj, self.value_proj)
+        )
+        table = _table_of(self, rel_embeddings)
+        dropped = self.dropout.p if self.dropout.training else 0.0
+        out_TH = disentangled_attention(query, key, value, table, relative_pos, self.num_attention_heads, dropped)
+        return out_TH.unsqueeze(0), None
+
+
+class _UnpaddedDeberta(UnpaddedEncoder):
+    """As :class:`UnpaddedEncoder`; rows with holes are left padded too.
+
+    The model around it asks it for all hidden states, always, and reads the last: it gets that one alone unless
+    somebody asked the model for them.
+    """
+
+    padded_because = (
+        "the head reads padding (rows begin with it, or it has a label), or rows have holes, which change the "
+        "distances between packed tokens",
+        "pad on the right, without holes, and give padding the label -100",
+    )
+
+    layer: nn.ModuleList
+    max_relative_positions: int
+    position_buckets: int
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(hidden_states, attention_mask, **kwargs)
+        self.asked_hidden_states = None
+        if self.ran != "unpadded":
+            return output
+        last = output.last_hidden_state
+        output = BaseModelOutput(last_hidden_state=last, hidden_states=(last,))
+        return output if kwargs.get("return_dict", True) else output.to_tuple()
+
+    def _attends_packed(self) -> bool:
+        return True
+
+    def _can_unpad(self, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
+        if kwargs.get("query_states") is not None or kwargs.get("relative_pos") is not None:
+            return False
+        asked = self.asked_hidden_states
+        if asked is None:  # called by somebody else than its model
+            asked = kwargs.get("output_hidden_states", True)
+        return super()._can_unpad(mask, {**kwargs, "output_hidden_states": asked})
+
+    def _packed(self, packed: Tensor, plan: Plan, first_tokens_only: bool = False, **kwargs: Any) -> Any:
+        buckets, furthest = self.position_buckets, self.max_relative_positions
+        entries = _entries(plan.longest, buckets, furthest, packed.device)
+        relative = Relative(plan, entries, first_tokens_only)
+        rel_embeddings = self.get_rel_embedding()  # type: ignore[operator]
+        for layer in self.layer:
+            if not torch.compiler.is_compiling():
+                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+            packed = layer(packed, None, relative_pos=relative, rel_embeddings=rel_embeddings)[0]
+        last: Any = packed
+        return BaseModelOutput(last_hidden_state=last)
+
+    def count(self, mask_BS: Tensor) -> list[int]:
+        """As :meth:`UnpaddedEncoder.count`; negative too where a row has a hole."""
+        counts = super().count(mask_BS)
+        if not self.reads_first:
+            counts = [abs(count) for count in counts]
+        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(mask_BS), strict=True)]
+
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
+        if any(count < 0 for count in counts):
+            return "padded"
+        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
+
+
+@torch.compiler.disable  # transformers' function copies a constant to the device
+def _entries(longest: int, buckets: int, furthest: int, device: torch.device) -> Tensor:
+    """See :class:`Relative`; by transformers' own function, on the device, whose logarithm is the untouched model's."""
+    return _cached_entries(longest, buckets, furthest, device)
+
+
+@lru_cache(maxsize=16)  # a batch's bound is a multiple of 128; nothing may be copied while a CUDA graph is captured
+def _cached_entries(longest: int, buckets: int, furthest: int, device: torch.device) -> Tensor:
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # late: few need it
+
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        distances = torch.arange(-longest, longest + 1, device=device)
+        if buckets > 0 and furthest > 0:
+            distances = make_log_bucket_position(distances, buckets, furthest).long()
+        span = buckets if buckets > 0 else furthest
+        return (distances + span).clamp(0, 2 * span - 1).int()
+
+
+def _table_of(attention: Any, rel_embeddings: Any) -> Tensor:
+    """The table of positions, (P, 2·A·D): keys, then queries."""
+    dropped = attention.pos_dropout(rel_embeddings)[: 2 * attention.pos_ebd_size]
+    key, query = attention.key_proj, attention.query_proj
+    if not attention.share_att_key:
+        key, query = attention.pos_key_proj, attention.pos_query_proj
+    return torch.cat([key(dropped), query(dropped)], 1)
+
+
+def _table(layer: Any, rel_embeddings: Tensor) -> Tensor:
+    return _table_of(layer.attention.self, rel_embeddings)
+
+
+def _refuses(encoder: Any) -> str | None:
+    attention = encoder.layer[0].attention.self
+    if encoder.conv is not None:
+        return "a convolution over slots (conv_kernel_size)"
+    if not encoder.relative_attention or {*attention.pos_att_type} != {"c2p", "p2c"}:
+        return "other positions than relative_attention=True with pos_att_type=c2p|p2c"
+    return None
+
+
+def _parts(layer: Any) -> Parts:
+    attention = layer.attention.self
+    return Parts(
+        attention.query_proj, attention.key_proj, attention.value_proj, layer.attention.output.dense,
+        layer.attention.output.LayerNorm, layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm,
+        attention.num_attention_heads,
+    )  # fmt: skip
+
+
+def _dropouts(layer: Any) -> list[Any]:
+    modules = layer.attention.self.dropout, layer.attention.output.dropout, layer.output.dropout
+    return [(module, module) for module in modules]
+
+
+FAMILY = Family(
+    name="deberta_v2",
+    title="DeBERTa-v2/v3",
+    encoder="DebertaV2Encoder",
+    layer="DebertaV2Layer",
+    attention="DisentangledSelfAttention",
+    embeddings="DebertaV2Embeddings",
+    query_and_value=("query_proj", "value_proj"),
+    feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
+    parts=_parts,
+    position_table=_table,
+    dropouts=_dropouts,
+    refuses=_refuses,
+    packed_encoder=_UnpaddedDeberta,
+    packed_attention=_UnpaddedAttention,
+)

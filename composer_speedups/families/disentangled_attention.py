@@ -1,0 +1,101 @@
+"""DeBERTa's attention over packed tokens: by a kernel in 16 bits on a GPU, elsewhere in torch's own operators.
+
+Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, L a bound on the length of a row, P entries of
+the table of positions.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from composer_speedups.families.packed_attention import real_keys, repad
+from composer_speedups.families.packed_tokens import Plan, gather_tokens
+
+__all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
+
+
+_TRITON = find_spec("triton") is not None
+
+
+class Relative(NamedTuple):
+    """In the place of the relative positions (1, S, S).
+
+    Attributes:
+        plan: Where the tokens lie; rows are without holes, so that packed tokens are as far apart as their slots.
+        entries: int32 (2·L + 1,), L being ``plan.longest``: the entry of the table of positions for the distances -L to
+            L of a query from a key.
+        first_tokens_only: Nothing but each row's first token is read of the encoder's result.
+    """
+
+    plan: Plan
+    entries: Tensor
+    first_tokens_only: bool = False
+
+
+def disentangled_attention(
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, relative: Relative, heads: int, dropout: float
+) -> Tensor:
+    """softmax((q kᵀ + q·position key + k·position query) / √(3·D)) v.
+
+    Args:
+        query, key, value: (T, A·D).
+        positions: (P, 2·A·D): the keys of positions, then their queries.
+        relative: See :class:`Relative`.
+        heads: A.
+        dropout: Probability of dropping a weight.
+
+    Returns:
+        (T, A·D).
+    """
+    plan, size = relative.plan, query.shape[1] // heads
+    if takes_kernel(query.device, query.dtype, size):
+        from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
+
+        qkv = torch.cat([query, key, value], 1)
+        return attend(qkv, positions.contiguous(), relative.entries, plan.cu_seqlens, plan.longest, heads, dropout)
+    queries, keys, values = (repad(x, plan, heads) for x in (query, key, value))
+    bias_BASS = position_scores(queries, keys, positions, relative)
+    out_BASD = _attention(queries, keys, values, bias_BASS, plan, dropout)
+    return gather_tokens(out_BASD.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
+
+
+def first_tokens_attention(
+    query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Tensor, relative: Relative, dropout: float
+) -> Tensor:
+    """Of each row's first token only, (B, A·D)."""
+    queries = query_BAD.unsqueeze(2)
+    bias_BA1S = position_scores(queries, key_BASD, positions, relative)
+    return _attention(queries, key_BASD, value_BASD, bias_BA1S, relative.plan, dropout).flatten(1)
+
+
+def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, relative: Relative) -> Tensor:
+    """Scores of the first Q queries and of all keys with the distances between them, not scaled, (B, A, Q, S)."""
+    heads, first, slots = query_BAQD.shape[1], query_BAQD.shape[2], key_BASD.shape[2]
+    table_2APD = positions.unflatten(1, (2, heads, -1)).permute(1, 2, 3, 0)  # (2, A, D, P)
+    place = torch.arange(slots, device=query_BAQD.device)
+    entry_QS = relative.entries.long()[place[:first, None] - place + relative.plan.longest]
+    by_query = (query_BAQD @ table_2APD[0]).gather(3, entry_QS.expand(len(query_BAQD), heads, -1, -1))
+    by_key = (key_BASD @ table_2APD[1]).gather(3, entry_QS.T.expand(len(key_BASD), heads, -1, -1))
+    return by_query + by_key.transpose(2, 3)
+
+
+def takes_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether the kernel runs there."""
+    return (
+        device.type == "cuda"
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_size in (16, 32, 64, 128)
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and _TRITON
+    )
+
+
+def _attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, plan: Plan, dropout: float) -> Tensor:
+    scale = float((3 * query.shape[-1]) ** -0.5)
+    bias = (bias * scale).masked_fill(~real_keys(plan), torch.finfo(bias.dtype).min)
+    return F.scaled_dot_product_attention(query, key, value, bias, dropout, scale=scale)

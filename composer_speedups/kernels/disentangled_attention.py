@@ -1,0 +1,521 @@
+"""DeBERTa's attention over packed queries, keys and values: scores between tokens, between a query and the distance to
+a key, and between a key and that distance.
+
+A distance is a diagonal of the scores. The scores with distances are computed once for each block of tokens and laid
+down in 16 bits, a token and a distance each, and the attention kernel reads them as pairs of tokens: moving a diagonal
+is a matter of addresses in memory, but of shared memory and shuffles in registers. The backward pass computes them
+again and lays down the gradients of the scores as pairs, a query each and a key each; what follows reads them as pairs
+or as diagonals. All sums are matrix products without atomic additions, so that a run repeats bit for bit.
+
+Shapes: T tokens, A heads, D units a head, R rows, L a multiple of 64 that no row is longer than, P entries of the table
+of positions. The softmax and its sums are in float32. A block has 64 tokens, ``_BLOCK``; matrices of pairs are as wide
+as whole blocks with one to spare on either side, so that no mask is needed along a row. Their width is a constant of
+the kernels, which makes addresses cheap, and a power of two but for those blocks, so that there are few.
+Source: He et al., arXiv 2006.03654, for what is computed; Dao, arXiv 2307.08691, for the order of the blocks; the
+kernels are this project's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.norm import threshold_of
+
+__all__ = ["attend", "disentangled_backward", "disentangled_forward"]
+
+_BLOCK = tl.constexpr(64)  # tokens and diagonals of a block
+# Warps, loads in flight and registers a thread: the fastest measured on an H200.
+_POSITIONS = {"num_warps": 4, "num_stages": 1}
+_FORWARD = {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
+_QUERIES = {"num_warps": 4, "num_stages": 1}
+_KEYS = {"num_warps": 4, "num_stages": 2}
+_TABLE = {"num_warps": 4, "num_stages": 3}
+_CHUNKS = 16  # of rows, whose sums for the table's gradient are added up afterwards
+
+
+def disentangled_forward(
+    qkv: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    heads: int,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """softmax((q kᵀ + q·position key + k·position query) / √(3·D)) v, row by row.
+
+    Args:
+        qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values.
+        positions: (P, 2·A·D), contiguous, of the same dtype: the keys of positions, then their queries.
+        entries: int32 (2·L + 1,), ascending: the entry of ``positions`` for the distances -L to L of a query from a key
+            (its place less the key's).
+        cu_seqlens: int32 (R + 1,): where each row starts, and T.
+        longest: L, a multiple of 64, no less than the length of a row.
+        heads: A. D must be 16, 32, 64 or 128.
+        dropout: Probability of dropping a weight.
+        seed: int32 (1,), on the device; the same one drops the same weights.
+
+    Returns:
+        (T, A·D), and the logarithm to base 2 of the softmax's denominators, float32 (A, T).
+    """
+    tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
+    size = hidden // heads
+    out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
+    logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
+    by_query, by_key = _position_scores(qkv, positions.index_select(0, entries), cu_seqlens, longest, heads)
+    _disentangled_forward[(longest // 64, heads, len(cu_seqlens) - 1)](
+        qkv, by_query, by_key, cu_seqlens, out, logs, seed, tokens, _scale(size) * _LOG2E, threshold_of(dropout),
+        1 / (1 - dropout), HIDDEN=hidden, SIZE=size, WIDTH=by_query.shape[2], DROPOUT=dropout > 0, **_FORWARD,
+    )  # fmt: skip
+    return out, logs
+
+
+def disentangled_backward(
+    grad_out: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The gradients of ``qkv``, (T, 3·A·D), and of ``positions``, float32 (P, 2·A·D).
+
+    Args:
+        grad_out: Of ``out``; contiguous.
+        qkv, positions, entries, cu_seqlens, longest, dropout, seed: As in :func:`disentangled_forward`.
+        out, logs: What it returned.
+    """
+    tokens, hidden = out.shape
+    heads, rows = logs.shape[0], len(cu_seqlens) - 1
+    size = hidden // heads
+    grad = torch.empty_like(qkv)
+    by_distance = positions.index_select(0, entries)
+    by_query, by_key = _position_scores(qkv, by_distance, cu_seqlens, longest, heads)
+    weights, of_query, of_key = (torch.empty_like(by_query) for _ in range(3))
+    kept_scale, constants = 1 / (1 - dropout), {"HIDDEN": hidden, "SIZE": size, "WIDTH": by_query.shape[2]}
+    grid = (longest // 64, heads, rows)
+    _query_gradients[grid](
+        grad_out, qkv, by_distance, out, logs, by_query, by_key, weights, of_query, of_key, grad, cu_seqlens, seed,
+        tokens, longest, _scale(size), threshold_of(dropout), kept_scale, **constants, DROPOUT=dropout > 0, **_QUERIES,
+    )  # fmt: skip
+    _key_gradients[grid](
+        grad_out, qkv, by_distance, weights, of_key, grad, cu_seqlens, tokens, longest, _scale(size), kept_scale,
+        **constants, **_KEYS,
+    )  # fmt: skip
+    chunk = triton.cdiv(rows, _CHUNKS)
+    chunks = triton.cdiv(rows, chunk)
+    sums = torch.empty(chunks, 2 * longest, 2 * hidden, device=qkv.device, dtype=torch.float32)
+    _table_gradients[(2 * longest // 64, heads, chunks)](
+        qkv, of_query, of_key, sums, cu_seqlens, tokens, longest, _scale(size), rows, chunk, **constants, **_TABLE
+    )  # fmt: skip
+    grad_positions = torch.empty(len(positions), 2 * hidden, device=qkv.device, dtype=torch.float32)
+    wanted = torch.arange(len(positions) + 1, device=entries.device, dtype=entries.dtype)
+    bounds = torch.searchsorted(entries, wanted, out_int32=True)
+    block = min(triton.next_power_of_2(2 * hidden), 256)
+    _sum_distances[(len(positions), triton.cdiv(2 * hidden, block))](
+        sums, bounds, grad_positions, chunks, 2 * longest, 2 * hidden, BLOCK=block, num_warps=2
+    )
+    return grad, grad_positions
+
+
+def attend(
+    qkv: Tensor, positions: Tensor, entries: Tensor, cu_seqlens: Tensor, longest: int, heads: int, dropout: float
+) -> Tensor:
+    """:func:`disentangled_forward` with a gradient, as an operator that ``torch.compile`` leaves alone; (T, A·D)."""
+    if dropout:
+        seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=qkv.device)
+    else:
+        seed = torch.zeros(1, dtype=torch.int32, device=qkv.device)
+    out, _ = _operator(qkv, positions, entries, cu_seqlens, longest, heads, dropout, seed)
+    return out  # type: ignore[no-any-return]
+
+
+_LOG2E = 1.4426950408889634
+
+
+def _scale(size: int) -> float:
+    return float((3 * size) ** -0.5)
+
+
+def _position_scores(
+    qkv: Tensor, by_distance: Tensor, cu_seqlens: Tensor, longest: int, heads: int
+) -> tuple[Tensor, Tensor]:
+    """Of queries with the positions of their keys, and of keys with those of their queries, not scaled: by diagonals,
+    (A, T, at least L + 64) both."""
+    tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
+    width = triton.next_power_of_2(longest) + 128
+    assert longest % 64 == 0
+    scores = torch.empty(2, heads, tokens, width, device=qkv.device, dtype=qkv.dtype)
+    steps = longest // 64 + 1
+    _score_positions[(longest // 64 * steps, heads, len(cu_seqlens) - 1)](
+        qkv, by_distance, scores[0], scores[1], cu_seqlens, tokens, longest, steps,
+        HIDDEN=hidden, SIZE=hidden // heads, WIDTH=width, **_POSITIONS,
+    )  # fmt: skip
+    return scores[0], scores[1]
+
+
+# Schemas are written out: annotations are strings in this file, which not every release of torch reads alike.
+_GIVEN = "Tensor cu_seqlens, SymInt longest"
+
+
+@torch.library.custom_op(
+    "composer_speedups::disentangled_attention",
+    mutates_args=(),
+    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_GIVEN}, int heads, float dropout, Tensor seed) "
+    "-> (Tensor, Tensor)",
+)
+def _operator(
+    qkv: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    heads: int,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return disentangled_forward(qkv, positions, entries, cu_seqlens, longest, heads, dropout, seed)
+
+
+@_operator.register_fake
+def _(
+    qkv: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    heads: int,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    tokens = qkv.shape[0]
+    return qkv.new_empty(tokens, qkv.shape[1] // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "composer_speedups::disentangled_attention_backward",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor qkv, Tensor positions, Tensor entries, Tensor out, Tensor logs, "
+    f"{_GIVEN}, float dropout, Tensor seed) -> (Tensor, Tensor)",
+)
+def _operator_backward(
+    grad_out: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return disentangled_backward(
+        grad_out.contiguous(), qkv, positions, entries, out, logs, cu_seqlens, longest, dropout, seed
+    )
+
+
+@_operator_backward.register_fake
+def _(
+    grad_out: Tensor,
+    qkv: Tensor,
+    positions: Tensor,
+    entries: Tensor,
+    out: Tensor,
+    logs: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    dropout: float,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(qkv), torch.empty_like(positions, dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    qkv, positions, entries, cu_seqlens, ctx.longest, _, ctx.dropout, seed = inputs
+    ctx.save_for_backward(qkv, positions, entries, *output, cu_seqlens, seed)
+
+
+def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    qkv, positions, entries, out, logs, cu_seqlens, seed = ctx.saved_tensors
+    given = (qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed)
+    grad, grad_positions = _operator_backward(grad_out, *given)
+    return grad, grad_positions.to(positions.dtype), None, None, None, None, None, None
+
+
+_operator.register_autograd(_differentiate, setup_context=_keep)
+
+
+# Token ``first + r`` of a block and diagonal ``e`` meet in the place ``e - _BLOCK + r`` of the row. Of queries,
+# diagonal e is the distance first + _BLOCK - e to the key, whichever query it is; of keys, e - _BLOCK - first to the
+# query.
+
+
+@triton.jit
+def _table_at(distances, longest, head, HIDDEN: tl.constexpr, SIZE: tl.constexpr):
+    """Where the keys of positions are for distances, (n, D); their queries are ``HIDDEN`` further."""
+    return (distances + longest)[:, None] * (2 * HIDDEN) + head * SIZE + tl.arange(0, SIZE)[None, :]
+
+
+@triton.jit
+def _score_positions(
+    qkv_ptr, positions_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, tokens, longest, steps,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    start = tl.load(cu_seqlens_ptr + tl.program_id(2))
+    length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
+    first = tl.program_id(0) // steps * _BLOCK
+    begin = tl.program_id(0) % steps * _BLOCK
+    if first >= length or begin >= length + _BLOCK:
+        return
+    local = tl.arange(0, _BLOCK)
+    valid = (first + local < length)[:, None]
+    at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + tl.arange(0, SIZE)[None, :]
+    diagonal = begin + tl.arange(0, _BLOCK)
+    scores_at = (head * tokens + start + first + local).to(tl.int64)[:, None] * WIDTH + diagonal[None, :]
+    q = tl.load(qkv_ptr + at, mask=valid, other=0.0)
+    keys = tl.load(positions_ptr + _table_at(first + _BLOCK - diagonal, longest, head, HIDDEN, SIZE))
+    tl.store(by_query_ptr + scores_at, tl.dot(q, tl.trans(keys)).to(by_query_ptr.dtype.element_ty), mask=valid)
+    k = tl.load(qkv_ptr + at + HIDDEN, mask=valid, other=0.0)
+    queries = tl.load(positions_ptr + _table_at(diagonal - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN)
+    tl.store(by_key_ptr + scores_at, tl.dot(k, tl.trans(queries)).to(by_key_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _disentangled_forward(
+    qkv_ptr, by_query_ptr, by_key_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold,
+    kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    start = tl.load(cu_seqlens_ptr + tl.program_id(2))
+    length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
+    first = tl.program_id(0) * _BLOCK
+    if first >= length:
+        return
+    local = tl.arange(0, _BLOCK)
+    queries = first + local
+    valid = queries < length
+    units = tl.arange(0, SIZE)
+    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
+    q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
+    by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
+    by_key_ptr += (head * tokens + start).to(tl.int64) * WIDTH + first
+    # Of a pair of tokens, r-th and s-th of their blocks: r · width and, of the row, the other's place + block - r.
+    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]
+    most = tl.full((_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((_BLOCK,), tl.float32)
+    out = tl.zeros((_BLOCK, SIZE), tl.float32)
+    for begin in range(0, length, _BLOCK):
+        keys = begin + tl.arange(0, _BLOCK)
+        real = keys < length
+        key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+        k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
+        v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
+        by_query = tl.load(by_query_ptr + begin + row_at, mask=valid[:, None], other=0.0)
+        by_key = tl.load(by_key_ptr + begin * WIDTH + row_at, mask=real[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
+        scores = tl.where(real[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1) * scale)
+        weights = tl.exp2(scores * scale - higher[:, None])
+        shrink = tl.exp2(most - higher)
+        total = total * shrink + tl.sum(weights, 1)
+        most = higher
+        if DROPOUT:
+            bits = mix_bits(row_bits[:, None], spread_bits(keys)[None, :])
+            weights = tl.where(bits >= threshold, weights, 0.0)
+        out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
+    out *= (kept_scale / total)[:, None]
+    out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
+    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=valid[:, None])
+    tl.store(logs_ptr + head * tokens + start + queries, most + tl.log2(total), mask=valid)
+
+
+@triton.jit
+def _query_gradients(
+    grad_out_ptr, qkv_ptr, positions_ptr, out_ptr, logs_ptr, by_query_ptr, by_key_ptr, weights_ptr, of_query_ptr,
+    of_key_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, longest, scale, threshold, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Of a block of queries. Leaves the weights that were kept, and the gradients of the scores, not scaled, a query
+    each and a key each; behind a block of zeros, and before one."""
+    head = tl.program_id(1)
+    start = tl.load(cu_seqlens_ptr + tl.program_id(2))
+    length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
+    first = tl.program_id(0) * _BLOCK
+    if first >= length:
+        return
+    local = tl.arange(0, _BLOCK)
+    queries = first + local
+    units = tl.arange(0, SIZE)
+    valid = queries < length
+    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
+    out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
+    q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
+    grad_out = tl.load(grad_out_ptr + out_at, mask=valid[:, None], other=0.0)
+    out = tl.load(out_ptr + out_at, mask=valid[:, None], other=0.0)
+    logs = tl.load(logs_ptr + head * tokens + start + queries, mask=valid, other=float("inf"))
+    delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
+    of_row = (head * tokens + start).to(tl.int64) * WIDTH
+    of_block = of_row + first * WIDTH
+    by_query_ptr += of_block
+    by_key_ptr += of_row + first
+    weights_ptr += of_block + _BLOCK
+    of_query_ptr += of_block
+    of_key_ptr += of_row
+    row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]  # as in the forward pass
+    pair_at = local[:, None] * WIDTH + local[None, :]
+    zeros = tl.zeros((_BLOCK, _BLOCK), of_query_ptr.dtype.element_ty)
+    blocks_end = (length + _BLOCK - 1) // _BLOCK * _BLOCK
+    tl.store(of_query_ptr + pair_at, zeros, mask=valid[:, None])
+    tl.store(of_query_ptr + _BLOCK + blocks_end + pair_at, zeros, mask=valid[:, None])
+    tl.store(of_key_ptr + first * WIDTH + pair_at, zeros, mask=valid[:, None])
+    tl.store(of_key_ptr + first * WIDTH + _BLOCK + blocks_end + pair_at, zeros, mask=valid[:, None])
+    grad = tl.zeros((_BLOCK, SIZE), tl.float32)
+    for begin in range(0, length, _BLOCK):
+        keys = begin + local
+        real = keys < length
+        key_at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+        k = tl.load(qkv_ptr + key_at, mask=real[:, None], other=0.0)
+        v = tl.load(qkv_ptr + key_at + HIDDEN, mask=real[:, None], other=0.0)
+        by_query = tl.load(by_query_ptr + begin + row_at, mask=valid[:, None], other=0.0)
+        by_key = tl.load(by_key_ptr + begin * WIDTH + row_at, mask=real[:, None], other=0.0)
+        scores = tl.dot(q, tl.trans(k)) + by_query.to(tl.float32) + tl.trans(by_key).to(tl.float32)
+        weights = tl.where(
+            real[None, :] & valid[:, None], tl.exp2(scores * (scale * 1.4426950408889634) - logs[:, None]), 0.0
+        )
+        grad_weights = tl.dot(grad_out, tl.trans(v)) * kept_scale
+        kept = weights
+        if DROPOUT:
+            keep = mix_bits(row_bits[:, None], spread_bits(keys)[None, :]) >= threshold
+            kept = tl.where(keep, weights, 0.0)
+            grad_weights = tl.where(keep, grad_weights, 0.0)
+        grad_scores = (weights * (grad_weights - delta[:, None])).to(k.dtype)
+        tl.store(weights_ptr + begin + pair_at, kept.to(weights_ptr.dtype.element_ty), mask=valid[:, None])
+        tl.store(of_query_ptr + _BLOCK + begin + pair_at, grad_scores, mask=valid[:, None])
+        tl.store(of_key_ptr + begin * WIDTH + _BLOCK + first + pair_at, tl.trans(grad_scores), mask=real[:, None])
+        grad += tl.dot(grad_scores, k)
+    tl.debug_barrier()  # what is read next was written by other threads of this block
+    slanted = local[:, None] * (WIDTH + 1) + local[None, :]
+    for begin in range(0, blocks_end + _BLOCK, _BLOCK):
+        grad_scores = tl.load(of_query_ptr + begin + slanted, mask=valid[:, None], other=0.0)
+        keys = tl.load(positions_ptr + _table_at(first + _BLOCK - begin - local, longest, head, HIDDEN, SIZE))
+        grad += tl.dot(grad_scores, keys)
+    tl.store(grad_ptr + at, (grad * scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def _key_gradients(
+    grad_out_ptr, qkv_ptr, positions_ptr, weights_ptr, of_key_ptr, grad_ptr, cu_seqlens_ptr, tokens, longest, scale,
+    kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of a block of keys and their values, from what :func:`_query_gradients` left."""
+    head = tl.program_id(1)
+    start = tl.load(cu_seqlens_ptr + tl.program_id(2))
+    length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
+    first = tl.program_id(0) * _BLOCK
+    if first >= length:
+        return
+    local = tl.arange(0, _BLOCK)
+    keys = first + local
+    units = tl.arange(0, SIZE)
+    valid = (keys < length)[:, None]
+    at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+    of_row = (head * tokens + start).to(tl.int64) * WIDTH
+    weights_ptr += of_row + _BLOCK + first
+    of_key_ptr += of_row + first * WIDTH
+    pair_at = local[:, None] * WIDTH + local[None, :]
+    grad_k = tl.zeros((_BLOCK, SIZE), tl.float32)
+    grad_v = tl.zeros((_BLOCK, SIZE), tl.float32)
+    for begin in range(0, length, _BLOCK):
+        queries = begin + local
+        real = (queries < length)[:, None]
+        query_at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
+        out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
+        q = tl.load(qkv_ptr + query_at, mask=real, other=0.0)
+        grad_out = tl.load(grad_out_ptr + out_at, mask=real, other=0.0)
+        weights = tl.load(weights_ptr + begin * WIDTH + pair_at, mask=real, other=0.0)
+        grad_scores = tl.load(of_key_ptr + _BLOCK + begin + pair_at, mask=valid, other=0.0)
+        grad_v += tl.dot(tl.trans(weights), grad_out)
+        grad_k += tl.dot(grad_scores, q)
+    slanted = local[:, None] * (WIDTH + 1) + local[None, :]
+    for begin in range(0, (length + 2 * _BLOCK - 1) // _BLOCK * _BLOCK, _BLOCK):
+        grad_scores = tl.load(of_key_ptr + begin + slanted, mask=valid, other=0.0)
+        at_distance = _table_at(begin + local - _BLOCK - first, longest, head, HIDDEN, SIZE) + HIDDEN
+        grad_k += tl.dot(grad_scores, tl.load(positions_ptr + at_distance))
+    tl.store(grad_ptr + at, (grad_k * scale).to(grad_ptr.dtype.element_ty), mask=valid)
+    tl.store(grad_ptr + at + HIDDEN, (grad_v * kept_scale).to(grad_ptr.dtype.element_ty), mask=valid)
+
+
+@triton.jit
+def _table_gradients(
+    qkv_ptr, of_query_ptr, of_key_ptr, sums_ptr, cu_seqlens_ptr, tokens, longest, scale, rows, chunk,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Of each distance, over a chunk of rows: (chunks, 2·L, 2·A·D). A program has keys of the distances ``nearest`` + 1
+    to ``nearest + _BLOCK``, and queries of those one less."""
+    head = tl.program_id(1)
+    nearest = tl.program_id(0) * _BLOCK - longest
+    local = tl.arange(0, _BLOCK)
+    units = tl.arange(0, SIZE)
+    slanted = local[:, None] * (WIDTH + 1) + local[None, :]
+    grad_keys = tl.zeros((_BLOCK, SIZE), tl.float32)
+    grad_queries = tl.zeros((_BLOCK, SIZE), tl.float32)
+    first_row = tl.program_id(2) * chunk
+    for row in range(first_row, tl.minimum(first_row + chunk, rows)):
+        start = tl.load(cu_seqlens_ptr + row)
+        length = tl.load(cu_seqlens_ptr + row + 1) - start
+        blocks_end = (length + _BLOCK - 1) // _BLOCK * _BLOCK
+        token = (head * tokens + start).to(tl.int64)
+        for first in range(tl.maximum(nearest, 0), tl.minimum(length, blocks_end + nearest + 1), _BLOCK):
+            real = (first + local < length)[:, None]
+            grad_at = of_query_ptr + (token + first) * WIDTH + (first - nearest)
+            grad = tl.load(grad_at + slanted, mask=real, other=0.0)
+            at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
+            grad_keys += tl.dot(tl.trans(grad), tl.load(qkv_ptr + at, mask=real, other=0.0))
+        begin = tl.maximum(-nearest - _BLOCK, 0)
+        for first in range(begin, tl.minimum(length, blocks_end - nearest), _BLOCK):
+            real = (first + local < length)[:, None]
+            grad_at = of_key_ptr + (token + first) * WIDTH + (first + nearest + _BLOCK)
+            grad = tl.load(grad_at + slanted, mask=real, other=0.0)
+            at = (start + first + local).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+            grad_queries += tl.dot(tl.trans(grad), tl.load(qkv_ptr + at, mask=real, other=0.0))
+    sums_at = (tl.program_id(2) * 2 * longest + longest).to(tl.int64)
+    distances = nearest + _BLOCK - local
+    key_at = (sums_at + distances)[:, None] * (2 * HIDDEN) + head * SIZE + units[None, :]
+    tl.store(sums_ptr + key_at, grad_keys * scale, mask=(distances < longest)[:, None])
+    query_at = (sums_at + nearest + local)[:, None] * (2 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
+    tl.store(sums_ptr + query_at, grad_queries * scale)
+
+
+@triton.jit
+def _sum_distances(sums_ptr, bounds_ptr, grad_ptr, chunks, distances, width, BLOCK: tl.constexpr):
+    """Of each entry of the table, over its distances and the chunks."""
+    entry = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    begin = tl.maximum(tl.load(bounds_ptr + entry), 1)  # -L, which no pair has, and L are not summed
+    end = tl.minimum(tl.load(bounds_ptr + entry + 1), distances)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for distance in range(begin, end):
+        for chunk in range(chunks):
+            at = (chunk * distances + distance) * width
+            total += tl.load(sums_ptr + at + columns, mask=inside, other=0.0)
+    tl.store(grad_ptr + entry * width + columns, total, mask=inside)

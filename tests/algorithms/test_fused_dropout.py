@@ -1,0 +1,137 @@
+"""fused_layers with dropout: each site by itself, at its rate, and gradients of what was dropped.
+
+The Triton layer's dropout is in tests/kernels/test_fused_dropout.py; here is what runs without it, and whole models.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
+from composer_speedups.families.family import Rates
+from tests.helpers.common import batch
+from tests.helpers.models import FAMILIES, tiny_model
+from tests.reference.masked_layer import (
+    HIDDEN,
+    LENGTHS,
+    SITES,
+    check_rates,
+    masked_layer,
+    masks_of,
+    only,
+    parts_on,
+    plan_on,
+    slope_over_norm,
+    with_gradients,
+)
+from tests.reference.tolerance import assert_near
+
+INPUTS = batch([12, 3, 9, 7])
+
+
+def fused(model: Any, last_layer: Any = "needed") -> Any:
+    model.config.problem_type = "single_label_classification"
+    apply_unpadding(model)
+    assert apply_fused_layers(model, last_layer)
+    return model.train()
+
+
+def without_dropout(model: nn.Module) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def drop_in(site: str, layer: Any, rate: float) -> None:
+    """A dropout of a block of BERT's; an attention module of transformers' keeps its rate in its own dropout."""
+    modules = {"weights": layer.attention.self.dropout, "attention": layer.attention.output.dropout}
+    modules.get(site, layer.output.dropout).p = rate
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_dropout_site_of_the_layer_in_torchs_operators_drops_by_itself_at_its_rate(site: str) -> None:
+    """With value and gradients of the layer that drops the same, by masks that are given."""
+    torch.manual_seed(0)
+    rates, plan, parts = only(site, 0.5), plan_on("cpu"), parts_on("cpu")
+    masks = masks_of(plain_layer, rates, "cpu", 3)
+    check_rates(masks, rates)
+    x, grad = torch.randn(2, sum(LENGTHS), HIDDEN)
+    torch.manual_seed(3)
+    ours = with_gradients(lambda x, parts: plain_layer(x, parts, rates, plan), x, parts, grad)
+    theirs = with_gradients(lambda x, parts: masked_layer(x, parts, rates, masks), x, parts, grad)
+    assert_near(ours, theirs, what=site)
+
+
+@pytest.mark.parametrize("last_layer", ["needed", "all"])
+@pytest.mark.parametrize("site", [*SITES, "embeddings"])
+def test_a_dropout_site_of_a_model_drops_by_itself_and_its_gradient_is_the_losses_slope(
+    site: str, last_layer: Any
+) -> None:
+    """Of the last layer, which computes first tokens alone where nothing else is needed."""
+    model = fused(without_dropout(tiny_model("bert")), last_layer).double()
+    layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
+
+    def loss() -> torch.Tensor:
+        return model(**INPUTS).loss  # type: ignore[no-any-return]
+
+    assert torch.equal(loss(), loss()), "nothing else drops"
+    if site == "embeddings":
+        model.bert.embeddings.dropout.p = 0.5
+    else:
+        drop_in(site, layers[-1], 0.5)
+    values = {float(loss().detach()) for _ in range(4)}
+    assert len(values) == 4
+    assert [layer.ran for layer in layers] == ["torch", "first tokens" if last_layer == "needed" else "torch"]
+    assert slope_over_norm(loss, list(model.parameters()), 5, 1e-5) == pytest.approx(1, abs=1e-4)
+    model.eval()
+    assert torch.equal(loss(), loss())
+
+
+@pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
+def test_the_losses_slope_along_its_gradient_is_the_gradients_norm(rates: tuple[float, float]) -> None:
+    """In float32, attention's rate and the others'."""
+    model = fused(tiny_model("bert", dropout=rates[1], attention_dropout=rates[0]))
+    found = slope_over_norm(lambda: 100 * model(**INPUTS).loss, list(model.parameters()), 5, 1e-3)
+    assert found == pytest.approx(1, abs=0.01)
+
+
+def test_embeddings_drop_at_their_rate() -> None:
+    model = fused(without_dropout(tiny_model("bert")))
+    (embeddings,) = (module for module in model.modules() if isinstance(module, FusedEmbeddings))
+    embeddings.dropout.p = 0.3
+    zeros = (embeddings(torch.randint(1, 64, (8, 40))) == 0).float().mean()
+    assert float(zeros) == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_layer_has_the_rates_of_its_model(family: Any) -> None:
+    model = fused(tiny_model(family, dropout=0.25, attention_dropout=0.125))
+    layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
+    expected = Rates(0.125, 0.0 if family == "distilbert" else 0.25, 0.25)  # DistilBERT drops no attention output
+    assert [layer.rates() for layer in layers] == [expected] * 2
+    model.eval()
+    assert [layer.rates() for layer in layers] == [Rates(0.0, 0.0, 0.0)] * 2
+    assert [layer.rates(in_training=True) for layer in layers] == [expected] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
+def test_on_a_gpu_the_losses_slope_along_its_gradient_is_the_gradients_norm(rates: tuple[float, float]) -> None:
+    """A whole model in bf16 through the kernels, attention's rate and the others'; its own rounding is some percent."""
+    rows = {k: v.cuda() for k, v in batch([12, 3, 9, 7] * 8).items()}
+    model = fused(tiny_model("bert", dropout=rates[1], attention_dropout=rates[0]), "all").cuda()
+
+    def loss() -> torch.Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            logits = model(**rows).logits.double()
+        return 100 * nn.functional.cross_entropy(logits, rows["labels"])
+
+    found = [slope_over_norm(loss, list(model.parameters()), number, 0.03) for number in range(6)]
+    assert {module.ran for module in model.modules() if isinstance(module, FusedLayer | FusedEmbeddings)} == {"triton"}
+    assert sum(found) / len(found) == pytest.approx(1, abs=0.05)

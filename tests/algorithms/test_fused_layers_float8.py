@@ -1,0 +1,129 @@
+"""fused_layers with 8-bit products where there is no GPU for them: settings, refusals, and what a checkpoint holds.
+
+The kernels and the layer themselves are compared with plain PyTorch in tests/kernels/test_fused_kernels.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_unpadding, recommended
+from composer_speedups.algorithms.fused_layers import functional
+from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.families.stock import model_differences
+from composer_speedups.train.checkpoints.structure import conforming
+from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
+from tests.helpers.models import tiny_model
+from tests.reference.tolerance import assert_near
+
+
+@pytest.fixture
+def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the layers were on a GPU with 8-bit products; on the CPU they run in torch's own operators."""
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    monkeypatch.setattr(functional, "check_float8", lambda layers: None)
+
+
+def in_float8(model: Any) -> Any:
+    apply_unpadding(model)
+    apply_fused_layers(model, precision="fp8")
+    return model
+
+
+def test_it_is_refused_where_nothing_computes_in_eight_bits() -> None:
+    with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"):
+        in_float8(tiny_bert())
+    with pytest.raises(ValueError, match="precision must be 'autocast' or 'fp8', not 'fp4'"):
+        apply_fused_layers(apply_and_return(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
+    with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
+        make_trainer([FusedLayers(precision="fp8"), Unpadding()])
+
+
+def apply_and_return(model: Any) -> Any:
+    apply_unpadding(model)
+    return model
+
+
+def test_widths_that_no_product_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(functional, "_FLOAT8", (0, 0))
+    model = type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), "intermediate_size": 72}))
+    with pytest.raises(ValueError, match="multiples of 16, and the layers have 32 and 72 units"):
+        in_float8(model)
+
+
+def test_scales_are_a_buffer_that_no_checkpoint_of_the_model_has(on_any_device: None) -> None:
+    stock, model = tiny_bert(), in_float8(tiny_bert())
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    assert [name for name, _ in model.named_buffers() if "float8" in name] == [
+        f"bert.encoder.layer.{i}.float8_scales" for i in range(2)
+    ]
+    assert float8_scales(model).keys() == {"bert.encoder.layer.0", "bert.encoder.layer.1"}
+    assert model_differences(model) == []
+    inputs = batch([5, 9])
+    assert_near([model(**inputs).logits], [stock(**inputs).logits])
+    model.to(torch.bfloat16)
+    assert {layer.float8_scales.dtype for layer in model.bert.encoder.layer} == {torch.int32}
+
+
+def test_a_checkpoint_of_the_run_holds_each_ranks_scales(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
+    monkeypatch.setattr(FusedLayers, "verify", lambda self, state: {})
+    technique = FusedLayers(precision="fp8")
+    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
+    model = trainer.state.model
+    layer = model.model.bert.encoder.layer[0]
+    layer.float8_scales[3, 8] = 12345
+    held = technique.state_dict()
+    assert conforming(held, FusedLayers.checkpoint_fields, "state") == held
+    assert held["float8_scales"][0]["model.bert.encoder.layer.0"][3][8] == 12345
+    layer.float8_scales.zero_()
+    technique.load_state_dict(held)
+    assert float8_scales(model) == held["float8_scales"][0]
+    technique.withdraw(trainer.state)  # as the comparison with the untouched model does
+    assert float8_scales(model) == {}
+    technique.reapply(trainer.state)
+    assert float8_scales(model) == held["float8_scales"][0]
+    ranks = [held["float8_scales"][0], {name: [[7] * 64] * 12 for name in held["float8_scales"][0]}]
+    monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
+    technique.load_state_dict({**held, "float8_scales": ranks})
+    assert float8_scales(model) == ranks[1]
+    with pytest.raises(TechniqueError, match="of other 8-bit layers"):
+        technique.load_state_dict({**held, "float8_scales": [{}]})
+    trainer.close()
+
+
+def test_in_sixteen_bits_a_checkpoint_holds_none() -> None:
+    technique = FusedLayers()
+    trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
+    assert technique.state_dict()["float8_scales"] == []
+    trainer.close()
+
+
+def test_the_recommended_set_stays_in_sixteen_bits() -> None:
+    assert {t.precision for t in recommended() if isinstance(t, FusedLayers)} == {"autocast"}
+
+
+def test_loading_scales_of_another_model_is_refused(on_any_device: None) -> None:
+    model = in_float8(tiny_bert())
+    held = float8_scales(model)
+    with pytest.raises(ValueError, match=r"of other 8-bit layers than the model's: bert\.encoder\.layer\.1"):
+        load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
+    with pytest.raises(ValueError, match="are not 12 rows of 64"):
+        load_float8_scales(model, {name: [[1]] for name in held})
+    with pytest.raises(ValueError, match="bits of positive numbers"):
+        load_float8_scales(model, {name: [[2**40] * 64] * 12 for name in held})
+
+
+KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Layer")]
+
+
+@pytest.mark.parametrize(("family", "layer"), KINDS)
+def test_layers_of_another_kind_are_refused_by_name(family: Any, layer: str) -> None:
+    model = tiny_model(family)
+    apply_unpadding(model)
+    with pytest.raises(ValueError, match=rf"knows BERT's layers and those like it, not {layer}$"):
+        apply_fused_layers(model, precision="fp8")

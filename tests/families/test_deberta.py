@@ -1,0 +1,102 @@
+"""DeBERTa's variants, what it has that cannot run on packed tokens, and the distances that its attention sees."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.deberta_v2.modeling_deberta_v2 import build_relative_position
+
+from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.families.deberta_v2 import _entries
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.families.packed_tokens import rows_with_holes
+from tests.families.test_family_techniques import draw, outcome
+from tests.helpers.models import tiny_model
+from tests.reference.tolerance import assert_near
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "projections of positions of their own": {"share_att_key": False},
+    "relative embeddings without a norm": {"norm_rel_ebd": "none"},
+    "absolute positions too": {"position_biased_input": True},
+    "the new head of masked LM": {"legacy": False},
+    "no buckets": {"position_buckets": -1},
+    "distances beyond the furthest": {"position_buckets": -1, "max_relative_positions": 5},
+    "projected embeddings": {"embedding_size": 16},
+}
+
+
+@pytest.mark.parametrize("head", ["classification", "mlm"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_gives_the_untouched_models_values(variant: str, head: Any) -> None:
+    reference = tiny_model("deberta_v2", head, **VARIANTS[variant]).train()
+    model, inputs = copy.deepcopy(reference), draw("deberta_v2", head, "right padding")
+    apply_unpadding(model, 8, compare_on=inputs)
+    apply_fused_layers(model)
+    for found, expected in zip(outcome(model, inputs, ""), outcome(reference, inputs, ""), strict=True):
+        assert_near(found, expected, what=variant)
+    ran = [layer.ran for layer in model.modules() if isinstance(layer, FusedLayer)]
+    assert ran == ["torch", "first tokens" if head == "classification" else "torch"]
+
+
+def test_positions_matter_and_their_table_gets_its_gradient() -> None:
+    reference = tiny_model("deberta_v2", "mlm").train()
+    inputs = draw("deberta_v2", "mlm", "right padding")
+    without, model = copy.deepcopy(reference), copy.deepcopy(reference)
+    without.deberta.encoder.rel_embeddings.weight.data.zero_()
+    apply_unpadding(model, 8)
+    (_, expected), (_, found) = (outcome(each, inputs, "") for each in (reference, model))
+    name = "deberta.encoder.rel_embeddings.weight"
+    assert expected[name].abs().max() > 1e-4
+    assert_near(found[name], expected[name])
+    logits = [outcome(each, inputs, "")[0]["logits"] for each in (without, reference)]
+    assert not torch.allclose(logits[0], logits[1], atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"conv_kernel_size": 3}, r"^unpadding cannot serve DeBERTa-v2/v3 with a convolution .*conv_kernel_size"),
+        ({"pos_att_type": ["c2p"]}, r"^unpadding cannot serve DeBERTa-v2/v3 with other positions than"),
+        ({"relative_attention": False}, r"^unpadding cannot serve DeBERTa-v2/v3 with other positions than"),
+    ],
+)
+def test_what_cannot_run_on_packed_tokens_is_refused_and_left_alone(settings: dict[str, Any], error: str) -> None:
+    model = tiny_model("deberta_v2", **settings)
+    with pytest.raises(ValueError, match=error):
+        apply_unpadding(model)
+    assert not unpadded_encoders(model)
+
+
+def test_an_encoder_called_by_itself_gives_all_hidden_states_as_untouched() -> None:
+    model = tiny_model("deberta_v2")
+    reference = copy.deepcopy(model).deberta.encoder
+    apply_unpadding(model, 8)
+    model(**draw("deberta_v2", "classification", "right padding"))  # which asks for none
+    hidden, mask = torch.randn(3, 9, 32), (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
+    found, expected = (each(hidden, mask) for each in (model.deberta.encoder, reference))
+    assert len(found.hidden_states) == len(expected.hidden_states) == 3
+    assert_near([*found.hidden_states], [*expected.hidden_states])
+    packed = model.deberta.encoder(hidden, mask, output_hidden_states=False, return_dict=False)
+    assert model.deberta.encoder.ran == "unpadded"
+    assert_near([packed[0][mask.bool()]], [expected.last_hidden_state[mask.bool()]])
+
+
+@pytest.mark.parametrize(("buckets", "furthest"), [(6, 80), (256, 512), (-1, 20)])
+def test_entries_are_those_that_transformers_looks_up(buckets: int, furthest: int) -> None:
+    width, span = 150, buckets if buckets > 0 else furthest
+    entries = _entries(256, buckets, furthest, torch.device("cpu"))
+    slots = torch.zeros(1, width, 1)
+    distances = build_relative_position(slots, slots, buckets, furthest)[0]
+    expected = (distances + span).clamp(0, 2 * span - 1)
+    place = torch.arange(width)
+    torch.testing.assert_close(entries[place[:, None] - place + 256].long(), expected)
+    assert (entries.diff() >= 0).all(), "the kernel sums over the distances of an entry, which lie side by side"
+
+
+def test_rows_with_holes() -> None:
+    mask = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1], [0, 0, 0, 0], [0, 1, 0, 1]])
+    assert rows_with_holes(mask) == [False, False, True, False, True]

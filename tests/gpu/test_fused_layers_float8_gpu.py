@@ -1,0 +1,254 @@
+"""fused_layers with 8-bit products on a GPU that has them: values beside bf16 and float32, scales, graphs, resuming."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_speedups import (
+    CUDAGraphs,
+    FusedLayers,
+    MixedPrecision,
+    Unpadding,
+    apply_cuda_graphs,
+    apply_fused_layers,
+    apply_unpadding,
+    plan_unpadding,
+    undo_fused_layers,
+)
+from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
+from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.core.errors import TechniqueError
+from tests.helpers.common import (
+    SAVING,
+    Recorder,
+    batch,
+    final_weights,
+    learnable_batches,
+    make_trainer,
+    plain_batches,
+    tiny_bert,
+    trained,
+)
+from tests.helpers.masks import masked_batch, random_masks
+from tests.helpers.models import FAMILIES, HEADS, tiny_model
+from tests.helpers.waiting import no_waiting
+from tests.reference.nearness import distance, values
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
+        reason="8-bit products need compute capability 8.9",
+    ),
+]
+
+
+def in_float8(model: Any, last_layer: Any = "all", precision: Any = "fp8") -> Any:
+    changed = copy.deepcopy(model).cuda()
+    apply_unpadding(changed)
+    apply_fused_layers(changed, last_layer, precision)
+    return changed
+
+
+def layers_of(model: Any) -> list[FusedLayer]:
+    return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
+
+
+def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.cuda() for name, value in inputs.items()}
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_as_near_to_float32_as_eight_bits_are(family: Any, head: Any) -> None:
+    stock = tiny_model(family, head).cuda()
+    ours = in_float8(stock)
+    exact, mine = [], []
+    for seed, mask in enumerate(random_masks(25, widest=64)):
+        if mask.any():
+            inputs = on_gpu(masked_batch(mask, head, seed=seed))
+            exact.append(values(stock, inputs, None))
+            mine.append(values(ours, inputs, torch.bfloat16))
+    assert "triton, fp8" in {layer.ran for layer in layers_of(ours)}
+    for i, (what, bound) in enumerate([("logits", 0.25), ("gradients", 0.5)]):  # of large weights: 0.03-0.16, 0.1-0.4
+        error = distance(torch.cat([each[i] for each in mine]), torch.cat([each[i] for each in exact]))
+        assert 0.005 < error < bound, (what, error)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+def test_no_size_of_the_loss_clips_or_loses_a_gradient_from_the_first_batch_on(scale: float) -> None:
+    stock: Any = tiny_bert()
+    stock.cuda()
+    ours = in_float8(stock)
+    inputs = on_gpu(batch([12, 7, 16, 10]))
+    gradients = []
+    for model in (stock, ours, ours):  # the second time with the scales of the first
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=model is not stock):
+            loss = model(**inputs).loss
+        (loss * scale).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    exact, first, second = gradients
+    assert 0.005 < distance(first, exact) < 0.5
+    torch.testing.assert_close(second, first, rtol=1e-3, atol=1e-4 * float(first.abs().max()))
+
+
+def test_infinite_gradients_reach_the_weights_and_leave_the_scales() -> None:
+    model = in_float8(tiny_bert())
+    inputs = on_gpu(batch([12, 7, 16, 10]))
+
+    def step(scale: float) -> Tensor:
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model(**inputs).loss
+        (loss * scale).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+    step(1.0)
+    assert not step(float("inf")).isfinite().all()
+    assert step(1.0).isfinite().all()
+
+
+def test_evaluation_moves_no_scale_and_computes_in_eight_bits() -> None:
+    model = in_float8(tiny_bert())
+    inputs = on_gpu(batch([12, 7, 16, 10]))
+    with torch.autocast("cuda", torch.bfloat16):
+        model(**inputs).loss.backward()
+        before = float8_scales(model)
+        assert any(number for row in before["bert.encoder.layer.0"] for number in row[8:])
+        model.eval()
+        for _ in range(2):
+            with torch.no_grad():
+                model(**inputs)
+        assert float8_scales(model) == before
+        model(**inputs).loss.backward()  # with gradients, which eval mode does not forbid
+        assert float8_scales(model) == before
+        assert {layer.ran for layer in layers_of(model)} == {"triton, fp8"}
+        model.train()
+        model(**inputs).loss.backward()
+        assert float8_scales(model) != before
+
+
+def test_two_passes_before_their_backward_passes_keep_their_own_scales() -> None:
+    model = in_float8(tiny_bert())
+    inputs = [on_gpu(batch([12, 7, 16, 10], seed=i)) for i in range(2)]
+    found = []
+    for together in (False, True):
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            if together:
+                (model(**inputs[0]).loss + model(**inputs[1]).loss).backward()
+            else:
+                for each in inputs:
+                    model(**each).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    assert distance(found[1], found[0]) < 0.02
+
+
+def test_a_planned_step_never_waits_for_the_gpu() -> None:
+    model: Any = in_float8(tiny_bert(dropout=0.1)).train()
+    model.config.problem_type = "single_label_classification"
+    for i, step in enumerate([batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]):
+        inputs = on_gpu(step)
+        with no_waiting(strict=i > 0):
+            plan_unpadding(model, step["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**inputs).loss
+            loss.backward()
+
+
+def test_graphs_compute_what_is_computed_without_them() -> None:
+    losses, scales = [], []
+    for with_graphs in (False, True):
+        model: Any = in_float8(tiny_bert()).train()
+        if with_graphs:
+            apply_cuda_graphs(model)  # captures at its first call, when no scale is known
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for i in range(5):
+            step = batch([12, 7, 16, 10], seed=i)
+            plan_unpadding(model, step["attention_mask"])
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(**on_gpu(step)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss))
+        losses.append(found)
+        scales.append([[row[0] for row in rows] for rows in float8_scales(model).values()])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)
+    without, captured = (torch.tensor(each, dtype=torch.int32).view(torch.float32) for each in scales)
+    assert set((captured / without).unique().tolist()) <= {0.5, 1.0, 2.0}, "a capture's warm-up leaves no trace"
+
+
+@pytest.mark.parametrize("with_graphs", [False, True])
+def test_resuming_is_exact(with_graphs: bool, tmp_path: Path) -> None:
+    def run(**kwargs: Any) -> Any:
+        graphs = [CUDAGraphs()] if with_graphs else []
+        algorithms = [FusedLayers("all", "fp8"), Unpadding(), MixedPrecision("bf16"), *graphs]
+        model = tiny_bert(dropout=0.1)
+        model.bert.embeddings.requires_grad_(False)  # whose gradients are summed in no fixed order
+        return trained(algorithms, model=model, batches=plain_batches(6), gpu=True, **kwargs)
+
+    whole = run(save_folder=str(tmp_path), **SAVING)
+    saved = torch.load(tmp_path / "ba2.pt", weights_only=False)["state"]
+    assert not [name for name in saved["model"] if "float8" in name]
+    resumed = run(load_path=str(tmp_path / "ba2.pt"))
+    torch.testing.assert_close(final_weights(resumed), final_weights(whole), rtol=0, atol=0)
+
+
+def test_it_trains_leaves_evidence_and_gives_the_layers_back(tmp_path: Path) -> None:
+    technique = FusedLayers(precision="fp8")
+    trainer = make_trainer([technique, Unpadding(), MixedPrecision("bf16")], batches=plain_batches(4), gpu=True)
+    model = trainer.state.model.model
+    trainer.fit()
+    model.save_pretrained(tmp_path)
+    assert not [name for name in model.state_dict() if "float8" in name]
+    trainer.close()
+    assert technique.evidence["layers_ran"] == "1 first tokens, 1 triton, fp8"
+    assert not [name for name, _ in model.named_buffers() if "float8" in name]
+
+
+def test_the_loss_curve_is_that_of_bf16() -> None:
+    curves = []
+    for precision in ("autocast", "fp8"):
+        recorder = Recorder()
+        algorithms: list[Any] = [FusedLayers("all", precision), Unpadding(), MixedPrecision("bf16")]
+        trained(algorithms, batches=learnable_batches(), callbacks=[recorder], gpu=True)
+        curves.append(torch.tensor(recorder.losses).unfold(0, 20, 1).mean(-1))
+    assert curves[0][-1] < 0.6 * curves[0][0], "it must learn for its curve to tell anything"
+    assert float((curves[1] - curves[0]).abs().max()) < 0.06
+
+
+def test_what_it_cannot_do_is_refused() -> None:
+    with pytest.raises(TechniqueError, match="precision: fp8 goes with bf16, and this run is fp16"):
+        make_trainer([FusedLayers(precision="fp8"), Unpadding(), MixedPrecision("fp16")], gpu=True)
+    model = in_float8(tiny_bert())
+    with pytest.raises(ValueError, match="already, with precision='fp8' and not precision='autocast'"):
+        apply_fused_layers(model, "all")
+    with torch.autocast("cuda", torch.float16), pytest.raises(ValueError, match="goes with bf16 autocast"):
+        model(**on_gpu(batch([3, 4])))
+
+
+def test_scales_are_saved_and_loaded_beside_the_model() -> None:
+    model, other = in_float8(tiny_bert()), in_float8(tiny_bert())
+    with torch.autocast("cuda", torch.bfloat16):
+        model(**on_gpu(batch([12, 7]))).loss.backward()
+    held = float8_scales(model)
+    load_float8_scales(other, held)
+    assert float8_scales(other) == held
+    with pytest.raises(ValueError, match=r"of other 8-bit layers than the model's: bert\.encoder\.layer\.1"):
+        load_float8_scales(other, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
+    with pytest.raises(ValueError, match="are not 12 rows of 64"):
+        load_float8_scales(other, {name: [[1]] for name in held})
+    with pytest.raises(ValueError, match="bits of positive numbers"):
+        load_float8_scales(other, {name: [[-1] * 64] * 12 for name in held})
+    undo_fused_layers(model)
+    assert float8_scales(model) == {}

@@ -1,0 +1,156 @@
+"""Compare the disentangled attention kernels with plain PyTorch; run on the CPU under TRITON_INTERPRET=1, or on a GPU.
+
+A program of its own, as ``tests.reference.fused_kernels``, which it is written like.
+"""
+
+from __future__ import annotations
+
+import sys
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from composer_speedups import apply_unpadding
+from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
+from composer_speedups.families.disentangled_attention import Relative
+from composer_speedups.families.family import Rates, family_named
+from composer_speedups.families.packed_tokens import make_plan
+from composer_speedups.kernels.disentangled_attention import (
+    attend,
+    disentangled_backward,
+    disentangled_forward,
+)
+from tests.helpers.models import tiny_model
+from tests.reference.fused_kernels import DEVICE, near, random, seed
+
+LENGTHS = [5, 0, 70, 1, 37, 130]
+CU = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
+LONGEST, TABLE = 192, 24
+
+
+def entries() -> Tensor:
+    """Ascending, as buckets are: one for each small distance, several distances each beyond."""
+    distances = torch.arange(-LONGEST, LONGEST + 1, device=DEVICE)
+    far = distances.abs()
+    buckets = distances.sign() * torch.where(far < 5, far, 4 + far.float().log2().int())
+    return (buckets + TABLE // 2).clamp(0, TABLE - 1).int()
+
+
+def plain(qkv: Tensor, positions: Tensor, heads: int, masks: list[Tensor], dropout: float) -> Tensor:
+    """The same attention in torch's operators, row by row."""
+    rows, table = [], positions.view(TABLE, 2, heads, -1)
+    for (start, end), mask in zip(pairwise(CU.tolist()), masks, strict=True):
+        q, k, v = qkv[start:end].unflatten(1, (3, heads, -1)).unbind(1)  # (S, A, D)
+        slots = torch.arange(end - start, device=DEVICE)
+        entry = entries()[slots[:, None] - slots + LONGEST].long()
+        scores = torch.einsum("iad,jad->aij", q, k)
+        scores = scores + torch.einsum("iad,ijad->aij", q, table[entry, 0])
+        scores = scores + torch.einsum("jad,ijad->aij", k, table[entry, 1])
+        weights = (scores * (3 * q.shape[-1]) ** -0.5).softmax(-1) * mask / (1 - dropout)
+        rows.append(torch.einsum("aij,jad->iad", weights, v).flatten(1))
+    return torch.cat(rows)
+
+
+def kept_weights(heads: int, size: int, dropout: float) -> list[Tensor]:
+    """Which weights dropout keeps: uniform attention over values that are 1 for one key at a time."""
+    masks = [torch.zeros(heads, length, length, device=DEVICE) for length in LENGTHS]
+    table = torch.zeros(TABLE, 2 * heads * size, device=DEVICE)
+    for first in range(0, max(LENGTHS), size):
+        qkv = torch.zeros(sum(LENGTHS), 3, heads, size, device=DEVICE)
+        for start, end in pairwise(CU.tolist()):
+            units = torch.arange(max(0, min(size, end - start - first)))
+            qkv[start + first + units, 2, :, units] = 1
+        out, _ = disentangled_forward(qkv.flatten(1), table, entries(), CU, LONGEST, heads, dropout, seed())
+        for (start, end), mask in zip(pairwise(CU.tolist()), masks, strict=True):
+            kept = (out[start:end].view(-1, heads, size) > 0).transpose(0, 1).float()
+            mask[..., first : first + size] = kept[..., : max(0, end - start - first)]
+    return masks
+
+
+def attentions(dropout: float, heads: int, size: int) -> None:
+    masks = [torch.ones(heads, length, length, device=DEVICE) for length in LENGTHS]
+    if dropout:
+        masks = kept_weights(heads, size, dropout)
+        rate = float(torch.cat([m.flatten() for m in masks]).mean())
+        assert abs(rate - (1 - dropout)) < 0.01, rate
+    qkv, positions = random(sum(LENGTHS), 3 * heads * size), random(TABLE, 2 * heads * size)
+    leaves = [each.clone().requires_grad_() for each in (qkv, positions)]
+    expected = plain(leaves[0], leaves[1], heads, masks, dropout)
+    out, logs = disentangled_forward(qkv, positions, entries(), CU, LONGEST, heads, dropout, seed())
+    near(f"disentangled attention, dropout {dropout}, {heads} heads of {size}", out, expected)
+    grad = random(*out.shape)
+    expected.backward(grad)
+    given = (grad, qkv, positions, entries(), out, logs, CU, LONGEST, dropout, seed())
+    d_qkv, d_positions = disentangled_backward(*given)
+    for i, name in enumerate(("queries", "keys", "values")):
+        near(f"the gradient of its {name}", d_qkv.chunk(3, 1)[i], leaves[0].grad.chunk(3, 1)[i])  # type: ignore[union-attr]
+    for i, name in enumerate(("keys", "queries")):
+        near(f"the gradient of its position {name}", d_positions.chunk(2, 1)[i], leaves[1].grad.chunk(2, 1)[i])  # type: ignore[union-attr]
+    again = disentangled_backward(*given)
+    assert all(torch.equal(a, b) for a, b in zip(again, (d_qkv, d_positions), strict=True)), "no atomic additions"
+
+
+def operators() -> None:
+    """With autograd; with dropout the derivative along its own gradient is that of a linear function of the values."""
+    heads, size = 2, 16
+    qkv = random(sum(LENGTHS), 3 * heads * size).requires_grad_()
+    positions = random(TABLE, 2 * heads * size).requires_grad_()
+    out = attend(qkv, positions, entries(), CU, LONGEST, heads, 0.0)
+    grad = random(*out.shape)
+    found = torch.autograd.grad(out, [qkv, positions], grad)
+    masks = [torch.ones(heads, length, length, device=DEVICE) for length in LENGTHS]
+    wanted = torch.autograd.grad(plain(qkv, positions, heads, masks, 0.0), [qkv, positions], grad)
+    for name, *both in zip(("queries, keys and values", "positions"), found, wanted, strict=True):
+        near(f"the operator's gradient of {name}", *both)
+    dropped = attend(qkv, positions, entries(), CU, LONGEST, heads, 0.5)
+    of_values = torch.autograd.grad(dropped, qkv, grad)[0].chunk(3, 1)[2]
+    near("dropout's mask in both passes", (of_values * qkv.chunk(3, 1)[2]).sum(), (dropped * grad).sum())
+
+
+def layers() -> None:
+    """The whole layer beside transformers' own on packed tokens, in float32 and so with torch's attention."""
+    model = tiny_model("deberta_v2").to(DEVICE).train()
+    apply_unpadding(model, 1)
+    layer, encoder, family = model.deberta.encoder.layer[0], model.deberta.encoder, family_named("deberta_v2")
+    assert family is not None
+    assert family.parts is not None
+    assert family.position_table is not None
+    mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
+    plan, rates = make_plan(mask, sum(LENGTHS), 1), Rates(0.0, 0.0, 0.0)
+    relative = Relative(plan, encoder_entries(plan.longest))
+    x, grad, found = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
+    names = ["its input", *dict(layer.named_parameters()), "relative embeddings"]
+    for fused in (True, False):
+        leaf = x.clone().requires_grad_()
+        embeddings = encoder.get_rel_embedding()
+        if fused:
+            table = family.position_table(layer, embeddings)
+            result = disentangled_layer(
+                leaf, family.parts(layer), rates, table, relative.entries, plan.cu_seqlens, plan.longest
+            )
+        else:
+            result = layer(leaf.unsqueeze(0), None, relative_pos=relative, rel_embeddings=embeddings)[0].squeeze(0)
+        of = [leaf, *layer.parameters(), encoder.rel_embeddings.weight]
+        found.append([result, *torch.autograd.grad(result, of, grad)])
+    for name, ours, theirs in zip(["its result", *names], *found, strict=True):
+        near(f"layer, {name}", ours, theirs)
+
+
+def encoder_entries(longest: int) -> Tensor:
+    """For a table of 12 entries."""
+    distances = torch.arange(-longest, longest + 1, device=DEVICE)
+    return (distances // 9 + 6).clamp(0, 11).int()
+
+
+def main() -> int:
+    torch.manual_seed(0)
+    for dropout, heads, size in ((0.0, 2, 16), (0.3, 2, 16), (0.0, 1, 64)):
+        attentions(dropout, heads, size)
+    operators()
+    layers()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Dropout of the layer and of the embeddings with Triton kernels; run as :mod:`tests.reference.fused_kernels` is.
+
+Every mask is read from the forward pass, and value and gradients are compared with a layer in plain PyTorch under the
+same masks: so the backward pass drops what the forward pass drops, and nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer_speedups.algorithms.fused_layers.layer import fused_layer
+from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.packed_tokens import Plan
+from composer_speedups.kernels.embeddings import embed
+from tests.reference.fused_kernels import DEVICE, near, random
+from tests.reference.masked_layer import (
+    HIDDEN,
+    LENGTHS,
+    check_rates,
+    masked_layer,
+    masks_of,
+    only,
+    parts_on,
+    plan_on,
+    slope_over_norm,
+    with_gradients,
+)
+
+SEED = 11
+# float32 products of a GPU's Triton are TF32
+STEP, BOUND = (1e-3, 0.01) if DEVICE == "cpu" else (3e-2, 0.05)
+
+
+def layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+    return fused_layer(x_TH, parts, rates, plan.cu_seqlens, plan.longest)
+
+
+def agrees(rates: Rates) -> None:
+    """With a layer in plain PyTorch under the masks that are read from this one."""
+    masks = masks_of(layer, rates, DEVICE, SEED)
+    check_rates(masks, rates)
+    plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
+    torch.manual_seed(SEED)
+    ours = with_gradients(lambda x, parts: layer(x, parts, rates, plan), x, parts, grad)
+    theirs = with_gradients(lambda x, parts: masked_layer(x, parts, rates, masks), x, parts, grad)
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        near(f"layer that drops {tuple(rates)}, {'its result' if i == 0 else f'gradient {i}'}", one, other)
+
+
+def slope(rates: Rates) -> None:
+    plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
+    leaves: list[Any] = [x.requires_grad_(), *parts.parameters()]
+    found = slope_over_norm(lambda: (layer(x, parts, rates, plan) * grad).double().sum(), leaves, SEED, STEP)
+    assert abs(found - 1) < BOUND, f"{rates}: the slope is {found} of the gradient's norm"
+    print(f"slope at {tuple(rates)}: {found:.4f} of the gradient's norm")
+
+
+def embeddings(rate: float) -> None:
+    rows, width = 4, 20
+    ids = torch.randint(0, 30, (rows, width), device=DEVICE)
+    positions, types = torch.arange(width, device=DEVICE)[None], torch.zeros(1, width, dtype=torch.long, device=DEVICE)
+    tables: list[Any] = [random(n, HIDDEN).requires_grad_() for n in (30, width, 2)]
+    norm: list[Any] = [random(HIDDEN).requires_grad_() for _ in range(2)]
+
+    def embedded() -> Tensor:
+        word, position, kind, weight, bias = (*tables, *norm)
+        return embed(ids, positions, types, word, position, kind, weight, bias, 1e-5, rate, torch.float32, (-1, -1))
+
+    torch.manual_seed(SEED)
+    first, second = embedded(), embedded()
+    torch.manual_seed(SEED)
+    assert torch.equal(embedded(), first)
+    assert not torch.equal(first, second)
+    assert abs(float((first == 0).float().mean()) - rate) < 0.02
+    grad = random(*first.shape)
+    found = slope_over_norm(lambda: (embedded() * grad).double().sum(), [*tables, *norm], SEED, STEP)
+    assert abs(found - 1) < BOUND, f"embeddings at {rate}: the slope is {found} of the gradient's norm"
+    print(f"embeddings that drop {rate}: the slope is {found:.4f} of the gradient's norm")
+
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    given = [Rates(0.3, 0.2, 0.4)]  # what the interpreter has time for; all masks are read one at a time anyway
+    slopes = [Rates(0.3, 0.3, 0.3)]
+    if DEVICE == "cuda":
+        given += [only(site, 0.5) for site in Rates._fields]
+        slopes += [Rates(0.5, 0.0, 0.0), Rates(0.0, 0.5, 0.5)]  # attention's alone, and all the others
+    for rates in given:
+        agrees(rates)
+    for rates in slopes:
+        slope(rates)
+    embeddings(0.3)
+    sys.exit(0)

@@ -1,0 +1,153 @@
+"""One encoder layer under dropout masks that are given: what a layer must compute once its own masks are known.
+
+The masks of a layer are read from its output, under weights that let one site of dropout be seen at a time.
+
+Shapes: T tokens of all rows, packed, H hidden units, A heads, L tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.packed_tokens import Plan, make_plan
+
+LENGTHS = [4, 0, 11, 1]  # below 16: see masks_of
+HEADS, HIDDEN, INNER = 2, 64, 64
+SIZE = HIDDEN // HEADS
+SITES = ("weights", "attention", "output")  # of Rates
+Layer = Callable[[Tensor, Parts, Rates, Plan], Tensor]
+
+
+class Masks(NamedTuple):
+    """Ones where a number is kept: of each row's attention weights (A, L, L), and of two results (T, H)."""
+
+    weights: list[Tensor]
+    attention: Tensor
+    output: Tensor
+
+
+def plan_on(device: str) -> Plan:
+    lengths = torch.tensor(LENGTHS, device=device)
+    return make_plan(torch.arange(max(LENGTHS), device=device) < lengths[:, None], sum(LENGTHS), 1)
+
+
+def parts_on(device: str, dtype: torch.dtype = torch.float32) -> Parts:
+    """Random ones."""
+    sizes = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER), (INNER, HIDDEN)]
+    query, key, value, out, up, down = (nn.Linear(*size, device=device, dtype=dtype) for size in sizes)
+    norms = [nn.LayerNorm(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
+    parts = Parts(query, key, value, out, norms[0], up, down, norms[1], HEADS)
+    for parameter in parts.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return parts
+
+
+def only(site: str, rate: float) -> Rates:
+    return Rates(**{**dict.fromkeys(SITES, 0.0), site: rate})
+
+
+def masks_of(layer: Layer, rates: Rates, device: str, number: int) -> Masks:
+    """Those that the layer draws after ``torch.manual_seed(number)``, one site at a time; ones where none drops."""
+    plan, tokens = plan_on(device), sum(LENGTHS)
+    parts = parts_on(device)
+    with torch.no_grad():
+        for parameter in parts.parameters():
+            parameter.zero_()
+        parts.attention_norm.weight.fill_(1)
+        parts.output_norm.weight.fill_(1)
+
+    def seen(site: str, x_TH: Tensor) -> Tensor:
+        torch.manual_seed(number)
+        return layer(x_TH, parts, only(site, getattr(rates, site)), plan).detach()
+
+    # Uniform attention over values that are 1 in a unit of their own, which no residual reaches: that is in units from
+    # SIZE / 2 on. LayerNorm leaves the order of a token's units; of the last one, 0 comes.
+    x_TH = torch.zeros(tokens, HIDDEN, device=device)
+    starts = [sum(LENGTHS[:row]) for row in range(len(LENGTHS))]
+    for start, length in zip(starts, LENGTHS, strict=True):
+        x_TH[start + torch.arange(length), SIZE // 2 + torch.arange(length)] = 1
+    units = torch.arange(SIZE // 2 - 1)
+    with torch.no_grad():
+        for head in range(HEADS):
+            parts.value.weight[head * SIZE + units, SIZE // 2 + units] = 1
+        parts.out.weight.copy_(torch.eye(HIDDEN))
+    kept = seen("weights", x_TH)
+    kept = (kept > kept[:, -1:] + 1e-3).float().unflatten(1, (HEADS, SIZE)).transpose(0, 1)
+    weights = [kept[:, s : s + n, :n] for s, n in zip(starts, LENGTHS, strict=True)]
+    # Ones, of which LayerNorm leaves the kept ones above 0 and the others below; all are 0 where none is dropped.
+    x_TH.zero_()
+    with torch.no_grad():
+        parts.out.weight.zero_()
+        parts.out.bias.fill_(1)
+    attention = (seen("attention", x_TH) >= 0).float()
+    with torch.no_grad():
+        parts.out.bias.zero_()
+        parts.down.bias.fill_(1)
+    return Masks(weights, attention, (seen("output", x_TH) >= 0).float())
+
+
+def masked_layer(x_TH: Tensor, parts: Parts, rates: Rates, masks: Masks) -> Tensor:
+    """(T, H) → (T, H)."""
+    rows, start = [], 0
+    for length, mask in zip(LENGTHS, masks.weights, strict=True):
+        x = x_TH[start : start + length]
+        start += length
+        q, k, v = (m(x).view(length, HEADS, SIZE).transpose(0, 1) for m in (parts.query, parts.key, parts.value))
+        weights = (q @ k.transpose(1, 2) * SIZE**-0.5).softmax(-1) * mask / (1 - rates.weights)
+        rows.append((weights @ v).transpose(0, 1).reshape(length, HIDDEN))
+    projected = parts.out(torch.cat(rows)) * masks.attention / (1 - rates.attention)
+    hidden = parts.attention_norm(projected + x_TH)
+    down = parts.down(F.gelu(parts.up(hidden))) * masks.output / (1 - rates.output)
+    return parts.output_norm(down + hidden)
+
+
+def check_rates(masks: Masks, rates: Rates) -> None:
+    """Each site drops its rate of the numbers, within four standard deviations, and none at a rate of 0."""
+    flat = [torch.cat([mask.flatten() for mask in masks.weights]), masks.attention, masks.output]
+    for site, mask, rate in zip(SITES, flat, rates, strict=True):
+        found = 1 - float(mask.mean())
+        assert abs(found - rate) <= 4 * (rate * (1 - rate) / mask.numel()) ** 0.5, f"{found} of {site}, not {rate}"
+
+
+def with_gradients(
+    function: Callable[[Tensor, Parts], Tensor], x_TH: Tensor, parts: Parts, grad: Tensor
+) -> list[Tensor]:
+    """The result, and the gradients of x and of every parameter."""
+    leaf = x_TH.clone().requires_grad_()
+    result = function(leaf, parts)
+    return [result.detach(), *torch.autograd.grad(result, [leaf, *parts.parameters()], grad)]
+
+
+def slope_over_norm(loss: Callable[[], Tensor], leaves: Sequence[Tensor], number: int, step: float) -> float:
+    """The loss's numerical derivative along its own gradient, over the gradient's norm: 1 if the gradient is right.
+
+    Args:
+        loss: Draws its dropout anew at each call, from torch's generator.
+        leaves: What the gradient is of; as they were, afterwards.
+        number: Of the seed before each call.
+        step: Distance of the two points from the present one, over all leaves together.
+    """
+
+    def at(distance: float, direction: Sequence[Tensor]) -> float:
+        with torch.no_grad():
+            for leaf, before, along in zip(leaves, befores, direction, strict=True):
+                leaf.copy_(before + distance * along)
+            torch.manual_seed(number)
+            value = float(loss())
+            for leaf, before in zip(leaves, befores, strict=True):
+                leaf.copy_(before)
+        return value
+
+    befores = [leaf.detach().clone() for leaf in leaves]
+    torch.manual_seed(number)
+    gradients = torch.autograd.grad(loss(), list(leaves), allow_unused=True)
+    known = [torch.zeros_like(leaf) if g is None else g for g, leaf in zip(gradients, leaves, strict=True)]
+    norm = float(torch.stack([g.double().square().sum() for g in known]).sum().sqrt())
+    along = [g / norm for g in known]
+    return (at(step, along) - at(-step, along)) / (2 * step) / norm

@@ -1,0 +1,28 @@
+"""The config's optimizer: what decays, and that each parameter is in one group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from composer_speedups.train.config.schema import OptimizerConfig
+from composer_speedups.train.optimization import build_optimizer
+from tests.helpers.common import tiny_bert
+
+
+@pytest.mark.parametrize("vectors", [False, True])
+def test_weight_decay_is_of_matrices_and_of_vectors_only_where_the_config_says_so(vectors: bool) -> None:
+    """By what a step with a gradient of 0 does, in which AdamW only decays."""
+    model = tiny_bert()
+    for parameter in model.parameters():
+        torch.nn.init.ones_(parameter)
+        parameter.grad = torch.zeros_like(parameter)
+    frozen = model.bert.pooler.dense.weight.requires_grad_(False)
+    optimizer = build_optimizer(model, OptimizerConfig(lr=0.5, weight_decay=0.2, decay_bias_and_norm=vectors))
+    grouped = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters() if p is not frozen}
+    assert len(grouped) == len({id(p) for p in grouped})
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        decays = parameter is not frozen and (vectors or parameter.ndim > 1)
+        torch.testing.assert_close(parameter.data, torch.full_like(parameter, 0.9 if decays else 1.0), msg=name)
