@@ -119,8 +119,7 @@ class TrainingProgress(LoggerDestination):
             self._bar = tqdm(
                 total=1.0,
                 initial=_fraction(state),
-                desc="training",
-                bar_format="{desc} {percentage:3.0f}%|{bar:20}|{postfix}",
+                bar_format="training {percentage:3.0f}%|{bar:20}| {desc}",  # {postfix} would begin with a comma
                 file=self.stream,
                 dynamic_ncols=True,
             )
@@ -131,7 +130,7 @@ class TrainingProgress(LoggerDestination):
         now, fraction = self._now(), _fraction(state)
         self._recent.append((now, fraction))
         if self._bar is not None:
-            self._bar.set_postfix_str(self._status(state), refresh=False)
+            self._bar.set_description_str(self._status(state), refresh=False)
             self._bar.update(fraction - self._bar.n)
             return
         before, then = self._printed
@@ -142,11 +141,11 @@ class TrainingProgress(LoggerDestination):
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         if self._bar is not None:
             length = "" if state.dataloader_len is None else f"/{int(state.dataloader_len)}"
-            self._bar.set_postfix_str(f"evaluating, batch {state.eval_timestamp.batch.value}{length}")
+            self._bar.set_description_str(f"evaluating, batch {state.eval_timestamp.batch.value}{length}")
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._bar is not None:
-            self._bar.set_postfix_str(self._status(state))
+            self._bar.set_description_str(self._status(state))
         if dist.get_global_rank() == 0 and self._metrics:
             values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(self._metrics.items()))
             self._print(f"{_position(state, over=True)}: {values}")

@@ -16,7 +16,7 @@ from tests.helpers.jobs import run
 # Task → digest of its samples; metric; what random weights may reach at most; what a run of so many batches reaches at
 # least; what the quickstart reaches at least.
 TASKS: dict[str, tuple[str, str, float, tuple[int, float], float]] = {
-    "multilabel": ("43975422c6459e0c", "map", 0.4, (120, 0.43), 0.75),
+    "multilabel": ("43975422c6459e0c", "map", 0.4, (120, 0.43), 0.7),
     "regression": ("e5ecc30ad437a13c", "spearman", 0.2, (50, 0.4), 0.8),
     "token_classification": ("772e6be5992d1053", "entity_f1", 0.1, (60, 0.2), 0.9),
     "reranking": ("100710fbcd3d6190", "ndcg@10", 0.7, (110, 0.8), 0.95),
