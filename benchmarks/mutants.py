@@ -73,6 +73,8 @@ _TESTS = {  # beside the files that are named after the module or its folder
     "callbacks/engagement": ["core/test_late_failures.py", "core/test_technique.py"],
     "callbacks/run_history": ["core/test_resume_guard.py", "train/test_malformed_checkpoints.py"],
     "callbacks/wandb_axes": ["train/test_loggers.py"],
+    "callbacks/learning_curves": ["train/test_console.py"],
+    "callbacks/optimizer_monitor": ["train/test_console.py"],
 }
 _PRELOADED = "torch torch._dynamo transformers composer composer.loggers triton numpy pytest torchmetrics datasets"
 Job = tuple[Any, str, str, Sequence[str], float]  # its name, module, the module's code, its tests, seconds at most

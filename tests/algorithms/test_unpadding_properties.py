@@ -65,7 +65,8 @@ def test_every_kind_of_mask_gives_the_untouched_models_values(family: Family, he
     padded = {"left padding"} if head == "classification" else set()
     assert never <= (padded | {"holes"} if family == "deberta_v2" else padded)
     if head == "mlm" and family != "modernbert":
-        assert {*ways.values()} == {CASES // len(KINDS)}
+        always = {count for kind, count in ways.items() if not (family == "deberta_v2" and kind == "holes")}
+        assert always == {CASES // len(KINDS)}
 
 
 def test_masks_are_what_their_kind_says() -> None:
@@ -91,5 +92,7 @@ def test_positions_and_token_types_matter_to_the_models() -> None:
         inputs = draw_batch(mask, model, "classification", 1)
         base = model(**inputs).logits
         for name in {"position_ids", "token_type_ids"} & set(inputs):
+            if (family, name) == ("deberta_v2", "position_ids"):  # v3 has distances only
+                continue
             changed = inputs[name].flip(-1) if name == "position_ids" else 1 - inputs[name]
             assert not torch.allclose(model(**{**inputs, name: changed}).logits, base, atol=1e-3), (family, name)
