@@ -76,6 +76,7 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
         config,
         run_name=f"{config.run_name}-baseline",
         trainer=dataclasses.replace(config.trainer, progress_bar=False),
+        scheduler=dataclasses.replace(config.scheduler, warmup="1ba"),  # a fraction of a turn could be no batch at all
         checkpoint=CheckpointConfig(),
         callbacks=CallbacksConfig(memory=None),
         loggers=LoggersConfig(),
