@@ -13,25 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import modeling_utils
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedParts, Reads, usual_head
-from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
+from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import (
     Plan,
     gather_tokens,
     make_plan,
     row_counts,
     rows_with_holes,
-    scatter_tokens,
 )
 
 __all__ = ["FAMILY"]
 
 
-class _UnpaddedModernBert(UnpaddedEncoder):
+class _UnpaddedModernBert(UnpaddedModel):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
     padding.
 
@@ -50,15 +47,6 @@ class _UnpaddedModernBert(UnpaddedEncoder):
     layers: nn.ModuleList
     rotary_emb: nn.Module
     final_norm: nn.Module
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # transformers looks up by class what a model can record: hidden states and attention weights, in the padded
-        # way. Assigning an item asks for a class's name in transformers 5.17 and for a model of it in 5.23; update
-        # takes the name in both.
-        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
-        # save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
-        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
 
     @can_return_tuple
     def forward(
@@ -87,9 +75,7 @@ class _UnpaddedModernBert(UnpaddedEncoder):
             packed = gather_tokens(inputs_embeds.reshape(rows * width, -1), plan.indices_T)
             hidden = self.embeddings(inputs_embeds=packed.unsqueeze(0))
         last = self._packed_layers(hidden, self._positions(position_ids, plan), plan, kwargs)
-        self.ran = "unpadded"
-        padded: Any = scatter_tokens(last.squeeze(0), plan.indices_T, rows * width)
-        return BaseModelOutput(last_hidden_state=padded.view(rows, width, -1))
+        return self._output(last, plan)
 
     def _packed_layers(self, hidden: Tensor, positions: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import modeling_utils
+from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.packed_attention import IMPLEMENTATION
 from composer_speedups.families.packed_tokens import (
@@ -23,7 +25,7 @@ from composer_speedups.families.packed_tokens import (
     scatter_tokens,
 )
 
-__all__ = ["Layout", "UnpaddedEncoder", "unpadded_encoders"]
+__all__ = ["Layout", "UnpaddedEncoder", "UnpaddedModel", "unpadded_encoders"]
 
 _LABELLED = "unpadding: a padding slot has a label, and its loss would be another; give padding the label -100"
 _STALE = "unpadding: the attention mask is not the one that was planned for; plan each batch, or none"
@@ -190,6 +192,27 @@ class UnpaddedEncoder(nn.Module):
         if self.reads_first and any(count < 0 for count in counts):
             return "padded"
         return make_plan(mask_BS, sum(map(abs, counts)), self.pad_to_multiple_of)
+
+
+class UnpaddedModel(UnpaddedEncoder):
+    """Of a family whose encoder is a model itself, which embeds the tokens too."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not hasattr(cls, "_can_record_outputs"):  # a family's methods, not yet joined to its model
+            return
+        # transformers looks up by class what a model can record: hidden states and attention weights, in the padded
+        # way. Assigning an item asks for a class's name in transformers 5.17 and for a model of it in 5.23; update
+        # takes the name in both.
+        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
+        # save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
+        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
+
+    def _output(self, last: Tensor, plan: Plan) -> Any:
+        """The packed last hidden state, (1, T, H) → transformers' output, (B, S, H) with zeros at padding."""
+        self.ran = "unpadded"
+        padded = scatter_tokens(last.squeeze(0), plan.indices_T, plan.mask_BS.numel())
+        return BaseModelOutput(last_hidden_state=padded.view(*plan.mask_BS.shape, -1))  # type: ignore[arg-type]
 
 
 def _has_as_rows(mask: Tensor, shape: torch.Size) -> bool:

@@ -13,20 +13,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import modeling_utils
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, usual_head
-from composer_speedups.families.packed_encoder import UnpaddedEncoder
-from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
+from composer_speedups.families.packed_encoder import UnpaddedEncoder, UnpaddedModel
+from composer_speedups.families.packed_tokens import Plan, gather_tokens
 
 __all__ = ["FAMILY"]
 
 _ENCODERS = ("T5Stack", "T5EncoderModel", "T5ForTokenClassification")  # its other models have a decoder
 
 
-class _UnpaddedT5(UnpaddedEncoder):
+class _UnpaddedT5(UnpaddedModel):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
     padding."""
 
@@ -34,12 +32,6 @@ class _UnpaddedT5(UnpaddedEncoder):
     block: nn.ModuleList
     final_layer_norm: nn.Module
     dropout: nn.Module
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        # As for ModernBERT, whose encoder is a model too: what can be recorded is looked up by class.
-        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
-        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
 
     @can_return_tuple
     def forward(
@@ -63,9 +55,7 @@ class _UnpaddedT5(UnpaddedEncoder):
         embedded = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
         packed = gather_tokens(embedded.reshape(rows * width, -1), plan.indices_T).unsqueeze(0)
         last = self._packed_blocks(self.dropout(packed), plan, kwargs)
-        self.ran = "unpadded"
-        padded: Any = scatter_tokens(last.squeeze(0), plan.indices_T, rows * width)
-        return BaseModelOutput(last_hidden_state=padded.view(rows, width, -1))
+        return self._output(last, plan)
 
     def _packed_blocks(self, packed: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the blocks and the last norm."""

@@ -2,34 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from tests.conftest import ROOT
+from tests.helpers.triton_programs import compiled, interpreted
 
 PROGRAM = "tests.reference.fused_kernels"
 COMPARISONS = 221
 
 
-def _run(environment: dict[str, str]) -> str:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", PROGRAM],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
 def test_the_kernels_compute_what_pytorch_computes() -> None:
-    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
-    output = _run({"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    output = interpreted(PROGRAM)
     assert output.count(" agrees") == COMPARISONS
     assert output.count("slopes and the gradients' norms are the same") == 6
     assert "masks are independent" in output
@@ -37,6 +19,6 @@ def test_the_kernels_compute_what_pytorch_computes() -> None:
 
 @pytest.mark.gpu
 def test_the_compiled_kernels_compute_what_pytorch_computes() -> None:
-    output = _run({"TRITON_INTERPRET": "0"})
+    output = compiled(PROGRAM)
     assert output.count(" agrees") == COMPARISONS
     assert "masks are independent" in output
