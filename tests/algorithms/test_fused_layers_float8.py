@@ -13,7 +13,7 @@ import torch
 from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_unpadding, recommended
 from composer_speedups.algorithms.fused_layers import functional
 from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
-from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.stock import model_differences
 from composer_speedups.train.checkpoints.structure import conforming
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
@@ -93,6 +93,14 @@ def test_a_checkpoint_of_the_run_holds_each_ranks_scales(on_any_device: None, mo
     assert float8_scales(model) == ranks[1]
     with pytest.raises(TechniqueError, match="of other 8-bit layers"):
         technique.load_state_dict({**held, "float8_scales": [{}]})
+    trainer.close()
+
+
+def test_a_run_without_a_layer_in_eight_bits_is_stopped(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
+    trainer = make_trainer([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
+    with pytest.raises(NotEngagedError, match="no layer computed in 8 bits"):
+        trainer.fit()  # on the CPU, in torch's own operators
     trainer.close()
 
 
