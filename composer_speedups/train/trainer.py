@@ -246,7 +246,8 @@ def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
                 entity=wandb.entity,
                 group=wandb.group,
                 tags=wandb.tags,
-                init_kwargs={"mode": wandb.mode, "dir": str(folder.path)},
+                # Absolute: its files are written by a process that may have begun in another folder.
+                init_kwargs={"mode": wandb.mode, "dir": str(folder.path.absolute())},
             )
         )
     if (tensorboard := config.loggers.tensorboard) is not None:
