@@ -62,7 +62,7 @@ _TESTS = {  # beside the files that are named after the module or its folder
     "algorithms/lowbit_optimizer/": ["algorithms/test_lowbit_compiled.py"],
     "algorithms/torch_compile/": ["algorithms/test_compile_cache.py"],
     "algorithms/fused_layers/layer": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
-    "algorithms/fused_layers/": ["algorithms/test_compile_beside.py", "algorithms/test_fused_dropout.py"],
+    "algorithms/fused_layers/": ["algorithms/test_compile_with_techniques.py", "algorithms/test_fused_dropout.py"],
     "algorithms/cuda_graphs/": ["kernels/test_capture.py"],
     "callbacks/divergence": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
     "callbacks/finite_loss": ["core/test_guards_and_resume.py"],

@@ -60,8 +60,8 @@ from tqdm import tqdm
 from benchmarks.rows import RESULTS, Call, Row, call_time, describe_error, empty_row, error_report, folder_of, spell
 from benchmarks.tables import markdown, page
 from benchmarks.worker import TRAIN, Workers
-from composer_speedups.core.commands import output_of
 from composer_speedups.core.files import write_atomically
+from composer_speedups.core.subprocesses import command_output
 
 ROOT = Path(__file__).parent.parent
 _TABLES, _PEERS = ROOT / "benchmarks" / "tables", ROOT / "benchmarks" / "peers"
@@ -177,7 +177,7 @@ def rows_file(arms: Sequence[Arm], name: str, results: Path = RESULTS) -> Path:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     said = None
     if not hidden and not all("trainer.device=cpu" in arm.overrides for arm in arms):
-        said = output_of("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout=60)
+        said = command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout=60)
     return folder_of((said or "").split("\n")[0] or None, results) / f"{name}.jsonl"
 
 
@@ -249,7 +249,7 @@ def code_version(root: Path) -> str | None:
     """The commit, with a digest of uncommitted changes to tracked code; None outside a git checkout."""
     if named := os.environ.get("COMPOSER_SPEEDUPS_COMMIT"):
         return named
-    git = partial(output_of, "git", "-C", str(root), timeout=None)
+    git = partial(command_output, "git", "-C", str(root), timeout=None)
     commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD", "--", ".", ":(exclude)benchmarks/results")
     return f"{commit}+{hashlib.sha256(changes.encode()).hexdigest()[:12]}" if commit and changes else commit
 

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.checkpoint_veto import last_checkpoint, resume_advice, veto_checkpoints
 from composer_speedups.callbacks.nonfinite import circumstances
-from composer_speedups.callbacks.saves import ask_before_saving, go_back_with, last_checkpoint
 from composer_speedups.core.errors import DivergedError
 
 __all__ = ["DivergenceGuard"]
@@ -72,7 +72,7 @@ class DivergenceGuard(Callback):
         return math.inf if self.reference is None else self.factor * self.reference + self.margin
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        ask_before_saving(state, self._may_save)
+        veto_checkpoints(state, self._may_save)
 
     def batch_end(self, state: State, logger: Logger) -> None:
         loss = state.total_loss_dict.get("loss/train/total", math.nan)
@@ -90,7 +90,7 @@ class DivergenceGuard(Callback):
                 f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
                 f"{self.limit:.4g} and is {self.smoothed:.4g}, where it had been {self.reference:.4g} "
                 f"{'at the last good checkpoint' if last_checkpoint(state) else 'at the start'}; "
-                + go_back_with(state, "a lower optimizer.lr, or optimizer.max_grad_norm")
+                + resume_advice(state, "a lower optimizer.lr, or optimizer.max_grad_norm")
             )
 
     def _may_save(self, state: State, event: Event) -> bool:

@@ -10,8 +10,8 @@ import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.checkpoint_veto import resume_advice, veto_checkpoints
 from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
-from composer_speedups.callbacks.saves import ask_before_saving, go_back_with
 from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import device_of
@@ -65,7 +65,7 @@ class FiniteLoss(Callback):
         self._sent: list[Any] = []  # losses of this batch's micro-batches, on their way to the host
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        ask_before_saving(state, self._may_save)
+        veto_checkpoints(state, self._may_save)
         self._copies, self._trained = copies_for(device_of(state)), 0
         self._resumed = state.timestamp.batch.value > 0
 
@@ -154,4 +154,4 @@ class FiniteLoss(Callback):
 
 
 def _advice(state: State) -> str:
-    return go_back_with(state, "a lower optimizer.lr, optimizer.max_grad_norm or fewer techniques")
+    return resume_advice(state, "a lower optimizer.lr, optimizer.max_grad_norm or fewer techniques")

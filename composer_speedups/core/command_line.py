@@ -68,8 +68,8 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
             expected = " ".join(words) or "-f FILE"
             raise ConfigError(f"{COMMAND_LINE}: cannot read {argument!r}; expected {expected} or key=value")
     if not wants_help and len(found) != len(words):
-        given = " ".join(arguments)
-        raise ConfigError(f"{COMMAND_LINE}: expected {' '.join(words)} and then key=value, not {given!r}; see --help")
+        expected, received = " ".join(words), " ".join(arguments)
+        raise ConfigError(f"{COMMAND_LINE}: expected {expected} and then key=value, not {received!r}; see --help")
     if not wants_help and not words and not file:
         raise ConfigError(f"{COMMAND_LINE}: no config file; add -f quickstart, or --help for all keys")
     path = file if wants_help or not file else find_config(file)

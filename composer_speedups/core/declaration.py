@@ -80,9 +80,9 @@ class Declared:
         )
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = inspect.signature(type(self)).bind(*args, **kwargs)
-        given.apply_defaults()
-        for name, value in given.arguments.items():
+        bound = inspect.signature(type(self)).bind(*args, **kwargs)
+        bound.apply_defaults()
+        for name, value in bound.arguments.items():
             if fault := self.settings[name].fault(value):
                 raise ValueError(f"{name} {fault}")
             setattr(self, name, value)

@@ -19,8 +19,8 @@ def cache_home() -> Path:
     Raises:
         RuntimeError: The user has no home folder.
     """
-    given = Path(os.environ.get("XDG_CACHE_HOME", ""))  # the standard has relative ones ignored
-    return (given if given.is_absolute() else Path.home() / ".cache") / "composer_speedups"
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))  # the standard has relative ones ignored
+    return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "composer_speedups"
 
 
 def make_own_folder(folder: Path, key: str, fix: str) -> Path:

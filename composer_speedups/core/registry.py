@@ -57,17 +57,17 @@ def build_techniques(
         return "" if origins is None else f"{origins[key]}: "
 
     built = []
-    for name, given in settings.items():
+    for name, values in settings.items():
         cls, section = technique_class(name), f"algorithms.{name}"
-        given = given or {}
-        for setting, value in given.items():
+        values = values or {}
+        for setting, value in values.items():
             dotted = f"{section}.{setting}"
             if setting not in cls.settings:
                 raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, cls.settings)}")
             if fault := cls.settings[setting].fault(value):
                 raise ConfigError(f"{where(dotted)}{dotted} {fault}")
         try:
-            built.append(cls(**{"on_unavailable": on_unavailable, **given}))  # type: ignore[arg-type]
+            built.append(cls(**{"on_unavailable": on_unavailable, **values}))  # type: ignore[arg-type]
         except UserError:
             raise
         except ValueError as error:  # settings that cannot go together

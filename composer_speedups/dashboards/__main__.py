@@ -49,15 +49,15 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
     Raises:
         ConfigError: One line that names the argument and the fix.
     """
-    given = parse_command_line(arguments, "PROJECT")
-    if given.help:
+    command_line = parse_command_line(arguments, "PROJECT")
+    if command_line.help:
         print(_USAGE + keys_help(Request))
         raise SystemExit(0)
-    (project,) = given.words
+    (project,) = command_line.words
     entity, slash, name = project.partition("/")
     if slash:
         raise ConfigError(f"PROJECT: {project!r} has a slash; write {name or 'PROJECT'} entity={entity}")
-    request, _ = read_settings(Request, given.overrides)
+    request, _ = read_settings(Request, command_line.overrides)
     if request.runs == []:
         raise ConfigError("runs: names no run; write runs=a,b")
     if any(unicodedata.category(letter) in _SIGNS for letter in request.name):

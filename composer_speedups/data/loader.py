@@ -19,7 +19,7 @@ from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
 from composer_speedups.data.streams import Tokenized, stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer, tokenize
-from composer_speedups.data.watched import WatchedDataLoader
+from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.families.packed_tokens import IGNORED
@@ -106,7 +106,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
     def batches(
         rows: Any, size: int, collator: Any, *, training: bool, drop_last: bool, sampler: Sampler[int] | None = None
     ) -> DataSpec:
-        dataloader = WatchedDataLoader(
+        dataloader = WorkerTimeoutLoader(
             rows,
             batch_size=size // world,
             sampler=sampler,

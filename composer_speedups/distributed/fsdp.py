@@ -25,7 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.utils import clip_grad_norm_
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.replaced import replaced
+from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.core.trainer_state import local_shard
 from composer_speedups.distributed import FSDPConfig
 from composer_speedups.families.blocks import repeated_blocks
@@ -99,7 +99,7 @@ def offloading(config: Any) -> AbstractContextManager[None]:
     """
     if not getattr(config, "offload", False):
         return nullcontext()
-    return replaced(fsdp2, "fully_shard", functools.partial(fully_shard, offload_policy=CPUOffloadPolicy()))
+    return temporary_attribute(fsdp2, "fully_shard", functools.partial(fully_shard, offload_policy=CPUOffloadPolicy()))
 
 
 class GradientClipping(algorithms.GradientClipping):

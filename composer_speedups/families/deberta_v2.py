@@ -79,7 +79,7 @@ class _UnpaddedDeberta(UnpaddedEncoder):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(hidden_states, attention_mask, **kwargs)
-        self.asked_hidden_states = None
+        self.call_hidden_states = None
         if self.ran != "unpadded":
             return output
         last = output.last_hidden_state
@@ -92,7 +92,7 @@ class _UnpaddedDeberta(UnpaddedEncoder):
     def _can_unpad(self, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
         if kwargs.get("query_states") is not None or kwargs.get("relative_pos") is not None:
             return False
-        asked = self.asked_hidden_states
+        asked = self.call_hidden_states
         if asked is None:  # called by somebody else than its model
             asked = kwargs.get("output_hidden_states", True)
         return super()._can_unpad(mask, {**kwargs, "output_hidden_states": asked})

@@ -69,8 +69,8 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         output = super().forward(hidden_states, attention_mask, return_dict=True, **kwargs)
         return output if return_dict else output.to_tuple()
 
-    def _mask_of(self, attention_mask: Tensor | None, given: Tensor | None) -> Tensor | None:
-        return attention_mask if given is None else given
+    def _mask_of(self, attention_mask: Tensor | None, call_mask: Tensor | None) -> Tensor | None:
+        return attention_mask if call_mask is None else call_mask
 
     def _attends_packed(self) -> bool:
         return True

@@ -43,9 +43,9 @@ class UnpaddedEncoder(nn.Module):
             (B, texts, S), whose rows the model gets as one dimension. A forward pass whose mask is not among them makes
             a plan of its own, for which a GPU's host waits.
         known_counts: Masks, and the :meth:`count` of their rows: for a forward pass over some rows of one of them.
-        given_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
-        asked_hidden_states: Whether the model around the encoder was called for all hidden states.
-        given_labels: The labels that the outermost model was called with.
+        call_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
+        call_hidden_states: Whether the model around the encoder was called for all hidden states.
+        call_labels: The labels that the outermost model was called with.
         by_token: The outermost model's head has a loss for each slot, and reads no mask.
         pad_to_multiple_of: The number of packed tokens is a multiple of it.
         reads_first: The model's head reads each row's first slot, padding or not.
@@ -61,9 +61,9 @@ class UnpaddedEncoder(nn.Module):
     prefix = "Unpadded"
     plans: tuple[tuple[Tensor | None, Layout], ...] = ()
     known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
-    given_mask: Tensor | None = None
-    asked_hidden_states: bool | None = None
-    given_labels: Tensor | None = None
+    call_mask: Tensor | None = None
+    call_hidden_states: bool | None = None
+    call_labels: Tensor | None = None
     by_token: bool = False
     pad_to_multiple_of: int = 64
     reads_first: bool = True
@@ -85,9 +85,9 @@ class UnpaddedEncoder(nn.Module):
         request for hidden states or attention weights, and rows that begin with padding under a head that
         reads their first slot.
         """
-        given, self.given_mask = self.given_mask, None
-        mask = self._mask_of(attention_mask, given)
-        plan = self._plan_of(hidden_states, mask, given) if self._can_unpad(mask, kwargs) else None
+        call_mask, self.call_mask = self.call_mask, None
+        mask = self._mask_of(attention_mask, call_mask)
+        plan = self._plan_of(hidden_states, mask, call_mask) if self._can_unpad(mask, kwargs) else None
         if plan is None:
             self.ran = "padded"
             return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
@@ -103,7 +103,7 @@ class UnpaddedEncoder(nn.Module):
         output.last_hidden_state = last.view(rows, width, -1)
         return output
 
-    def _mask_of(self, attention_mask: Tensor | None, given: Tensor | None) -> Tensor | None:
+    def _mask_of(self, attention_mask: Tensor | None, call_mask: Tensor | None) -> Tensor | None:
         """The mask (B, S), from what the encoder and the model around it were given."""
         return attention_mask
 
@@ -126,11 +126,11 @@ class UnpaddedEncoder(nn.Module):
             and not any(kwargs.get(name, getattr(config, name, False)) for name in asked)
         )
 
-    def _plan_of(self, hidden_states: Tensor, mask_BS: Tensor | None, given: Tensor | None) -> Plan | None:
+    def _plan_of(self, hidden_states: Tensor, mask_BS: Tensor | None, call_mask: Tensor | None) -> Plan | None:
         """The plan made for the mask that the model was given, or else one made now; None to stay padded."""
         shape = hidden_states.shape[:2]
         for planned_for, layout in self.plans:
-            if not (planned_for is None or planned_for is given or _has_as_rows(planned_for, shape)):
+            if not (planned_for is None or planned_for is call_mask or _has_as_rows(planned_for, shape)):
                 continue
             if isinstance(layout, str):
                 return None
@@ -142,33 +142,33 @@ class UnpaddedEncoder(nn.Module):
                 return layout
         if mask_BS is not None and mask_BS.shape != shape:
             return None
-        return self._own_plan(hidden_states, mask_BS, given)
+        return self._own_plan(hidden_states, mask_BS, call_mask)
 
     @torch.compiler.disable  # it needs a number from the mask
-    def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None, given: Tensor | None) -> Plan | None:
-        counts = self._known_counts(given)
-        if counts is not None and given is not None and not self.by_token:
-            plan = self.layout(given, counts)
+    def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None, call_mask: Tensor | None) -> Plan | None:
+        counts = self._known_counts(call_mask)
+        if counts is not None and call_mask is not None and not self.by_token:
+            plan = self.layout(call_mask, counts)
             return plan if isinstance(plan, Plan) else None
         self.counted += 1
         if mask_BS is None:
             rows, width = hidden_states.shape[:2]
             mask_BS, counts = hidden_states.new_ones(rows, width, dtype=torch.bool), [width] * rows
-        elif any(self.reads_padding(mask_BS, self.given_labels)):
+        elif any(self.reads_padding(mask_BS, self.call_labels)):
             return None
         plan = self.layout(mask_BS, counts if counts is not None else self.count(mask_BS))
         return plan if isinstance(plan, Plan) else None
 
-    def _known_counts(self, given: Tensor | None) -> Sequence[int] | None:
+    def _known_counts(self, call_mask: Tensor | None) -> Sequence[int] | None:
         """Those of a mask that is some rows of a counted one, by where it lies in memory."""
-        if given is None or not given.is_contiguous():
+        if call_mask is None or not call_mask.is_contiguous():
             return None
         for mask, counts in self.known_counts:
             width = mask.shape[-1]
-            first = given.storage_offset() - mask.storage_offset()
-            rows = range(first // width, first // width + len(given))
-            same = given.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr() and mask.is_contiguous()
-            aligned = given.shape[1:] == (width,) and first % width == 0
+            first = call_mask.storage_offset() - mask.storage_offset()
+            rows = range(first // width, first // width + len(call_mask))
+            same = call_mask.untyped_storage().data_ptr() == mask.untyped_storage().data_ptr() and mask.is_contiguous()
+            aligned = call_mask.shape[1:] == (width,) and first % width == 0
             if same and aligned and 0 <= rows.start <= rows.stop <= len(counts):
                 return counts[rows.start : rows.stop]
         return None
@@ -179,7 +179,7 @@ class UnpaddedEncoder(nn.Module):
 
     def _check_labels(self, mask_BS: Tensor) -> None:
         """Without waiting for the device, where nobody looked at the labels when the batch was planned."""
-        labels = self.given_labels
+        labels = self.call_labels
         if self.by_token and labels is not None and labels.shape == mask_BS.shape:
             torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
 

@@ -90,8 +90,8 @@ def launches(
         return Float8.like(zeros(width), kind, scales[0])
 
     def norm8(dropout: float) -> None:
-        given = operand(hidden, ACTIVATION)
-        add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed, given)
+        output = operand(hidden, ACTIVATION)
+        add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed, output)
 
     def norm8_gradients(dropout: float, again: torch.Tensor | None) -> None:
         more = None if again is None else zeros(hidden)

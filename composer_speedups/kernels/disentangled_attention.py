@@ -249,8 +249,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     qkv, positions, entries, out, logs, cu_seqlens, seed = ctx.saved_tensors
-    given = (qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed)
-    grad, grad_positions = _operator_backward(grad_out, *given)
+    inputs = (qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed)
+    grad, grad_positions = _operator_backward(grad_out, *inputs)
     return grad, grad_positions.to(positions.dtype), None, None, None, None, None, None
 
 

@@ -66,11 +66,11 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     Raises:
         ConfigError: One line that names the argument and the fix.
     """
-    given = parse_command_line(_as_pairs(arguments), "RUN")
-    if given.help:
+    command_line = parse_command_line(_as_pairs(arguments), "RUN")
+    if command_line.help:
         print(_USAGE + keys_help(Request))
         raise SystemExit(0)
-    request, _ = read_settings(Request, given.overrides)
+    request, _ = read_settings(Request, command_line.overrides)
     if not request.input:
         raise ConfigError("input is missing; add --input FILE")
     if request.output is None:
@@ -81,7 +81,7 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
         raise ConfigError(f"output: {request.output} is the input itself; give another name")
     if not Path(request.output).absolute().parent.is_dir():
         raise ConfigError(f"output: there is no folder {Path(request.output).parent}; make it first")
-    return Path(given.words[0]).expanduser(), request
+    return Path(command_line.words[0]).expanduser(), request
 
 
 def _as_pairs(arguments: Sequence[str]) -> list[str]:

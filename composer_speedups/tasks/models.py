@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
-from composer_speedups.core.replaced import replaced
+from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.families.packed_tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
@@ -54,7 +54,7 @@ class FinetuneModel(HuggingFaceModel):
         self, model: Any, task: Task, tokenizer: Any = None, max_length: int = 512, *, train_metrics: bool = True
     ) -> None:
         # To find out whether a model is a causal LM, Composer imports all of transformers' 180, for seconds.
-        with replaced(huggingface, "_is_registered_causal_lm", lambda model: False):
+        with temporary_attribute(huggingface, "_is_registered_causal_lm", lambda model: False):
             super().__init__(model, tokenizer=tokenizer, use_logits=True)  # metrics get logits, not the whole output
         self.task, self.max_length = task, max_length
         self.train_metrics = _metrics(task, training=True) if train_metrics else None
@@ -222,8 +222,8 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
             f"model.name: {name!r} is a classifier of {labels}, and model.task: {task.name} needs {needed} for this "
             f"data; {_WITHOUT_HEAD}"
         )
-    stored, given = list(config.id2label.values()), list(settings.get("id2label", {}).values())
-    if stored != given and sorted(stored) == sorted(given):
+    stored, wanted = list(config.id2label.values()), list(settings.get("id2label", {}).values())
+    if stored != wanted and sorted(stored) == sorted(wanted):
         raise ConfigError(
             f"model.name: the head of {name!r} has its labels in another order than the data; set "
             f"data.labels=[{','.join(stored)}]"

@@ -200,8 +200,8 @@ def build_task(model: Any, data: Any) -> Task:
     """
     kind = task_class(model.task)
     known = {field.name for field in fields(kind)}
-    given = {**vars(data), **vars(model), **({} if model.loss is None else {"loss_name": model.loss})}
-    return kind(**{key: value for key, value in given.items() if key in known})
+    settings = {**vars(data), **vars(model), **({} if model.loss is None else {"loss_name": model.loss})}
+    return kind(**{key: value for key, value in settings.items() if key in known})
 
 
 def task_class(name: str) -> type[Task]:

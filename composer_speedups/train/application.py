@@ -10,7 +10,7 @@ from composer_speedups.core.before_imports import EarlyWork, early_work
 from composer_speedups.core.settings import Origins
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.launcher import watch_launcher
+from composer_speedups.train.launcher_watchdog import watch_launcher
 from composer_speedups.train.startup import (
     StartupClock,
     kept_bytecode,

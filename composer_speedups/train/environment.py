@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from composer_speedups.core.commands import output_of
+from composer_speedups.core.subprocesses import command_output
 
 __all__ = ["device_name", "environment", "gpu_state"]
 
@@ -108,4 +108,4 @@ def _git(*arguments: str) -> str | None:
 
 def _run(*command: str) -> str | None:
     """The first line of its output; None where there is none."""
-    return (output_of(*command) or "").split("\n")[0] or None
+    return (command_output(*command) or "").split("\n")[0] or None

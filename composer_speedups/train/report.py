@@ -270,7 +270,7 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
             label="warm-up or compiling" if i == 0 else None,
         )
     axes.set(ylabel="samples/s", ylim=(0, None))
-    _legend_beside(axes)
+    _legend_on_the_right(axes)
 
 
 def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
@@ -288,10 +288,10 @@ def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
         right.set(ylabel="accuracy", ylim=(0, 1))
         right.spines["top"].set_visible(False)
         axes.plot([], [], "s--", color="tab:green", label="validation accuracy")  # for the one legend
-    _legend_beside(axes, gap=0.08)
+    _legend_on_the_right(axes, gap=0.08)
 
 
-def _legend_beside(axes: Axes, gap: float = 0.0) -> None:
+def _legend_on_the_right(axes: Axes, gap: float = 0.0) -> None:
     """To the right of the panel, where it covers no curve; ``gap`` leaves room for an axis there, in panel widths."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.01 + gap, 1.0), fontsize=8, frameon=False)
 

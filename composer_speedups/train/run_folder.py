@@ -100,8 +100,8 @@ class RunFolder:
 
     def _find(self, config: Config) -> bool:
         """Whether the run goes on in its folder; sets what it loads. Nothing is changed here."""
-        settings, given = config.checkpoint, config.checkpoint.load
-        inside = given is not None and self.path.resolve() in Path(given).resolve().parents
+        settings, load = config.checkpoint, config.checkpoint.load
+        inside = load is not None and self.path.resolve() in Path(load).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
         resumable = self._named and settings.autoresume and settings.interval is not None and interrupted
         if (
@@ -113,7 +113,7 @@ class RunFolder:
             if found := newest_whole(self._checkpoints, trust=settings.trust_checkpoint):
                 self.load, self.resumed = str(found), True
                 return True
-        path = None if given is None else _formatted(given, config.run_name)
+        path = None if load is None else _formatted(load, config.run_name)
         if fault := checkpoint_fault(path):
             raise ConfigError(f"{_LOAD} {fault}")
         if path is not None and not settings.trust_checkpoint:

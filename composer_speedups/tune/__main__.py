@@ -21,19 +21,19 @@ def main(arguments: list[str]) -> None:
     """Read the arguments, search, and write the YAML.
 
     Raises:
-        UserError: A mistyped key, a value that does not fit, or a given run that fails.
+        UserError: A mistyped key, a value that does not fit, or an original run that fails.
     """
-    given = parse_command_line(arguments)
-    if given.help:
+    command_line = parse_command_line(arguments)
+    if command_line.help:
         print(help_text())
         return
-    settings, overrides = read_settings(TuneConfig, given.overrides, PREFIX)
-    config = load_config(given.file, overrides)
+    settings, overrides = read_settings(TuneConfig, command_line.overrides, PREFIX)
+    config = load_config(command_line.file, overrides)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("WORLD_SIZE: tuning measures one process; start it with python -m, without a launcher")
-    output = output_for(given.file, settings.output)
+    output = output_for(command_line.file, settings.output)
     with kept_bytecode(config):
-        tune(config, settings, output, given.file, overrides)
+        tune(config, settings, output, command_line.file, overrides)
 
 
 def tune(config: Config, settings: TuneConfig, output: Path, file: str, overrides: list[str]) -> None:
@@ -45,10 +45,10 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
     from composer_speedups.train.trainer import context_of, open_device
     from composer_speedups.tune.candidates import candidates_for
     from composer_speedups.tune.search import Search
-    from composer_speedups.tune.trials import GivenRun
+    from composer_speedups.tune.trials import OriginalRun
     from composer_speedups.tune.write import write_tuned
 
-    run = GivenRun(config, context_of(config.trainer, open_device(config.trainer)))
+    run = OriginalRun(config, context_of(config.trainer, open_device(config.trainer)))
     device = run.context.device.type
     allow = settings.allow
     if allow is None:
@@ -65,8 +65,9 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
     result.unengaged.update(run.unengaged)
     result.never = {name: why for name in technique_names() if (why := technique_class(name).never_tried)}
     write_tuned(output, file, overrides, result, environment(), settings.budget_seconds)
-    told = f"{result.speedup:.2f} times as fast" if result.speedup else f"given techniques kept: {result.kept_given}"
-    print(f"{output}: {told}; {', '.join(result.chosen) or 'no technique'}", flush=True)
+    kept = f"original techniques kept: {result.kept_original}"
+    outcome = f"{result.speedup:.2f} times as fast" if result.speedup else kept
+    print(f"{output}: {outcome}; {', '.join(result.chosen) or 'no technique'}", flush=True)
 
 
 def command() -> None:

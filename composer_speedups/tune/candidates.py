@@ -35,21 +35,21 @@ class Candidate:
     """A change of the ``algorithms`` section."""
 
     label: str  # in tables and comments
-    adds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # techniques put in, or given other settings
+    adds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # techniques added, or set to other values
     removes: tuple[str, ...] = ()
     kind: Exactness = "exact"  # the most that it does to the numbers
     fallback_of: str | None = None  # label of the candidate whose refusal this one waits for
     gain: float = 1.0  # expected samples/s with it over those without it
 
 
-def candidates_for(given: Mapping[str, Any], device: str, *, autocast_by_config: bool = False) -> list[Candidate]:
-    """All candidates beside a given ``algorithms`` section, in the order of their trials.
+def candidates_for(original: Mapping[str, Any], device: str, *, autocast_by_config: bool = False) -> list[Candidate]:
+    """All candidates beside an original ``algorithms`` section, in the order of their trials.
 
-    That is the recommended set, then single techniques by expected gain, in case the time runs out, then the given
+    That is the recommended set, then single techniques by expected gain, in case the time runs out, then the original
     set without one of its own.
 
     Args:
-        given: YAML name → settings.
+        original: YAML name → settings.
         device: ``cpu`` or ``cuda``.
         autocast_by_config: ``trainer.precision`` is 16-bit already, and ``mixed_precision`` has nothing to add.
     """
@@ -58,7 +58,7 @@ def candidates_for(given: Mapping[str, Any], device: str, *, autocast_by_config:
     kind = worst(*(kind_of(name, settings, device) for name, settings in whole.items()))
     singles = [c for name in technique_names() if name not in left for c in _variants(technique_class(name), device)]
     singles.sort(key=lambda candidate: -candidate.gain)
-    taken_out = [name for name in given if kind_of(name, given[name], device) != "recipe"]
+    taken_out = [name for name in original if kind_of(name, original[name], device) != "recipe"]
     return [
         Candidate("the recommended set", whole, kind=kind),
         *singles,

@@ -81,7 +81,7 @@ class Verdict:
     # open before its trial; refused without a trial; failed in it; untried: no time, or not allowed.
     state: Literal["open", "refused", "failed", "measured", "untried"] = "open"
     reason: str = ""  # one line, where it was not measured
-    alone: Outcome | None = None  # on top of the given run alone
+    alone: Outcome | None = None  # on top of the original run alone
     alone_seconds: float | None = None  # planned time of that
     stacked: tuple[float, float] | None = None  # planned times without and with it, on top of what was chosen before
 
@@ -90,34 +90,34 @@ class Verdict:
 class Result:
     """All that a YAML and its log say."""
 
-    given: dict[str, Any]  # techniques of the given run that engage here
+    original: dict[str, Any]  # techniques of the original run that engage here
     planned_steps: int = 0
     trial_steps: int = 0
-    baseline: list[Outcome] = field(default_factory=list)  # first runs of the given set
+    baseline: list[Outcome] = field(default_factory=list)  # first runs of the original set
     base_seconds: float = 0.0  # median planned time of these
     noise: float = 0.0  # seconds by which planned times must differ to count
-    chosen: dict[str, Any] = field(default_factory=dict)  # the given set itself where nothing beat it
-    kept_given: str | None = None  # why nothing did
+    chosen: dict[str, Any] = field(default_factory=dict)  # the original set itself where nothing beat it
+    kept_original: str | None = None  # why nothing did
     verdicts: list[Verdict] = field(default_factory=list)
     without: dict[str, float | str] = field(
         default_factory=dict
     )  # chosen technique → planned time, or why there is none
-    pairs: list[tuple[float, float]] = field(default_factory=list)  # planned times of given and chosen, run in turn
+    pairs: list[tuple[float, float]] = field(default_factory=list)  # planned times of original and chosen, run in turn
     sizes: dict[int, Outcome] = field(default_factory=dict)  # batch size → outcome of the chosen set
-    unengaged: dict[str, str] = field(default_factory=dict)  # techniques of the given YAML not in force here → why
+    unengaged: dict[str, str] = field(default_factory=dict)  # techniques of the original YAML not in force here → why
     never: dict[str, str] = field(default_factory=dict)  # techniques that no candidate holds → why
     trials: list[Trial] = field(default_factory=list)
     seconds: float = 0.0  # that it all took
 
     @property
     def typical(self) -> Outcome:
-        """The run of the given set that is nearest their median."""
+        """The run of the original set that is nearest their median."""
         return min(self.baseline, key=lambda o: abs(o.planned_seconds(self.planned_steps) - self.base_seconds))
 
     @property
     def speedup(self) -> float | None:
-        """Planned time of the given set over that of the chosen one, medians of the pairs; None without pairs."""
-        if not self.pairs or self.kept_given is not None:
+        """Planned time of the original set over that of the chosen one, medians of the pairs; None without pairs."""
+        if not self.pairs or self.kept_original is not None:
             return None
-        given, chosen = zip(*self.pairs, strict=True)
-        return statistics.median(given) / statistics.median(chosen)
+        original, chosen = zip(*self.pairs, strict=True)
+        return statistics.median(original) / statistics.median(chosen)

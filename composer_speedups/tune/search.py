@@ -1,4 +1,4 @@
-"""The search: each candidate alone, then stacked by gain, then thinned out, then confirmed against the given run."""
+"""The search: each candidate alone, then stacked by gain, then thinned out, then confirmed against the original run."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from composer_speedups.tune.results import Algorithms, Outcome, Result, Trial, V
 from composer_speedups.tune.settings import TuneConfig
 
 if TYPE_CHECKING:
-    from composer_speedups.tune.trials import GivenRun
+    from composer_speedups.tune.trials import OriginalRun
 
 __all__ = ["Search"]
 
 _PROBE_STEPS, _MOST_STEPS = 8, 200  # of a trial
 _TRIALS = 20  # that a budget should have room for
-_BASELINES = 1 / 3  # of the budget at most, for runs of the given set before the first trial
+_BASELINES = 1 / 3  # of the budget at most, for runs of the original set before the first trial
 _KEPT = 0.4  # of the budget for stacking, confirming and batch sizes
 _PAIRS = 0.25  # of the budget is enough for the pairs at the end, if it holds one
-_USEFUL = 4.5  # runs that a budget must hold: the given one, a trial, and a pair that confirms it, each a bit longer
+_USEFUL = 4.5  # runs that a budget must hold: the original one, a trial, and a pair that confirms it, each a bit longer
 _NO_TIME = "no time was left; a larger tune.budget_seconds tries it"
 _print = partial(print, flush=True)
 
@@ -33,19 +33,19 @@ class Search:
     """Looks for the set of techniques with the shortest planned run, within a budget of time.
 
     Args:
-        run: The given run: its techniques and its length, why a set would be refused, and trials, each of which ends
+        run: The original run: its techniques and its length, why a set would be refused, and trials, each of which ends
             within its timeout, or two seconds later.
         candidates: What to try, in this order.
         allow: Of ``lower_precision`` and ``recipe``, what candidates may change.
         settings: Budget, steps and repeats.
-        batch_size: Of the given run; None leaves larger ones unmeasured.
+        batch_size: Of the original run; None leaves larger ones unmeasured.
         now: A clock, in seconds.
         tell: Takes each line of progress.
     """
 
     def __init__(
         self,
-        run: GivenRun,
+        run: OriginalRun,
         candidates: Sequence[Candidate],
         allow: Collection[str],
         settings: TuneConfig,
@@ -56,17 +56,17 @@ class Search:
         self.result = Result(dict(run.techniques), verdicts=[Verdict(c) for c in candidates])
         self._run, self._allow, self._settings, self._batch_size = run, allow, settings, batch_size
         self._now, self._tell, self._started = now, tell, now()
-        self._wall = 0.0  # seconds of the latest trial of the given run, for guessing the next
+        self._wall = 0.0  # seconds of the latest trial of the original run, for guessing the next
         self._seen: dict[tuple[str, ...], Outcome] = {}
         self._current: dict[str, Any] = {}
         self._current_seconds = math.inf
 
     def run(self) -> Result:
-        """Search until done or out of time; the result always holds a set that is no slower than the given one.
+        """Search until done or out of time; the result always holds a set that is no slower than the original one.
 
         Raises:
-            CannotRunError: The given run itself fails, so that there is nothing to improve on.
-            ConfigError: The budget does not even hold a run of the given set, a trial, and a pair that confirms it.
+            CannotRunError: The original run itself fails, so that there is nothing to improve on.
+            ConfigError: The budget does not even hold a run of the original set, a trial, and a pair that confirms it.
         """
         self._baseline()
         self._alone()
@@ -81,10 +81,10 @@ class Search:
 
     def _baseline(self) -> None:
         result, settings = self.result, self._settings
-        probe = self._given_once(settings.steps or _PROBE_STEPS, "given (probe)")
+        probe = self._original_once(settings.steps or _PROBE_STEPS, "original (probe)")
         if probe.unengaged:
             result.unengaged = dict(probe.unengaged)
-            result.given = {n: s for n, s in result.given.items() if n not in probe.unengaged}
+            result.original = {n: s for n, s in result.original.items() if n not in probe.unengaged}
         most = _BASELINES * settings.budget_seconds
         result.trial_steps = settings.steps or self._trial_steps(probe, most)
         result.planned_steps = self._run.planned_steps(probe)
@@ -93,12 +93,12 @@ class Search:
         while len(result.baseline) < settings.repeats:
             if result.baseline and self._spent + self._wall > most:
                 break
-            result.baseline.append(self._given_once(result.trial_steps, "given"))
+            result.baseline.append(self._original_once(result.trial_steps, "original"))
         times = [self._plan(outcome) for outcome in result.baseline]
         result.base_seconds = statistics.median(times)
         result.noise = noise_of(times, settings.min_gain)
-        self._seen[key_of(result.given)] = result.typical
-        self._current, self._current_seconds = result.given, result.base_seconds
+        self._seen[key_of(result.original)] = result.typical
+        self._current, self._current_seconds = result.original, result.base_seconds
 
     def _alone(self) -> None:
         verdicts = {v.candidate.label: v for v in self.result.verdicts}
@@ -109,7 +109,7 @@ class Search:
                 verdict.state, verdict.reason = "untried", f"{first.candidate.label} is to be had here"
                 continue
             try:
-                changed = self._with(candidate, self.result.given)
+                changed = self._with(candidate, self.result.original)
             except Refused as refused:
                 verdict.state, verdict.reason = "refused", str(refused)
                 continue
@@ -137,7 +137,7 @@ class Search:
         if gained:
             first = gained.pop(0)
             assert first.alone_seconds is not None
-            self._current = apply_candidate(first.candidate, result.given)
+            self._current = apply_candidate(first.candidate, result.original)
             self._current_seconds = first.alone_seconds
             first.stacked = (result.base_seconds, first.alone_seconds)
         refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self._allow)]
@@ -166,11 +166,11 @@ class Search:
 
     def _thin_out(self) -> None:
         """What each added technique gives within the set; it goes where the set is faster without it."""
-        given = self.result.given
-        for name in [n for n in self._current if self._current[n] != given.get(n)]:
+        original = self.result.original
+        for name in [n for n in self._current if self._current[n] != original.get(n)]:
             changed = {n: s for n, s in self._current.items() if n != name}
-            if name in given:
-                changed = {**self._current, name: given[name]}
+            if name in original:
+                changed = {**self._current, name: original[name]}
             if refused := self._run.refusal(changed):
                 self.result.without[name] = refused
                 continue
@@ -183,29 +183,29 @@ class Search:
     def _confirm(self) -> None:
         """Given and chosen in turn: only what is faster here too is written."""
         result = self.result
-        result.chosen = dict(result.given)
-        if key_of(self._current) == key_of(result.given):
+        result.chosen = dict(result.original)
+        if key_of(self._current) == key_of(result.original):
             tried = any(v.state in ("measured", "failed") for v in result.verdicts)
-            result.kept_given = "nothing that was tried saved more than the noise" if tried else "nothing was tried"
+            result.kept_original = "nothing that was tried saved more than the noise" if tried else "nothing was tried"
             return
         for _ in range(self._settings.repeats):
             if self._left < (2.0 if result.pairs else 1.5) * self._wall:
                 break
-            given = self._once(result.given, "given, again", result.trial_steps)
-            if not given.ok:
+            original = self._once(result.original, "original, again", result.trial_steps)
+            if not original.ok:
                 continue
             chosen = self._once(self._current, "chosen, again", result.trial_steps)
             if not chosen.ok:
-                result.kept_given = f"the chosen set failed when it was run again: {chosen.reason}"
+                result.kept_original = f"the chosen set failed when it was run again: {chosen.reason}"
                 return
-            result.pairs.append((self._plan(given), self._plan(chosen)))
+            result.pairs.append((self._plan(original), self._plan(chosen)))
         if not result.pairs:
-            result.kept_given = "no time was left to confirm the chosen set; give a larger tune.budget_seconds"
+            result.kept_original = "no time was left to confirm the chosen set; give a larger tune.budget_seconds"
             return
         before, after = zip(*result.pairs, strict=True)
         noise = max(result.noise, noise_of(before, self._settings.min_gain), max(after) - min(after))
         if statistics.median(before) - statistics.median(after) <= noise:
-            result.kept_given = "the chosen set was not faster, beyond the noise, when both were run again in turn"
+            result.kept_original = "the chosen set was not faster, beyond the noise, when both were run again in turn"
             return
         result.chosen = dict(self._current)
 
@@ -237,13 +237,13 @@ class Search:
         if self._current_seconds - seconds > self.result.noise:
             self._current, self._current_seconds = changed, seconds
 
-    def _given_once(self, steps: int, label: str) -> Outcome:
-        outcome = self._once(self.result.given, label, steps)
+    def _original_once(self, steps: int, label: str) -> Outcome:
+        outcome = self._once(self.result.original, label, steps)
         if outcome.status == "time":
             raise self._budget_error(max(self._wall, outcome.wall_seconds))
         if not outcome.ok:
-            reason = f"the given run fails: {outcome.reason}"
-            raise CannotRunError("given YAML", reason, "train.py must run it first")
+            reason = f"the original run fails: {outcome.reason}"
+            raise CannotRunError("original YAML", reason, "train.py must run it first")
         self._wall = outcome.wall_seconds
         return outcome
 
@@ -284,7 +284,7 @@ class Search:
     def _trial_steps(self, probe: Outcome, baselines: float) -> int:
         """Steps for which about twenty trials fit; a trial trains for a quarter of its time at least.
 
-        The probe's own where another run of the given set would end later than ``baselines`` seconds from the start:
+        The probe's own where another run of the original set would end later than ``baselines`` seconds from the start:
         then the probe is the one to compare with.
         """
         around = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
@@ -308,13 +308,13 @@ class Search:
         return min(self._settings.repeats * pair, max(pair, _PAIRS * self._settings.budget_seconds))
 
     def _budget_error(self, wall: float) -> ConfigError:
-        """``wall``: seconds that a run of the given set takes, or has taken when it was ended."""
+        """``wall``: seconds that a run of the original set takes, or has taken when it was ended."""
         budget, fewer = (
             self._settings.budget_seconds,
             "" if self._settings.steps is None else ", or a smaller tune.steps",
         )
         return ConfigError(
-            f"tune.budget_seconds: {budget:g} s do not hold a run of the given YAML, a trial and "
+            f"tune.budget_seconds: {budget:g} s do not hold a run of the original YAML, a trial and "
             f"both once more to confirm it, of {wall:.0f} s or more each; give it at least "
             f"{math.ceil(_USEFUL * wall)}{fewer}"
         )

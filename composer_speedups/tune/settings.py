@@ -24,7 +24,7 @@ usage: python -m composer_speedups.tune -f FILE [key=value ...] [tune.NAME=VALUE
 Measure the techniques on this machine for the run that FILE and the key=value pairs describe, and write a YAML with
 the fastest set, the measured reasons, and what was left out and why. FILE itself stays as it is.
 
-exit status: 0 a YAML was written; 1 the given run fails; 2 a bad key, config or dataset, said on one line.
+exit status: 0 a YAML was written; 1 the original run fails; 2 a bad key, config or dataset, said on one line.
 
 keys:
 """
@@ -54,7 +54,7 @@ def help_text() -> str:
 
 
 def output_for(file: str, output: str | None) -> Path:
-    """The YAML to write for the given ``file``; by default ``x.tuned.yaml`` in the working directory.
+    """The YAML to write for the original ``file``; by default ``x.tuned.yaml`` in the working directory.
 
     Raises:
         ConfigError: Names ``tune.output``: it could not be written there, or would replace somebody's file.
@@ -66,7 +66,8 @@ def output_for(file: str, output: str | None) -> Path:
         shown = with_working_directory(path.parent)
         raise ConfigError(f"tune.output: there is no folder {shown}; make it, or choose another")
     if path.is_dir() or (path.exists() and path.samefile(file)):
-        raise ConfigError(f"tune.output: {path} is {'a folder' if path.is_dir() else 'the given YAML'}; choose another")
+        taken = "a folder" if path.is_dir() else "the original YAML"
+        raise ConfigError(f"tune.output: {path} is {taken}; choose another")
     if path.exists() and not path.read_text(errors="replace").startswith(MARK):
         raise ConfigError(f"tune.output: {path} exists and was not written by this command; choose another name")
     return path

@@ -1,4 +1,4 @@
-"""The given run: what of its techniques can engage here, and trials of it, each some steps in a process of its own."""
+"""The original run: which of its techniques can engage on this machine, and short trials of it in child processes."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.core.commands import python_module
 from composer_speedups.core.errors import TechniqueError, UserError
 from composer_speedups.core.registry import build_techniques
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.settings import Origins
+from composer_speedups.core.subprocesses import python_module_command
 from composer_speedups.core.technique import screen
 from composer_speedups.data.loader import build_data
 from composer_speedups.tasks.models import resolve_name
@@ -42,17 +42,17 @@ from composer_speedups.train.failed_process import own_line, ran_out_of_memory, 
 from composer_speedups.tune.candidates import stopping
 from composer_speedups.tune.results import Algorithms, Outcome
 
-__all__ = ["GivenRun", "outcome_of", "outcome_of_failure", "trial_config"]
+__all__ = ["OriginalRun", "outcome_of", "outcome_of_failure", "trial_config"]
 
 _SAID = 300  # characters of a failed process's line
 _LAST_WORDS = 2.0  # seconds for a process at its limit to say where it is
 
 
-class GivenRun:
+class OriginalRun:
     """The run that is to be tuned; it is not trained here.
 
     Args:
-        config: Of the given run.
+        config: Of the original run.
         context: Where it trains.
         program: The module that trains in a trial; tests give their own.
 
@@ -167,7 +167,7 @@ def trial_config(
 
 def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
     """Exit status (None when it was ended at ``timeout``) and all output, with its stacks where it was ended."""
-    command, own = python_module(*module)
+    command, own = python_module_command(*module)
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
             command,

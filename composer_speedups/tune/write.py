@@ -1,4 +1,4 @@
-"""The tuned YAML: the given keys, the chosen techniques, and in comments what was measured and why."""
+"""The tuned YAML: the original keys, the chosen techniques, and in comments what was measured and why."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ def write_tuned(
 ) -> None:
     """Write the YAML, and beside it all trials as .json; either appears whole or not at all.
 
-    The YAML is read back first: its config must be the given one but for the techniques.
+    The YAML is read back first: its config must be the original one but for the techniques.
 
     Args:
         path: The YAML.
-        file: The given one.
-        overrides: ``key=value`` pairs that it was given with.
+        file: The original one.
+        overrides: ``key=value`` pairs given with it on the command line.
         result: Of the search.
         environment: The ``environment`` of a run's report.
-        budget: Seconds that were given for the search.
+        budget: Seconds that the search was allowed.
     """
-    given = load_config(file, overrides)
+    original = load_config(file, overrides)
     sizes = "# Batch sizes with these techniques. Another size is another recipe, and wants its own rate:"
     parts = [
         _comments(_header(path.name, file, overrides, result, environment, budget)),
-        _given_keys(file, overrides),
+        _original_keys(file, overrides),
         _chosen(result),
         _comments(_left_out(result), "# Left out:"),
         _comments(_sizes(result), sizes),
@@ -56,7 +56,7 @@ def write_tuned(
     partial = path.with_name(f".{path.name}.partial")
     try:
         write_atomically(partial, "\n\n".join(part for part in parts if part) + "\n")
-        assert load_config(partial) == dataclasses.replace(given, algorithms=result.chosen)
+        assert load_config(partial) == dataclasses.replace(original, algorithms=result.chosen)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
@@ -77,21 +77,21 @@ def _header(
     )
     step = result.typical.step_seconds * 1000
     yield (
-        f"Planned run: {result.planned_steps} steps. The given YAML takes {result.base_seconds:,.1f} s of training for "
-        f"them ({step:.1f} ms a step), give or take {result.noise:,.1f} s: less does not count. "
+        f"Planned run: {result.planned_steps} steps. The original YAML takes {result.base_seconds:,.1f} s of training "
+        f"for them ({step:.1f} ms a step), give or take {result.noise:,.1f} s: less does not count. "
         "Imports, data, evaluations and checkpoints are not in these times."
     )
-    if result.kept_given is not None:
-        yield f"The given techniques were kept: {result.kept_given}."
+    if result.kept_original is not None:
+        yield f"The original techniques were kept: {result.kept_original}."
     elif result.speedup is not None:
-        given, chosen = (", ".join(f"{s:,.1f}" for s in times) for times in zip(*result.pairs, strict=True))
-        yield f"Chosen: {result.speedup:.2f} times as fast. Run in turn: given {given} s, chosen {chosen} s."
+        original, chosen = (", ".join(f"{s:,.1f}" for s in times) for times in zip(*result.pairs, strict=True))
+        yield f"Chosen: {result.speedup:.2f} times as fast. Run in turn: original {original} s, chosen {chosen} s."
 
 
-def _given_keys(file: str, overrides: Sequence[str]) -> str:
-    """All but the techniques. Values that the given file takes from the environment go on being taken from there."""
+def _original_keys(file: str, overrides: Sequence[str]) -> str:
+    """All but the techniques. Values that the original file takes from the environment go on being taken from there."""
     raw = OmegaConf.load(file)
-    assert isinstance(raw, DictConfig), "the given file was read before"
+    assert isinstance(raw, DictConfig), "the original file was read before"
     raw.merge_with_dotlist([o for o in overrides if o.split("=")[0].split(".")[0] != "algorithms"])
     raw.pop("algorithms", None)
     return OmegaConf.to_yaml(raw).rstrip() if raw else ""
@@ -109,10 +109,10 @@ def _chosen(result: Result) -> str:
 
 def _reasons(name: str, settings: Mapping[str, Any], result: Result) -> Iterator[str]:
     """Why a technique of the chosen set is in it."""
-    if result.given.get(name) == settings:
-        yield "in the given YAML"
+    if result.original.get(name) == settings:
+        yield "in the original YAML"
     if without := _without(name, result):
-        yield "the given YAML without it takes {}{}".format(*without)
+        yield "the original YAML without it takes {}{}".format(*without)
     for verdict in result.verdicts:
         candidate = verdict.candidate
         if candidate.adds.get(name) != settings or verdict.state != "measured":
@@ -132,12 +132,12 @@ def _left_out(result: Result) -> list[str]:
     """All that is not in the chosen set and why; one line for all labels with the same reason."""
     labels: dict[str, list[str]] = {}
     for name, why in result.unengaged.items():
-        labels.setdefault(f"in the given YAML, but not in force here: {why}", []).append(name)
-    for name in (name for name in result.given if name not in result.chosen):
+        labels.setdefault(f"in the original YAML, but not in force here: {why}", []).append(name)
+    for name in (name for name in result.original if name not in result.chosen):
         why = "and displaced by a chosen technique that it cannot go with"
         if without := _without(name, result):
             why = "which takes {} without it{}".format(*without)
-        labels.setdefault(f"in the given YAML, {why}", []).append(name)
+        labels.setdefault(f"in the original YAML, {why}", []).append(name)
     for verdict in result.verdicts:
         candidate = verdict.candidate
         if candidate.removes or verdict.reason == "already in the set":
@@ -161,7 +161,7 @@ def _sizes(result: Result) -> Iterator[str]:
 
 
 def _without(name: str, result: Result) -> tuple[str, str] | None:
-    """What the given YAML takes without one of its techniques, and how that pays, where it was measured."""
+    """What the original YAML takes without one of its techniques, and how that pays, where it was measured."""
     for verdict in result.verdicts:
         if verdict.candidate.removes == (name,) and verdict.alone is not None and verdict.alone_seconds is not None:
             return f"{verdict.alone_seconds:,.1f} s", _pays(verdict.alone, result.typical)

@@ -125,7 +125,7 @@ def test_hidden_states_come_from_the_stock_layers() -> None:
 def test_a_second_call_changes_nothing_and_another_setting_is_refused() -> None:
     model = fused(tiny_bert())
     assert apply_fused_layers(model) == []
-    with pytest.raises(ValueError, match="already, with last_layer='needed' and not last_layer='all'"):
+    with pytest.raises(ValueError, match="fused layers with last_layer='needed'; to use last_layer='all', build"):
         apply_fused_layers(model, "all")
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from composer_speedups import FastLayerNorm, apply_fast_layernorm
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.surgery.applied import NoEffectWarning
+from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import make_trainer, tiny_bert
 from tests.reference import apex
 
@@ -43,7 +43,7 @@ def test_layernorms_that_do_not_fit_are_left_alone_by_name() -> None:
     assert len(apply_fast_layernorm(model())) == 4
     lowered = model()
     apply_fast_layernorm(lowered)
-    with pytest.raises(ValueError, match="fast LayerNorms already, with implementation='low_precision' and not"):
+    with pytest.raises(ValueError, match="already has fast LayerNorms with implementation='low_precision'; to use"):
         apply_fast_layernorm(lowered, implementation="triton")
 
 

@@ -210,7 +210,7 @@ def test_bad_settings_and_models_with_adapters_are_refused() -> None:
             apply_lora(tiny_bert(), **settings)  # type: ignore[arg-type]
     model = tiny_bert()
     apply_lora(model, rank=2)
-    with pytest.raises(ValueError, match="has LoRA's adapters already, with rank=2 and not rank=3"):
+    with pytest.raises(ValueError, match="already has LoRA's adapters with rank=2; to use rank=3, build"):
         apply_lora(model, rank=3)
     config = model.peft_config["default"]
     with pytest.raises(TechniqueError, match="has PEFT adapters already; give its base model"):

@@ -14,7 +14,7 @@ from transformers.models.bert import modeling_bert
 
 from composer_speedups import SDPAAttention, apply_sdpa_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.surgery.applied import NoEffectWarning
+from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import (
     VOCABULARY,
     Batch,

@@ -141,7 +141,7 @@ def test_mistakes_are_answered() -> None:
             apply_sparse_upcycling(tiny_bert(), **settings)
     with pytest.raises(ValueError, match="load_balancing must be at least 0, not -1"):
         SparseUpcycling(load_balancing=-1)
-    with pytest.raises(ValueError, match=r"has layers of experts already, with experts=4.* and not experts=2"):
+    with pytest.raises(ValueError, match=r"already has layers of experts with experts=4.*; to use experts=2"):
         apply_sparse_upcycling(upcycled(), experts=2)
     with pytest.raises(ValueError, match="no Hugging Face model"):
         apply_sparse_upcycling(nn.Linear(2, 2))

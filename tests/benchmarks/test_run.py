@@ -37,7 +37,7 @@ REPORT: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows go to results/cpu, wherever the tests run."""
-    monkeypatch.setattr(runner, "output_of", lambda *command, **_: None if command[0] == "nvidia-smi" else "")
+    monkeypatch.setattr(runner, "command_output", lambda *command, **_: None if command[0] == "nvidia-smi" else "")
 
 
 def table(**changes: Any) -> Path:
@@ -208,7 +208,7 @@ def test_the_command_leaves_rows_a_page_and_a_chart(
 
 
 def test_rows_are_kept_by_the_gpu_that_the_arms_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "output_of", lambda *_, **__: "NVIDIA H200\nNVIDIA H200")
+    monkeypatch.setattr(runner, "command_output", lambda *_, **__: "NVIDIA H200\nNVIDIA H200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     on_cpu, either = runner.Arm("a", {}, ["trainer.device=cpu"]), runner.Arm("b", {}, [])
     kept = Path("results/nvidia-h200/t.jsonl")

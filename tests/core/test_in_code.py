@@ -28,7 +28,7 @@ from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import technique_class
 from composer_speedups.core.technique import Technique, refuse_clashes
-from composer_speedups.surgery.applied import NoEffectWarning
+from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.settings import ENTRIES, Case
 

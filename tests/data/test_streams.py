@@ -21,7 +21,7 @@ from composer_speedups.data import streams
 from composer_speedups.data.builtin import builtin_reviews, builtin_samples
 from composer_speedups.data.streams import EndlessSamples, Tokenized, stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.data.watched import WatchedDataLoader
+from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers.jobs import run
@@ -131,7 +131,8 @@ def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffi
     Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))
     Path(f"b.{suffix}").write_bytes(text.encode("latin-1"))
     config = DataConfig(source="files", train_file=f"*.{suffix}", streaming=True)
-    loader = WatchedDataLoader(stream_of_samples(config, 1)[0], worker_timeout=60, num_workers=workers, batch_size=None)
+    samples = stream_of_samples(config, 1)[0]
+    loader = WorkerTimeoutLoader(samples, worker_timeout=60, num_workers=workers, batch_size=None)
     said = refusal_of(loader)
     line = 2 if suffix == "csv" else 1
     assert said.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")

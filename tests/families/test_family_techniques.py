@@ -36,7 +36,7 @@ from composer_speedups.core.operator_recorder import OperatorRecorder, compile_c
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
 from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.surgery.applied import NoEffectWarning
+from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import VOCABULARY, Batch
 from tests.helpers.models import ENCODERS, EVERY, Family, tiny_model
 from tests.helpers.refusals import FAILING, HEADS, INPUTS, REFUSALS, TECHNIQUES, UNDEFINED, left_padded, refusal_of

@@ -21,7 +21,7 @@ from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, F
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.kernels import Shape
-from tests.core.test_models_of_ones_own import (
+from tests.core.test_custom_models import (
     INPUTS,
     BiEncoder,
     Mine,

@@ -36,8 +36,8 @@ def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_tune_keys_are_parsed_and_the_others_are_the_configs() -> None:
-    given = ["data.batch_size=8", "tune.budget_seconds=40", "tune.allow=[recipe]", "seed=3", "tune.output=a b.yaml"]
-    settings, rest = read_settings(TuneConfig, given, PREFIX)
+    original = ["data.batch_size=8", "tune.budget_seconds=40", "tune.allow=[recipe]", "seed=3", "tune.output=a b.yaml"]
+    settings, rest = read_settings(TuneConfig, original, PREFIX)
     assert settings == TuneConfig(budget_seconds=40.0, allow=["recipe"], output="a b.yaml")
     assert rest == ["data.batch_size=8", "seed=3"]
     both = read_settings(TuneConfig, ["tune.allow=lower_precision,recipe"], PREFIX)[0].allow
@@ -99,7 +99,7 @@ def test_the_output_is_checked_before_anything_is_measured() -> None:
 
 
 def result(**changes: Any) -> Result:
-    given, faster = Outcome("ok", "", 0.1, 1.0, 3), Outcome("ok", "", 0.05, 11.0, 3)
+    original, faster = Outcome("ok", "", 0.1, 1.0, 3), Outcome("ok", "", 0.05, 11.0, 3)
     compiled = Candidate("torch_compile (scope: blocks)", {"torch_compile": {"scope": "blocks"}}, kind="rounding")
     verdicts = [
         Verdict(compiled, "measured", "", faster, 60.86, (100.7, 60.86)),
@@ -109,11 +109,11 @@ def result(**changes: Any) -> Result:
     ]
     return Result(
         **{
-            "given": {"sdpa_attention": {}}, "planned_steps": 1000, "trial_steps": 20, "baseline": [given],
+            "original": {"sdpa_attention": {}}, "planned_steps": 1000, "trial_steps": 20, "baseline": [original],
             "base_seconds": 100.7, "noise": 2.0, "verdicts": verdicts, "pairs": [(100.7, 60.0), (100.9, 61.0)],
             "chosen": {"sdpa_attention": {}, "torch_compile": {"scope": "blocks"}},
             "never": {"empty_cache": "no speed"}, "sizes": {64: faster, 128: Outcome("memory", "ran out of memory")},
-            "trials": [Trial("given", {}, 20, None, given, 100.7), Trial("x", {}, 20, None, Outcome("failed"), 0.0)],
+            "trials": [Trial("original", {}, 20, None, original, 99.7), Trial("x", {}, 20, None, Outcome("failed"), 0)],
             **changes,
         }
     )  # fmt: skip
@@ -123,23 +123,23 @@ def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NAME_OF_RUN", "named")
-    Path("given.yaml").write_text(
+    Path("original.yaml").write_text(
         "run_name: ${oc.env:NAME_OF_RUN}\nalgorithms: [sdpa_attention]\noptimizer: {lr: 1e-5}\n"
     )
     overrides = ["data.batch_size=64", "algorithms.lora=null", "trainer.max_duration=100ba"]
-    write_tuned(Path("x.yaml"), "given.yaml", overrides, result(), ENVIRONMENT, 300.0)
+    write_tuned(Path("x.yaml"), "original.yaml", overrides, result(), ENVIRONMENT, 300.0)
     text = Path("x.yaml").read_text()
-    tuned, given = load_config("x.yaml"), load_config("given.yaml", overrides)
+    tuned, original = load_config("x.yaml"), load_config("original.yaml", overrides)
     assert tuned.algorithms == {"sdpa_attention": {}, "torch_compile": {"scope": "blocks"}}
-    given.algorithms = tuned.algorithms
-    assert tuned == given
+    original.algorithms = tuned.algorithms
+    assert tuned == original
     assert "${oc.env:NAME_OF_RUN}" in text
     assert text.startswith(MARK)
     said = " ".join(text.replace("#", " ").split())
     for words in (
         "1.67 times as fast",
         "alone 1.65 times as fast, 60.9 s (start +10.0 s, step 100.0 → 50.0 ms: pays from step 203)",
-        "in the given YAML",
+        "in the original YAML",
         "- tf32_matmul: it needs a GPU",
         "- lora, adafactor: not allowed",
         "- empty_cache: not tried: no speed",
@@ -151,23 +151,24 @@ def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
     assert log["chosen"] == tuned.algorithms
     assert [t["outcome"]["status"] for t in log["trials"]] == ["ok", "failed"]
     assert log["trials"][1]["outcome"]["step_seconds"] is None
-    assert sorted(p.name for p in Path().iterdir()) == ["given.yaml", "x.json", "x.yaml"]
+    assert sorted(p.name for p in Path().iterdir()) == ["original.yaml", "x.json", "x.yaml"]
 
 
-def test_given_techniques_that_were_kept_or_taken_out_are_said_to_be() -> None:
-    Path("given.yaml").write_text("algorithms: {sdpa_attention: {}}\n")
-    kept = result(chosen={"sdpa_attention": {}}, kept_given="nothing was faster", unengaged={"tf32_matmul": "no GPU"})
-    write_tuned(Path("x.yaml"), "given.yaml", [], kept, ENVIRONMENT, 300.0)
+def test_original_techniques_that_were_kept_or_taken_out_are_said_to_be() -> None:
+    Path("original.yaml").write_text("algorithms: {sdpa_attention: {}}\n")
+    chosen: dict[str, Any] = {"sdpa_attention": {}}
+    kept = result(chosen=chosen, kept_original="nothing was faster", unengaged={"tf32_matmul": "no GPU"})
+    write_tuned(Path("x.yaml"), "original.yaml", [], kept, ENVIRONMENT, 300.0)
     text = Path("x.yaml").read_text()
-    assert load_config("x.yaml") == load_config("given.yaml")
-    assert "The given techniques were kept: nothing was faster." in text
-    assert "- tf32_matmul: in the given YAML, but not in force here: no GPU" in text
+    assert load_config("x.yaml") == load_config("original.yaml")
+    assert "The original techniques were kept: nothing was faster." in text
+    assert "- tf32_matmul: in the original YAML, but not in force here: no GPU" in text
     assert kept.speedup is None
     without = Candidate("without sdpa_attention", removes=("sdpa_attention",))
     verdict = Verdict(without, "measured", "", Outcome("ok", "", 0.09, 1.0, 3), 90.7)
-    write_tuned(Path("x.yaml"), "given.yaml", [], result(chosen={}, verdicts=[verdict]), ENVIRONMENT, 300.0)
+    write_tuned(Path("x.yaml"), "original.yaml", [], result(chosen={}, verdicts=[verdict]), ENVIRONMENT, 300.0)
     assert load_config("x.yaml") == Config()
-    assert "- sdpa_attention: in the given YAML, which takes 90.7 s without it" in Path("x.yaml").read_text()
+    assert "- sdpa_attention: in the original YAML, which takes 90.7 s without it" in Path("x.yaml").read_text()
 
 
 @pytest.mark.slow
@@ -178,7 +179,7 @@ def test_a_real_search_ends_with_a_yaml_that_trains(monkeypatch: pytest.MonkeyPa
     )
     assert log["planned_steps"] == 400
     assert log["seconds"] <= 300 + 5
-    assert trained == len(log["trials"]) >= 4, "two of the given run, and each candidate that can engage"
+    assert trained == len(log["trials"]) >= 4, "two of the original run, and each candidate that can engage"
     assert all(outcome["step_seconds"] > 0 for outcome in log["baseline"])
     tuned = load_config("quickstart.tuned.yaml")
     assert tuned.algorithms == log["chosen"]

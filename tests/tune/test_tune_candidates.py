@@ -22,7 +22,7 @@ from composer_speedups.tune.candidates import (
     key_of,
     kind_of,
 )
-from composer_speedups.tune.trials import GivenRun
+from composer_speedups.tune.trials import OriginalRun
 from tests.conftest import ROOT
 
 CPU = Context(torch.device("cpu"))
@@ -97,10 +97,10 @@ def test_a_candidate_displaces_what_it_clashes_with_but_never_the_recipe() -> No
 
 
 def test_the_recommended_set_takes_the_place_of_a_compiled_one() -> None:
-    given = load_config(ROOT / "yamls" / "bert_imdb.yaml").algorithms
-    (recommended,) = [c for c in candidates_for(given, "cuda") if c.label == "the recommended set"]
-    assert "torch_compile" in given
-    assert key_of(apply_candidate(recommended, given)) == key_of(RECOMMENDED)
+    original = load_config(ROOT / "yamls" / "bert_imdb.yaml").algorithms
+    (recommended,) = [c for c in candidates_for(original, "cuda") if c.label == "the recommended set"]
+    assert "torch_compile" in original
+    assert key_of(apply_candidate(recommended, original)) == key_of(RECOMMENDED)
 
 
 def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
@@ -111,7 +111,7 @@ def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
 
 def test_what_would_be_refused_says_why() -> None:
     config = Config()
-    run = GivenRun(config, CPU)
+    run = OriginalRun(config, CPU)
     assert "needs a CUDA GPU" in (run.refusal({"tf32_matmul": {}}) or "")
     assert "nothing packs them" in (run.refusal({"fused_layers": {}}) or "")
     assert run.refusal({"fused_layers": {}, "unpadding": {}}) is None
@@ -121,7 +121,7 @@ def test_what_would_be_refused_says_why() -> None:
 
 
 def test_the_given_techniques_that_only_warn_are_set_aside_with_their_reason() -> None:
-    run = GivenRun(Config(on_unavailable="warn", algorithms={"tf32_matmul": {}, "sdpa_attention": {}}), CPU)
+    run = OriginalRun(Config(on_unavailable="warn", algorithms={"tf32_matmul": {}, "sdpa_attention": {}}), CPU)
     assert run.techniques == {"sdpa_attention": {}}
     assert "CUDA GPU" in run.unengaged["tf32_matmul"]
 

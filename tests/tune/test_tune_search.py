@@ -62,9 +62,13 @@ class World:
         return self.steps
 
     def search(
-        self, *candidates: Candidate, given: dict[str, Any] | None = None, allow: tuple[str, ...] = (), **settings: Any
+        self,
+        *candidates: Candidate,
+        original: dict[str, Any] | None = None,
+        allow: tuple[str, ...] = (),
+        **settings: Any,
     ) -> Result:
-        self.techniques = given or {}
+        self.techniques = original or {}
         tune = TuneConfig(**{"budget_seconds": 1000.0, **settings})
         return Search(self, candidates, allow, tune, now=lambda: self.time, tell=self.lines.append).run()
 
@@ -73,10 +77,10 @@ def test_what_saves_time_is_stacked_and_confirmed() -> None:
     world = World()
     result = world.search(FUSED, SDPA)
     assert result.chosen == {"sdpa_attention": {}, "fused_optimizer": {}}
-    assert result.kept_given is None
+    assert result.kept_original is None
     assert len(result.pairs) == 2
     assert result.speedup == pytest.approx(10.7 / (1 + 97 * 0.072), rel=1e-6)
-    assert world.sets[-4:] == [{}, result.chosen, {}, result.chosen], "given and chosen take turns"
+    assert world.sets[-4:] == [{}, result.chosen, {}, result.chosen], "original and chosen take turns"
     assert result.without["fused_optimizer"] == pytest.approx(1 + 97 * 0.08)
 
 
@@ -87,7 +91,7 @@ def test_of_two_that_clash_the_faster_stays() -> None:
 def test_compiling_is_left_out_of_a_short_run_and_taken_for_a_long_one() -> None:
     short = World(steps=100).search(COMPILE)
     assert short.chosen == {}
-    assert short.kept_given is not None
+    assert short.kept_original is not None
     verdict = short.verdicts[0]
     assert verdict.alone is not None
     assert verdict.alone_seconds == pytest.approx(21 + 97 * 0.05)
@@ -99,34 +103,34 @@ def test_compiling_is_left_out_of_a_short_run_and_taken_for_a_long_one() -> None
 
 def test_a_given_technique_that_does_not_pay_is_taken_out() -> None:
     without = Candidate("without torch_compile", removes=("torch_compile",))
-    assert World(steps=100).search(without, given={"torch_compile": {}}).chosen == {}
-    assert World(steps=1000).search(without, given={"torch_compile": {}}).chosen == {"torch_compile": {}}
+    assert World(steps=100).search(without, original={"torch_compile": {}}).chosen == {}
+    assert World(steps=1000).search(without, original={"torch_compile": {}}).chosen == {"torch_compile": {}}
 
 
 def test_what_noise_could_explain_is_not_taken() -> None:
-    # The given run's steps differ by a half from one run to the next; a tenth off tells nothing.
+    # The original run's steps differ by a half from one run to the next; a tenth off tells nothing.
     result = World(jitter=lambda trial: 1.5 if trial == 2 else 1.0).search(FUSED, steps=10)
     assert result.noise == pytest.approx(97 * 0.05)
     assert result.chosen == {}
-    assert "noise" in (result.kept_given or "")
+    assert "noise" in (result.kept_original or "")
     assert World().search(FUSED, min_gain=0.2).chosen == {}
 
 
 def test_what_saves_less_than_the_noise_is_not_even_confirmed() -> None:
-    # The given run's trials differ by 9 %; the candidate, 4, saves 7 % of their mean.
+    # The original run's trials differ by 9 %; the candidate, 4, saves 7 % of their mean.
     result = World(jitter=lambda trial: {2: 1.09, 4: 1.02}.get(trial, 1.0)).search(FOREACH)
-    assert result.kept_given == "nothing that was tried saved more than the noise"
+    assert result.kept_original == "nothing that was tried saved more than the noise"
     assert result.pairs == []
 
 
 @pytest.mark.parametrize(
     ("jitter", "chosen"),
     [
-        # Trials: 1 to 3 the given run, of which the probe is not compared, 4 the candidate alone, then given and
+        # Trials: 1 to 3 the original run, of which the probe is not compared, 4 the candidate alone, then original and
         # chosen in turn.
         ({}, True),
-        ({2: 1.09, 4: 0.5}, False),  # the first runs of the given set differ by 9 %, and the candidate saves 5 %
-        ({5: 1.12}, False),  # the given set's differ by more when they are run again
+        ({2: 1.09, 4: 0.5}, False),  # the first runs of the original set differ by 9 %, and the candidate saves 5 %
+        ({5: 1.12}, False),  # the original set's differ by more when they are run again
         ({6: 0.9, 8: 1.02}, False),  # the chosen set's do
         ({6: 0.98, 8: 1.0}, True),
     ],
@@ -140,7 +144,7 @@ def test_a_saving_counts_beyond_the_spread_of_the_first_runs_and_of_both_sets_wh
 
 
 def test_a_lucky_trial_does_not_survive_the_confirmation() -> None:
-    # Trial 4 is the candidate's (probe, two of the given run before it); all later ones are slow.
+    # Trial 4 is the candidate's (probe, two of the original run before it); all later ones are slow.
     world = World(jitter=lambda trial: 1.0 if trial < 4 else (0.3 if trial == 4 else 1.2))
     result = world.search(FUSED)
     assert result.pairs
@@ -148,7 +152,7 @@ def test_a_lucky_trial_does_not_survive_the_confirmation() -> None:
     unlucky = World(jitter=lambda trial: {4: 0.3, 6: 1.3, 8: 1.3}.get(trial, 1.0)).search(FUSED)
     assert unlucky.pairs
     assert unlucky.chosen == {}
-    assert "run again in turn" in (unlucky.kept_given or "")
+    assert "run again in turn" in (unlucky.kept_original or "")
     assert unlucky.speedup is None
 
 
@@ -163,7 +167,7 @@ def test_a_chosen_set_that_fails_when_run_again_is_not_written() -> None:
     world.measure = measure  # type: ignore[method-assign]
     result = world.search(FUSED)
     assert result.chosen == {}
-    assert "ran out of memory" in (result.kept_given or "")
+    assert "ran out of memory" in (result.kept_original or "")
 
 
 def test_the_recipe_stays_unless_it_is_allowed_to_change() -> None:
@@ -180,7 +184,7 @@ def test_what_is_refused_costs_no_trial_and_is_tried_again_when_it_has_what_it_n
     result = world.search(SDPA)
     assert not any("sdpa_attention" in techniques for techniques in world.sets)
     assert (result.verdicts[0].state, result.verdicts[0].reason) == ("refused", "it needs a GPU")
-    assert result.kept_given == "nothing was tried"
+    assert result.kept_original == "nothing was tried"
 
     result = World(needs={"sdpa_attention": "fused_optimizer"}).search(SDPA, FUSED)
     assert result.chosen == {"fused_optimizer": {}, "sdpa_attention": {}}
@@ -253,20 +257,20 @@ def test_a_budget_too_small_for_one_run_says_so_too() -> None:
 
 
 def test_a_search_without_anything_to_try_is_no_matter_of_the_budget() -> None:
-    assert World().search(LORA, budget_seconds=20.0).kept_given == "nothing was tried"
+    assert World().search(LORA, budget_seconds=20.0).kept_original == "nothing was tried"
 
 
 def test_a_given_run_that_fails_has_nothing_to_tune() -> None:
     world = World(fail={"sdpa_attention": Outcome("memory", "ran out of memory")})
-    with pytest.raises(CannotRunError, match="the given run fails: ran out of memory; train"):
-        world.search(FUSED, given={"sdpa_attention": {}})
+    with pytest.raises(CannotRunError, match="the original run fails: ran out of memory; train"):
+        world.search(FUSED, original={"sdpa_attention": {}})
 
 
 def test_no_set_is_measured_twice_before_the_confirmation() -> None:
     world = World()
     result = world.search(FUSED, SDPA, FOREACH, COMPILE)
     confirmed = 2 * len(result.pairs)
-    measured = [tuple(sorted(s)) for s in world.sets[3:-confirmed]]  # after the probe and the given runs
+    measured = [tuple(sorted(s)) for s in world.sets[3:-confirmed]]  # after the probe and the original runs
     assert len(set(measured)) == len(measured)
 
 

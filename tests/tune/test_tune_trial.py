@@ -13,7 +13,7 @@ from composer_speedups.core.requirements import Context
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
 from composer_speedups.tune.results import Outcome
-from composer_speedups.tune.trials import GivenRun, outcome_of, outcome_of_failure, trial_config
+from composer_speedups.tune.trials import OriginalRun, outcome_of, outcome_of_failure, trial_config
 from tests.conftest import ROOT
 
 CPU = Context(torch.device("cpu"))
@@ -36,7 +36,7 @@ def test_a_trial_is_the_given_run_cut_down() -> None:
 
 
 def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
-    run = GivenRun(Config(), CPU)
+    run = OriginalRun(Config(), CPU)
     run.config.data.batch_size, run.batches_per_epoch = 40, 25
     for duration, steps in {"2ep": 50, "7ba": 7, "81sp": 3, "80sp": 2, "5500tok": 6}.items():
         run.config.trainer.max_duration = duration
@@ -46,7 +46,7 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
 def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sleeping.py").write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
     monkeypatch.syspath_prepend(tmp_path)
-    run = GivenRun(Config(), CPU, "sleeping")
+    run = OriginalRun(Config(), CPU, "sleeping")
     outcome = run.measure({}, steps=1, timeout=3)
     assert outcome.status == "time"
     assert re.fullmatch(r"not done after \d+ s, at sleeping\.py:4 in stuck", outcome.reason)

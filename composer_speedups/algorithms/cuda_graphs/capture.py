@@ -117,18 +117,18 @@ class Captured:
         return _Replay.apply(self, token, *tensors, *self.inputs[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        for place, given in zip(self._static, inputs[: len(self._static)], strict=True):
-            place.copy_(given)
+        for static, value in zip(self._static, inputs[: len(self._static)], strict=True):
+            static.copy_(value)
         self._replay_forward()
         return tuple(output.detach() for output in self._outputs)
 
     def backward(self, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The first segment's gradients, one for each argument of the forward pass."""
-        for place, given in zip(self.weights, weights, strict=True):
-            if place is not None and given is None:
-                place.zero_()
-            elif place is not None and given is not None:
-                place.copy_(given)
+        for static, weight in zip(self.weights, weights, strict=True):
+            if static is not None and weight is None:
+                static.zero_()
+            elif static is not None and weight is not None:
+                static.copy_(weight)
         self._shared.let_go()  # once: what a parameter gets from here on is of this backward pass
         return [*(None for _ in self._static), *self.backward_segment(0)]
 

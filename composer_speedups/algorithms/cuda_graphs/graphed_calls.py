@@ -194,13 +194,13 @@ class _Graph:
     def __call__(self, leaves: list[Any]) -> Any:
         """The model's own output object around a replay's tensors."""
         assert self._output_spec is not None
-        given = iter(self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
-        outputs = [next(given) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
+        computed = iter(self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
+        outputs = [next(computed) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
         return tree_unflatten(outputs, self._output_spec)
 
     def _call(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
         with _carrying(self._carries, carried), self._stand_ins.in_place():

@@ -85,16 +85,16 @@ class Segments:
         """
         if segment == 0:
             pairs = [(o, w) for o, w in zip(self._outputs, weights, strict=True) if w is not None]
-            outputs, given = [output for output, _ in pairs], [weight for _, weight in pairs]
+            outputs, grad_outputs = [output for output, _ in pairs], [weight for _, weight in pairs]
         else:
             cut = self._cuts.pop()
             if cut.gradient is None:
                 raise CutError("nothing uses a block's output")
-            outputs, given = [cut.hidden], [cut.gradient]
+            outputs, grad_outputs = [cut.hidden], [cut.gradient]
         if check:
             self._visit(outputs)
         leaves = [cut.leaf for cut in self._cuts]
-        found = torch.autograd.grad(outputs, [*leaves, *inputs], given, allow_unused=True)
+        found = torch.autograd.grad(outputs, [*leaves, *inputs], grad_outputs, allow_unused=True)
         for cut, gradient in zip(self._cuts, found, strict=False):
             if gradient is not None:
                 cut.gradient = gradient if cut.gradient is None else cut.gradient + gradient

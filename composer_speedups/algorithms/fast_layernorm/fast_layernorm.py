@@ -28,7 +28,7 @@ from composer_speedups.core.requirements import (
 )
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
-from composer_speedups.surgery.applied import NoEffectWarning
+from composer_speedups.surgery.already_applied import NoEffectWarning
 
 
 class FastLayerNorm(Technique):

@@ -17,7 +17,7 @@ from composer_speedups.core.requirements import (
     needs_cuda,
     needs_package,
 )
-from composer_speedups.surgery.applied import NoEffectWarning, refuse_other_settings
+from composer_speedups.surgery.already_applied import NoEffectWarning, refuse_other_settings
 from composer_speedups.surgery.module_classes import swap_class
 
 __all__ = ["apply_fast_layernorm"]

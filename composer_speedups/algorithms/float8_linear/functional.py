@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_float8_linear"]
 # torch._scaled_mm runs from Ada on; its row-wise kernel is written for Hopper.

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from composer_speedups.core.before_imports import PlannedRun
-from composer_speedups.core.commands import output_of, python_module
+from composer_speedups.core.subprocesses import command_output, python_module_command
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES, resolve_name
@@ -59,7 +59,7 @@ def _config_file(name: str) -> Path:
 
 def _shared_gpus() -> bool:
     """Whether several processes may use each of them; a GPU in exclusive mode is the run's alone."""
-    modes = output_of("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader") or ""
+    modes = command_output("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader") or ""
     return {mode.strip() for mode in modes.split("\n")} == {"Default"}
 
 
@@ -68,22 +68,22 @@ def _start(run: PlannedRun) -> subprocess.Popen[bytes]:
     float8 = (run.algorithms.get("fused_layers") or {}).get("precision") == "fp8"
     found = {"model": run.model, "fp16": "amp_fp16" in (f"amp_{mixed}", run.precision), "float8": float8}
     arguments = json.dumps(found)
-    command, environment = python_module(__name__, arguments)
+    command, environment = python_module_command(__name__, arguments)
     quiet = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment)
 
 
 def _main(arguments: str) -> None:
-    given = json.loads(arguments)
-    shape = shape_of(given["model"])
+    run = json.loads(arguments)
+    shape = shape_of(run["model"])
     if not _shared_gpus():
         return
     import torch
 
     from composer_speedups.kernels.compile_ahead import compile_ahead
 
-    dtype = torch.float16 if given["fp16"] else torch.bfloat16
-    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=given["float8"]).close()
+    dtype = torch.float16 if run["fp16"] else torch.bfloat16
+    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=run["float8"]).close()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import Untouched, built_on_meta, differences
+from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
@@ -72,14 +73,8 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
     layers = _layers(model)
     fused = [layer for layer in layers.values() if isinstance(layer, FusedLayer)]
     for layer in fused:
-        if layer.last_layer != last_layer:
-            raise ValueError(
-                f"the model's layers are fused already, with last_layer={layer.last_layer!r} and not {last_layer=}"
-            )
-        if layer.precision != precision:
-            raise ValueError(
-                f"the model's layers are fused already, with precision={layer.precision!r} and not {precision=}"
-            )
+        applied = {"last_layer": layer.last_layer, "precision": layer.precision}
+        refuse_other_settings("fused layers", applied, {"last_layer": last_layer, "precision": precision})
     reasons = unfused_layers(model)
     if not fused and len(reasons) == len(layers):
         raise ValueError(f"fused_layers can fuse none of the layers: {next(iter(reasons.values()))}")

@@ -24,8 +24,8 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedLayer,
     modules_shape,
 )
-from composer_speedups.core.compared_technique import ComparedTechnique
 from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
@@ -33,7 +33,7 @@ from composer_speedups.core.trainer_state import device_of, model_of
 _OWN = "fused_layers computes the whole layer itself"
 
 
-class FusedLayers(ComparedTechnique):
+class FusedLayers(ParityCheckedTechnique):
     """Each encoder layer as one function: one QKV product, and fused kernels for all that is no matrix product.
 
     Raises:
@@ -58,7 +58,7 @@ class FusedLayers(ComparedTechnique):
         Variant(beside={"unpadding": {}}),
         Variant({"precision": "fp8"}, beside={"unpadding": {}}, device="cuda", gain=1.9),
     )
-    checkpoint_fields = ComparedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
+    checkpoint_fields = ParityCheckedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
 
     last_layer: Literal["needed", "all"] = Field("needed")
     """Compute in the last layer only what a classification head reads, each row's first token; or all, as in the
@@ -129,10 +129,10 @@ class FusedLayers(ComparedTechnique):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        given = state.get("float8_scales", [])
+        scales = state.get("float8_scales", [])
         trainer_state = self._state() if self._state is not None else None
-        if trainer_state is not None and self.precision == "fp8" and self.engaged and given:
-            self._loaded = given[dist.get_global_rank() % len(given)]
+        if trainer_state is not None and self.precision == "fp8" and self.engaged and scales:
+            self._loaded = scales[dist.get_global_rank() % len(scales)]
             with self.refusals("load the weights only"):
                 load_float8_scales(model_of(trainer_state), self._loaded)
 

@@ -57,11 +57,11 @@ class _Layer(torch.autograd.Function):
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = dropout_seeds(rates, x.device)
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
-        given = (cu, longest, parts.heads, rates.weights, seeds[0])
+        attention_inputs = (cu, longest, parts.heads, rates.weights, seeds[0])
         if positions is None or entries is None:
-            attended, logs = attention_forward(qkv, *given)
+            attended, logs = attention_forward(qkv, *attention_inputs)
         else:
-            attended, logs = disentangled_forward(qkv, positions, entries, *given)
+            attended, logs = disentangled_forward(qkv, positions, entries, *attention_inputs)
         summed1 = torch.addmm(out_b, attended, out_w.t())
         eps = parts.attention_norm.eps, parts.output_norm.eps
         hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
@@ -96,11 +96,11 @@ class _Layer(torch.autograd.Function):
         del d_up, hidden
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
         d_attended, d_positions = torch.mm(d_out, out_w), None
-        given = (attended, logs, cu, ctx.longest, rates.weights, seed0)
+        attention_inputs = (attended, logs, cu, ctx.longest, rates.weights, seed0)
         if positions is None:
-            d_qkv = attention_backward(d_attended, qkv, *given)
+            d_qkv = attention_backward(d_attended, qkv, *attention_inputs)
         else:
-            d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *given)
+            d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *attention_inputs)
             d_positions = d_positions.to(positions.dtype)
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
         d_qkv_b = column_sums(d_qkv).chunk(3)

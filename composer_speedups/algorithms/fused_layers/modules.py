@@ -306,9 +306,9 @@ class FusedEmbeddings(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Ids (B, S) → (B, S, H), in the autocast dtype where the kernel runs; arguments as the original's."""
-        given = dict(zip(self.arguments, args, strict=False)) | kwargs
-        others = {name: value for name, value in given.items() if name not in _READ}
-        input_ids, position_ids, token_type_ids = (given.get(name) for name in _READ)
+        inputs = dict(zip(self.arguments, args, strict=False)) | kwargs
+        others = {name: value for name, value in inputs.items() if name not in _READ}
+        input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _READ)
         if input_ids is None or not self._can_run(input_ids, others):
             self.ran = "stock"
             return super().forward(*args, **kwargs)

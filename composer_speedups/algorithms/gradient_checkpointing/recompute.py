@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from composer_speedups.core.replaced import replaced
+from composer_speedups.core.temporary_attribute import temporary_attribute
 
 _BEFORE, _COUNT = "_forward_before_checkpointing", "_recomputations"
 
@@ -102,7 +102,7 @@ class GraphWatch:
             self.regions += sum(node.target is tag_activation_checkpoint for part in parts for node in part.graph.nodes)
             return before(output, graph, *args, **kwargs)
 
-        self._counting.enter_context(replaced(OutputGraph, "call_user_compiler", call_user_compiler))
+        self._counting.enter_context(temporary_attribute(OutputGraph, "call_user_compiler", call_user_compiler))
 
     def stop(self) -> None:
         self._counting.close()

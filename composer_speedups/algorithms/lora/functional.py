@@ -17,7 +17,7 @@ from composer_speedups.algorithms.lora.adapters import (
     wanted_settings,
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
-from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_lora", "merged_state_dict", "save_adapter"]

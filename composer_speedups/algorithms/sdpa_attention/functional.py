@@ -14,7 +14,7 @@ from transformers.masking_utils import sdpa_mask
 from composer_speedups.families.packed_attention import IMPLEMENTATION as UNPADDED
 from composer_speedups.families.packed_attention import register_attention
 from composer_speedups.families.stock import outermost_models
-from composer_speedups.surgery.applied import NoEffectWarning
+from composer_speedups.surgery.already_applied import NoEffectWarning
 
 __all__ = ["apply_sdpa_attention"]
 BACKENDS = {

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention, registered_name
-from composer_speedups.core.compared_technique import ComparedTechnique
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder, cannot_run
+from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
@@ -26,7 +26,7 @@ from composer_speedups.families.stock import outermost_models
 _CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: whose technique changed it, and what it had before
 
 
-class SDPAAttention(ComparedTechnique):
+class SDPAAttention(ParityCheckedTechnique):
     """scaled_dot_product_attention in place of eager attention, by default with the kernel torch chooses.
 
     Raises:

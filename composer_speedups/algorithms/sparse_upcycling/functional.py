@@ -15,7 +15,7 @@ from composer_speedups.algorithms.sparse_upcycling.experts import Routing
 from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
 from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
 from composer_speedups.families.family import family_of, titles
-from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_sparse_upcycling", "load_balancing_loss", "load_sparse_upcycling"]

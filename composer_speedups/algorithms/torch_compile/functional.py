@@ -13,7 +13,7 @@ from torch import nn
 
 from composer_speedups.core.trainer_state import is_composer_model
 from composer_speedups.families.blocks import repeated_blocks
-from composer_speedups.surgery.applied import refuse_other_settings
+from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_torch_compile"]
 

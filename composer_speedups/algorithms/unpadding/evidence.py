@@ -55,8 +55,8 @@ class FirstForward:
         self._recorder = self._watching.enter_context(OperatorRecorder())
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (kwargs.get("unpadding"), getattr(kwargs.get("relative_pos"), "plan", None))
-        plan = next((each for each in given if isinstance(each, Plan)), None)
+        candidates = (kwargs.get("unpadding"), getattr(kwargs.get("relative_pos"), "plan", None))
+        plan = next((each for each in candidates if isinstance(each, Plan)), None)
         if plan is not None and args[0].shape[:2] == (1, len(plan.indices_T)):
             self._plan = plan
             self._layers += 1

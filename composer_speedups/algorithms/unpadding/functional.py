@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.core.comparison import compare, outcome_of, tolerance_of
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import changes_to

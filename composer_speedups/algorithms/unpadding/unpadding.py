@@ -8,10 +8,10 @@ import torch
 from composer.core import State
 from pydantic import Field
 
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.evidence import FirstForward
 from composer_speedups.algorithms.unpadding.functional import LARGEST_MULTIPLE
-from composer_speedups.algorithms.unpadding.heads import restore_encoders, swap_encoders
-from composer_speedups.core.compared_technique import ComparedTechnique
+from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.technique import Conflict, Stage
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import row_counts, token_masks
@@ -21,7 +21,7 @@ _COUNTS = "unpadding_row_counts_of_"
 _KEPT = f"{_COUNTS}rows_kept_padded"
 
 
-class Unpadding(ComparedTechnique):
+class Unpadding(ParityCheckedTechnique):
     """The encoder runs on real tokens only, with variable-length attention.
 
     Raises:

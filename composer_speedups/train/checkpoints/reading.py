@@ -34,8 +34,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 
 from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import ConfigError, UserError, first_line
-from composer_speedups.core.replaced import replaced
 from composer_speedups.core.technique import Technique, resume_error, techniques_of
+from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.train.checkpoints.saver import FILE_NAME
 from composer_speedups.train.checkpoints.structure import MalformedError, conforming, like
 from composer_speedups.train.checkpoints.unpickling import Words, reason_of, restricted_unpickling
@@ -108,8 +108,8 @@ def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
     load = functools.partial(_load, composer_checkpoint.load_checkpoint, key, trust)
     open_store = functools.partial(_open_store, composer_trainer.maybe_create_object_store_from_uri, key)
     with (
-        replaced(composer_checkpoint, "load_checkpoint", load),
-        replaced(composer_trainer, "maybe_create_object_store_from_uri", open_store),
+        temporary_attribute(composer_checkpoint, "load_checkpoint", load),
+        temporary_attribute(composer_trainer, "maybe_create_object_store_from_uri", open_store),
         contextlib.nullcontext() if trust else restricted_unpickling(),
     ):
         yield
@@ -273,8 +273,8 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
         UnknownAlgorithmError: See there.
     """
     elsewhere = state.load_monolith_rank0_only and dist.get_global_rank() != 0  # rank 0 has the tensors
-    given = held if not elsewhere else {**held, "state": {**held["state"], "model": {}, "optimizers": {}}}
-    kept = check_contents(given, weights_only=weights_only)
+    contents = held if not elsewhere else {**held, "state": {**held["state"], "model": {}, "optimizers": {}}}
+    kept = check_contents(contents, weights_only=weights_only)
     if dist.get_global_rank() == 0:
         _name_unknown_keys(held)
     mine: dict[str, Any] = kept["state"]

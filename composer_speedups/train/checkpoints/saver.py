@@ -12,7 +12,7 @@ from composer.core import Event, State
 from composer.loggers import Logger
 from composer.utils import checkpoint, dist
 
-from composer_speedups.callbacks.saves import last_checkpoint, may_save
+from composer_speedups.callbacks.checkpoint_veto import checkpoint_allowed, last_checkpoint
 from composer_speedups.core.errors import Interrupted, WriteError, causes_of
 from composer_speedups.core.files import NO_SPACE, publish
 
@@ -82,7 +82,8 @@ class WholeCheckpointSaver(CheckpointSaver):
         signum = self.stop.agreed(state.device)
         if signum is None:
             return
-        if self.last_checkpoint_batch != state.timestamp.batch and may_save(self, state, Event.BATCH_CHECKPOINT):
+        unsaved = self.last_checkpoint_batch != state.timestamp.batch
+        if unsaved and checkpoint_allowed(self, state, Event.BATCH_CHECKPOINT):
             self._save_checkpoint(state, logger)
         saved = self.last_checkpoint_batch == state.timestamp.batch
         raise Interrupted(signum, state.timestamp.batch.value, None if saved else last_checkpoint(state) or "the start")

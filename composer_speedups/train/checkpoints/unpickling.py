@@ -27,7 +27,7 @@ import torch
 from torch import _weights_only_unpickler, serialization
 from torch.serialization import safe_globals
 
-from composer_speedups.core.replaced import replaced
+from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = [
     "Words",
@@ -143,9 +143,9 @@ def restricted_unpickling() -> Iterator[None]:
     try:
         with (
             safe_globals(_ALLOWED),
-            replaced(_weights_only_unpickler, "_get_allowed_globals", _types),
-            replaced(torch._C, "PyTorchFileReader", _Reader),
-            replaced(serialization, "_legacy_load", _legacy_load),
+            temporary_attribute(_weights_only_unpickler, "_get_allowed_globals", _types),
+            temporary_attribute(torch._C, "PyTorchFileReader", _Reader),
+            temporary_attribute(serialization, "_legacy_load", _legacy_load),
         ):
             yield
     finally:

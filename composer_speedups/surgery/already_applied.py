@@ -1,4 +1,4 @@
-"""A technique's function that found nothing to do, or a model that carries the technique already."""
+"""Calling a technique's function on a model that it cannot change, or that already has the technique."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ __all__ = ["NoEffectWarning", "refuse_other_settings"]
 
 
 class NoEffectWarning(UserWarning):
-    """A technique's function left a model, or some of its modules, as they were."""
+    """A technique's function did not change the model, or skipped some of its modules."""
 
 
 def refuse_other_settings(what: str, applied: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Stop where a model carries a technique with other settings than those asked for.
+    """Refuse to apply a technique to a model that already has it with other settings.
 
     Args:
-        what: What is there already, as in "the model has <what> already".
-        applied: Setting → value it was applied with; one that is missing was not given.
-        wanted: Setting → value asked for now.
+        what: The technique, as in "the model already has <what>".
+        applied: Setting → value it was applied with; missing settings were not specified.
+        wanted: Setting → value requested now.
 
     Raises:
         ValueError: Names each setting that differs, both values, and the fix.
@@ -27,4 +27,4 @@ def refuse_other_settings(what: str, applied: Mapping[str, Any], wanted: Mapping
     if differing:
         had = ", ".join(f"{name}={applied.get(name)!r}" for name in differing)
         asked = ", ".join(f"{name}={wanted[name]!r}" for name in differing)
-        raise ValueError(f"the model has {what} already, with {had} and not {asked}; build the model anew")
+        raise ValueError(f"the model already has {what} with {had}; to use {asked}, build a new model")

@@ -34,7 +34,7 @@ class _Found(NamedTuple):
         return {name: family.reads(name, config) for name in (type(model).__name__ for model in self.outer)}
 
 
-class _GivenMask:
+class _MaskHook:
     """A forward pre-hook of the model around an encoder: keeps for the encoder the mask that it was called with, and
     whether it was asked for hidden states."""
 
@@ -43,15 +43,15 @@ class _GivenMask:
         self._names = list(inspect.signature(type(base).forward).parameters)[1:]
 
     def keep(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        mask, asked = given.get("attention_mask"), given.get("output_hidden_states")
-        self.encoder.given_mask = mask if isinstance(mask, Tensor) else None
-        self.encoder.asked_hidden_states = bool(
-            self.encoder.model_config.output_hidden_states if asked is None else asked
+        inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        mask, hidden_states = inputs.get("attention_mask"), inputs.get("output_hidden_states")
+        self.encoder.call_mask = mask if isinstance(mask, Tensor) else None
+        self.encoder.call_hidden_states = bool(
+            self.encoder.model_config.output_hidden_states if hidden_states is None else hidden_states
         )
 
 
-class _GivenLabels:
+class _LabelsHook:
     """A forward pre-hook of the outermost model, and a forward hook: its labels, for the encoder, during the call."""
 
     def __init__(self, encoder: UnpaddedEncoder) -> None:
@@ -59,10 +59,10 @@ class _GivenLabels:
 
     def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         labels = kwargs.get("labels")
-        self.encoder.given_labels = labels if isinstance(labels, Tensor) and labels.ndim > 0 else None
+        self.encoder.call_labels = labels if isinstance(labels, Tensor) and labels.ndim > 0 else None
 
     def forget(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.encoder.given_labels = None
+        self.encoder.call_labels = None
 
 
 def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None = None) -> list[str]:
@@ -95,10 +95,10 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
             encoder.owner = owner
             for around in each.bases:
                 if encoder is not around:
-                    around.register_forward_pre_hook(_GivenMask(around, encoder).keep, with_kwargs=True)
+                    around.register_forward_pre_hook(_MaskHook(around, encoder).keep, with_kwargs=True)
             for outer in each.outer:
                 if outer not in each.bases:
-                    labels = _GivenLabels(encoder)
+                    labels = _LabelsHook(encoder)
                     outer.register_forward_pre_hook(labels.keep, with_kwargs=True)
                     outer.register_forward_hook(labels.forget, always_call=True)
             changed.append(name)
@@ -146,7 +146,7 @@ def _remove_hooks(model: nn.Module, encoder: UnpaddedEncoder) -> None:
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for handle, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
-            if isinstance(owner, _GivenMask | _GivenLabels) and owner.encoder is encoder:
+            if isinstance(owner, _MaskHook | _LabelsHook) and owner.encoder is encoder:
                 del hooks[handle]
                 for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
                     getattr(model, flags).pop(handle, None)

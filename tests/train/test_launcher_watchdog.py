@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from composer_speedups.train import launcher
-from composer_speedups.train.launcher import watch_launcher
+from composer_speedups.train import launcher_watchdog
+from composer_speedups.train.launcher_watchdog import watch_launcher
 from tests.conftest import ROOT
 
 # A launcher by name, which starts a rank and waits; the rank ignores SIGTERM where it is told to.
@@ -26,7 +26,7 @@ process.wait()
 _RANK = """
 import os, signal, sys, time
 sys.path.insert(0, {root!r})
-from composer_speedups.train.launcher import watch_launcher
+from composer_speedups.train.launcher_watchdog import watch_launcher
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print(os.getpid(), watch_launcher(look=0.05, grace=0.5), flush=True)
@@ -98,7 +98,7 @@ def test_launchers_are_told_by_their_command_lines(
             return command
 
     monkeypatch.setattr(psutil, "Process", lambda _: Parent())
-    assert launcher._is_launcher(1) is launches
+    assert launcher_watchdog._is_launcher(1) is launches
 
 
 def test_a_parent_that_cannot_be_looked_at_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.data import watched
-from composer_speedups.data.watched import WatchedDataLoader
+from composer_speedups.data import worker_timeout
+from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 
 
 class Slow(Dataset[int]):
@@ -34,7 +34,7 @@ class Slow(Dataset[int]):
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(watched, "_LOOK", 0.2)
+    monkeypatch.setattr(worker_timeout, "_LOOK", 0.2)
     yield
     for child in multiprocessing.active_children():
         child.kill()
@@ -43,14 +43,14 @@ def _looks_often(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}])
 def test_slow_workers_are_waited_for(workers: dict[str, Any]) -> None:
-    loader = WatchedDataLoader(Slow(3, 0.7 if workers else 0), worker_timeout=60, batch_size=2, **workers)
+    loader = WorkerTimeoutLoader(Slow(3, 0.7 if workers else 0), worker_timeout=60, batch_size=2, **workers)
     expected = list(DataLoader(Slow(0, 0), batch_size=2))
     for _ in range(2):
         torch.testing.assert_close(list(loader), expected)
 
 
 def test_a_worker_that_hangs_is_not() -> None:
-    batches = iter(WatchedDataLoader(Slow(1, 1000), worker_timeout=0.5, num_workers=1))
+    batches = iter(WorkerTimeoutLoader(Slow(1, 1000), worker_timeout=0.5, num_workers=1))
     assert int(next(batches)) == 0
     began = time.monotonic()
     with pytest.raises(RunFailedError, match=r"^data\.worker_timeout: no batch came from the workers for 0\.6 s; "):
@@ -59,7 +59,7 @@ def test_a_worker_that_hangs_is_not() -> None:
 
 
 def test_a_worker_that_died_unheard_is_noticed_long_before() -> None:
-    batches = iter(WatchedDataLoader(Slow(1, 1000), worker_timeout=1000, num_workers=1))
+    batches = iter(WorkerTimeoutLoader(Slow(1, 1000), worker_timeout=1000, num_workers=1))
     assert int(next(batches)) == 0
     heard = signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # as before torch knows the worker
     try:

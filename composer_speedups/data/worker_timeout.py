@@ -9,12 +9,12 @@ from torch.utils.data import DataLoader
 
 from composer_speedups.core.errors import DataError, RunFailedError
 
-__all__ = ["WatchedDataLoader"]
+__all__ = ["WorkerTimeoutLoader"]
 
 _LOOK = 5  # seconds; as often as torch does without a timeout
 
 
-class WatchedDataLoader(DataLoader[Any]):
+class WorkerTimeoutLoader(DataLoader[Any]):
     """A ``torch.utils.data.DataLoader`` whose workers have so long to give the next batch.
 
     With its own ``timeout`` torch looks whether the workers live only when that is over. Here it looks as often as

@@ -24,7 +24,7 @@ from composer_speedups.core.trainer_state import loss_of_this_rank, max_over_ran
 from composer_speedups.families.packed_tokens import token_masks
 from composer_speedups.families.stock import changes_to
 
-__all__ = ["Check", "ComparedTechnique"]
+__all__ = ["Check", "ParityCheckedTechnique"]
 
 Check = Literal["auto", "always", "never"]
 _WAYS_OUT = "take it out for this model; or, if that is meant, set check: never"
@@ -32,7 +32,7 @@ _owners = itertools.count(1)
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 
 
-class ComparedTechnique(Technique):
+class ParityCheckedTechnique(Technique):
     """A technique that can be taken out of a model and put back, and is compared with the untouched model.
 
     Raises:
@@ -91,7 +91,7 @@ def compare_with_untouched(event: Event, state: State) -> None:
         CannotRunError: Names the technique, what differs, and how the model differs from transformers' own.
     """
     training = event == Event.BEFORE_FORWARD
-    engaged = [t for t in techniques_of(state.algorithms) if isinstance(t, ComparedTechnique) and t.engaged]
+    engaged = [t for t in techniques_of(state.algorithms) if isinstance(t, ParityCheckedTechnique) and t.engaged]
     due = [t for t in engaged if t._because is not None and (training or not t._evaluated)]
     if not due:
         return
@@ -121,7 +121,7 @@ def compare_with_untouched(event: Event, state: State) -> None:
             technique._because = None
 
 
-def _find_the_cause(trial: _Trial, due: Sequence[ComparedTechnique], untouched: Outcome) -> None:
+def _find_the_cause(trial: _Trial, due: Sequence[ParityCheckedTechnique], untouched: Outcome) -> None:
     """Put the techniques back in turn; one with which the model differs stays out."""
     for technique in due:
         try:
@@ -147,7 +147,7 @@ def _find_the_cause(trial: _Trial, due: Sequence[ComparedTechnique], untouched: 
 class _Trial:
     """One micro-batch, run as often as is needed; of one that does not fit untouched, a part."""
 
-    def __init__(self, state: State, techniques: Sequence[ComparedTechnique], *, gradients: bool) -> None:
+    def __init__(self, state: State, techniques: Sequence[ParityCheckedTechnique], *, gradients: bool) -> None:
         self.state = state
         self._batch = state.batch
         for technique in techniques:
@@ -166,7 +166,7 @@ class _Trial:
         mask = token_masks(self._batch).get("attention_mask")
         return None if mask is None else mask.flatten(1)
 
-    def changed_and_untouched(self, techniques: Sequence[ComparedTechnique]) -> tuple[Outcome, Outcome]:
+    def changed_and_untouched(self, techniques: Sequence[ParityCheckedTechnique]) -> tuple[Outcome, Outcome]:
         """What the model computes now, and without the techniques, which are withdrawn afterwards."""
         while True:
             try:
