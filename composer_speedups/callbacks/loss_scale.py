@@ -22,7 +22,7 @@ class LossScaleMonitor(Callback):
 
     It does nothing in other precisions. The scale is halved with each step left out, and doubled after 2,000 steps
     without one. It is read one batch late, when it has long been on the host, so that nothing waits for it. Weights
-    stay finite all the while: these steps are no fault, unless the scale keeps falling.
+    stay finite all the while: these steps are no problem, unless the scale keeps falling.
 
     Logged at each batch, of the batch before: ``numerics/loss_scale``, and ``numerics/loss_scale_skips`` so far.
 

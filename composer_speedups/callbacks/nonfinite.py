@@ -16,16 +16,16 @@ __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weight
 
 def nonfinite_weights(state: State) -> str | None:
     """``"2 of 39 weights, NAME first"``; None when all are finite. The host waits for the device once."""
-    return _spell("weights", ((name, p.detach()) for name, p in state.model.named_parameters()))
+    return _format("weights", ((name, p.detach()) for name, p in state.model.named_parameters()))
 
 
 def nonfinite_gradients(state: State) -> str | None:
     """The same of the gradients that there are."""
     named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
-    return _spell("gradients", named)
+    return _format("gradients", named)
 
 
-def _spell(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
+def _format(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
     names, flags = [], []
     for name, tensor in named:
         names.append(name)

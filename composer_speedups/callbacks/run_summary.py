@@ -12,7 +12,7 @@ from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.tasks.metrics import final_metrics
 
-__all__ = ["RunSummary", "arm_of"]
+__all__ = ["RunSummary", "techniques_label"]
 
 _THROUGHPUT = ("samples_per_sec", "tokens_per_sec", "mfu", "data_wait_fraction", "warmup_seconds", "eval_seconds")
 
@@ -26,7 +26,7 @@ class RunSummary(Callback):
     ``summary/accuracy``, ``summary/loss``, ``summary/train_accuracy``, ``summary/train_loss``. What was not measured
     is left out. Weights & Biases draws a value that is logged once as a bar a run.
 
-    Logged as a hyperparameter after the first batch and at the end: ``techniques``, see :func:`arm_of`.
+    Logged as a hyperparameter after the first batch and at the end: ``techniques``, see :func:`techniques_label`.
 
     It reads :class:`ThroughputMonitor` and :class:`MemoryAnatomy`, which come before it in ``callbacks``.
 
@@ -40,11 +40,11 @@ class RunSummary(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._named:
             self._named = True
-            logger.log_hyperparameters({"techniques": arm_of(state)})
+            logger.log_hyperparameters({"techniques": techniques_label(state)})
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
-        logger.log_hyperparameters({"techniques": arm_of(state)})  # one may have given up on the way
+        logger.log_hyperparameters({"techniques": techniques_label(state)})  # one may have given up on the way
         self._log(state, logger)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
@@ -72,15 +72,15 @@ def _values(state: State) -> dict[str, float]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def arm_of(state: State) -> str:
+def techniques_label(state: State) -> str:
     """The techniques in force, with settings other than the defaults: ``tf32_matmul + torch_compile(scope=blocks)``.
 
     ``none`` without any. One that was asked for and did not engage (``on_unavailable: warn``) is left out.
     """
-    return " + ".join(_spell(t) for t in techniques_of(state.algorithms) if t.engaged) or "none"
+    return " + ".join(_format(t) for t in techniques_of(state.algorithms) if t.engaged) or "none"
 
 
-def _spell(technique: Technique) -> str:
+def _format(technique: Technique) -> str:
     changed = {
         name: getattr(technique, name)
         for name, parameter in inspect.signature(type(technique)).parameters.items()

@@ -131,8 +131,8 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
             values[name] = _value(hints[name], text)
         except (KeyError, ValueError):
             raise ConfigError(f"{COMMAND_LINE}: {dotted} must be {_IN_ERRORS.of(hints[name])}, not {text!r}") from None
-        if fault := check_value(fields[name], values[name]):
-            raise ConfigError(f"{COMMAND_LINE}: {dotted} {fault}")
+        if problem := check_value(fields[name], values[name]):
+            raise ConfigError(f"{COMMAND_LINE}: {dotted} {problem}")
     return cls(**values), rest
 
 

@@ -29,12 +29,12 @@ class Setting(NamedTuple):
     bounds: Mapping[str, float]  # "ge", "gt", "le" and "lt", as pydantic's Field names them
     keyword_only: bool
 
-    def fault(self, value: Any) -> str | None:
+    def problem(self, value: Any) -> str | None:
         """What is wrong with a value, as the end of a sentence; None when it is fine."""
         if not _accepts(self.hint, value):
             return f"must be {_IN_ERRORS.of(self.hint)}, not {value!r}"
         if value is not None and not all(_HOLDS[sign](value, bound) for sign, bound in self.bounds.items()):
-            return f"must be {_spell_bounds(self.bounds)}, not {value!r}"
+            return f"must be {_format_bounds(self.bounds)}, not {value!r}"
         return None
 
 
@@ -83,8 +83,8 @@ class Declared:
         bound = inspect.signature(type(self)).bind(*args, **kwargs)
         bound.apply_defaults()
         for name, value in bound.arguments.items():
-            if fault := self.settings[name].fault(value):
-                raise ValueError(f"{name} {fault}")
+            if problem := self.settings[name].problem(value):
+                raise ValueError(f"{name} {problem}")
             setattr(self, name, value)
         self.check_settings()
         self.reset()
@@ -121,7 +121,7 @@ def _one_of(options: Sequence[Any]) -> str:
 _IN_ERRORS = Spelling(_one_of, "a list of {}", " or ")
 
 
-def _spell_bounds(bounds: Mapping[str, float]) -> str:
+def _format_bounds(bounds: Mapping[str, float]) -> str:
     names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     if "ge" in bounds and len(bounds) > 1:  # 1 to 4096, 0 to below 1
         return f"{bounds['ge']} to {bounds['le'] if 'le' in bounds else 'below {lt}'.format(**bounds)}"

@@ -21,7 +21,7 @@ __all__ = [
     "state_bytes",
     "state_dtypes",
     "state_tensors",
-    "why_not_quantised",
+    "unquantised_reason",
 ]
 
 _SAMPLE = 64  # elements looked at in each parameter
@@ -147,7 +147,7 @@ def count_state_bits(optimizer: Optimizer, embeddings: Iterable[Tensor] = ()) ->
     }
 
 
-def why_not_quantised(counts: dict[str, Any], bits: int, embedding_bits: int | None) -> str | None:
+def unquantised_reason(counts: dict[str, Any], bits: int, embedding_bits: int | None) -> str | None:
     """What in :func:`count_state_bits` contradicts a ``bits``-bit optimizer; None when nothing does.
 
     Args:

@@ -81,8 +81,8 @@ def others_can_write(path: Path) -> str | None:
 
 
 def _check(folder: Path, key: str, fix: str) -> None:
-    if fault := others_can_write(folder):
-        raise ConfigError(f"{key}: others could put code into {folder}: {fault}; {fix}")
+    if problem := others_can_write(folder):
+        raise ConfigError(f"{key}: others could put code into {folder}: {problem}; {fix}")
 
 
 def _is_own_group(gid: int) -> bool:

@@ -64,8 +64,8 @@ def build_techniques(
             dotted = f"{section}.{setting}"
             if setting not in cls.settings:
                 raise ConfigError(f"{where(dotted)}unknown key {dotted!r}{did_you_mean(setting, cls.settings)}")
-            if fault := cls.settings[setting].fault(value):
-                raise ConfigError(f"{where(dotted)}{dotted} {fault}")
+            if problem := cls.settings[setting].problem(value):
+                raise ConfigError(f"{where(dotted)}{dotted} {problem}")
         try:
             built.append(cls(**{"on_unavailable": on_unavailable, **values}))  # type: ignore[arg-type]
         except UserError:

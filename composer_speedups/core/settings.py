@@ -52,7 +52,7 @@ def check_value(field: dataclasses.Field[Any], value: Any) -> str | None:
     if value is None or not rules:
         return None
     if isinstance(value, (list, tuple)):
-        return next((fault for item in value if (fault := check_value(field, item))), None)
+        return next((problem for item in value if (problem := check_value(field, item))), None)
     if isinstance(value, str):
         return _check_string(rules, value)
     if isinstance(value, (int, float)) and not isinstance(value, bool):

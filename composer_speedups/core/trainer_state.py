@@ -133,7 +133,7 @@ def close_host_group() -> None:
 
 def _new_host_group(device: Device) -> Any:
     lacking = f"{world_size()} ranks have only their GPUs to add up numbers on"
-    problem = _why_gloo_cannot_connect()
+    problem = _gloo_connection_problem()
     if max_over_ranks(device, int(problem is not None)):
         raise ValueError(f"{lacking}, since {problem or 'another rank cannot connect; see what it says'}")
     whole = torch.distributed.distributed_c10d._get_default_group()
@@ -149,7 +149,7 @@ def _new_host_group(device: Device) -> Any:
 _NAME_INTERFACE = "set GLOO_SOCKET_IFNAME to the network interface that the nodes reach one another by"
 
 
-def _why_gloo_cannot_connect() -> str | None:
+def _gloo_connection_problem() -> str | None:
     if not torch.distributed.is_gloo_available():
         return "torch was built without gloo; take it out"
     if world_size() == int(os.environ.get("LOCAL_WORLD_SIZE", "1")) or os.environ.get("GLOO_SOCKET_IFNAME"):

@@ -227,9 +227,9 @@ def read_file(path: Path, key: str) -> pyarrow.Table:
 
 def unreadable(where: str, paths: Sequence[Path], error: Exception) -> DataError:
     """The error for files that cannot be read, of which one is perhaps not UTF-8; ``where`` names the key and them."""
-    fault = next((fault for path in paths if (fault := not_utf8(path))), None)
-    if fault is not None:
-        return DataError(f"{where.partition(': ')[0]}: {fault}")
+    problem = next((problem for path in paths if (problem := not_utf8(path))), None)
+    if problem is not None:
+        return DataError(f"{where.partition(': ')[0]}: {problem}")
     if changed := _CHANGED_TYPE.search(str(error)):
         column, first, other = changed.groups()
         return DataError(f"{where}: the column {column!r} holds both {first} and {other} values; give it one type")

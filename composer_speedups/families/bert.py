@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_speedups.families.family import Family, Parts
+from composer_speedups.families.family import Family, LayerModules
 
 __all__ = ["FAMILY"]
 
 
-def _parts(layer: Any) -> Parts:
+def _parts(layer: Any) -> LayerModules:
     attention = layer.attention.self
-    return Parts(
+    return LayerModules(
         attention.query, attention.key, attention.value, layer.attention.output.dense,
         layer.attention.output.LayerNorm, layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm,
         attention.num_attention_heads,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
-from composer_speedups.families.family import Family, Parts
+from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
 from composer_speedups.families.packed_tokens import Plan, make_plan, rows_with_holes
 
@@ -162,9 +162,9 @@ def _refuses(encoder: Any) -> str | None:
     return None
 
 
-def _parts(layer: Any) -> Parts:
+def _parts(layer: Any) -> LayerModules:
     attention = layer.attention.self
-    return Parts(
+    return LayerModules(
         attention.query_proj, attention.key_proj, attention.value_proj, layer.attention.output.dense,
         layer.attention.output.LayerNorm, layer.intermediate.dense, layer.output.dense, layer.output.LayerNorm,
         attention.num_attention_heads,

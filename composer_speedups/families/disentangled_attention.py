@@ -53,7 +53,7 @@ def disentangled_attention(
         (T, A·D).
     """
     plan, size = relative.plan, query.shape[1] // heads
-    if takes_kernel(query.device, query.dtype, size):
+    if supports_kernel(query.device, query.dtype, size):
         from composer_speedups.kernels.disentangled_attention import attend  # imports Triton
 
         qkv = torch.cat([query, key, value], 1)
@@ -84,7 +84,7 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
     return by_query + by_key.transpose(2, 3)
 
 
-def takes_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+def supports_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether the kernel runs there."""
     return (
         device.type == "cuda"

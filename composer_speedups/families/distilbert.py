@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer_speedups.families.family import Family, Parts
+from composer_speedups.families.family import Family, LayerModules
 
 __all__ = ["FAMILY"]
 
 
-def _parts(layer: Any) -> Parts:
+def _parts(layer: Any) -> LayerModules:
     attention, ffn = layer.attention, layer.ffn
-    return Parts(
+    return LayerModules(
         attention.q_lin, attention.k_lin, attention.v_lin, attention.out_lin, layer.sa_layer_norm,
         ffn.lin1, ffn.lin2, layer.output_layer_norm, attention.n_heads,
     )  # fmt: skip

@@ -6,14 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 from composer_speedups.families import bert
-from composer_speedups.families.family import Reads, usual_head
+from composer_speedups.families.family import Reads, default_head_reads
 
 __all__ = ["FAMILY"]
 
 
 def _reads(model_class: str, config: Any) -> Reads:
     # Its discriminator's loss leaves out what the attention mask does.
-    return Reads.REAL_TOKENS if model_class.endswith("ElectraForPreTraining") else usual_head(model_class, config)
+    if model_class.endswith("ElectraForPreTraining"):
+        return Reads.REAL_TOKENS
+    return default_head_reads(model_class, config)
 
 
 FAMILY = replace(

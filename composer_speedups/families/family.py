@@ -22,18 +22,18 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
+    "DropoutRates",
     "Family",
-    "GatedParts",
-    "Parts",
-    "Rates",
+    "GatedLayerModules",
+    "LayerModules",
     "Reads",
     "config_value",
+    "default_head_reads",
     "families",
     "family_named",
     "family_of",
+    "family_titles",
     "kernel_shape",
-    "titles",
-    "usual_head",
 ]
 
 
@@ -58,12 +58,12 @@ _USUAL_HEADS = {
 }
 
 
-def usual_head(model_class: str, config: Any) -> Reads:
+def default_head_reads(model_class: str, config: Any) -> Reads:
     """What the head of a model reads, by the end of its class's name."""
     return next((reads for end, reads in _USUAL_HEADS.items() if model_class.endswith(end)), Reads.UNKNOWN)
 
 
-class Parts(NamedTuple):
+class LayerModules(NamedTuple):
     """The modules of a block with post-norms, and its number of attention heads."""
 
     query: nn.Linear
@@ -81,7 +81,7 @@ class Parts(NamedTuple):
         return [p for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]
 
 
-class GatedParts(NamedTuple):
+class GatedLayerModules(NamedTuple):
     """The modules of a block with pre-norms and a gated feed-forward layer, none with a bias; its number of attention
     heads; and how many tokens before and after it a token attends to, None for all.
 
@@ -104,7 +104,7 @@ class GatedParts(NamedTuple):
         return [module.weight for module in modules if module is not None]
 
 
-class Rates(NamedTuple):
+class DropoutRates(NamedTuple):
     """Probabilities of dropping: attention weights, the attention's output, and the block's output, or, of a gated
     feed-forward layer, its inner units."""
 
@@ -132,13 +132,13 @@ class Family:
         query_and_value: Names of the Linear modules of these two, in a block; those that LoRA adapts by default.
         feed_forward: Where the module that holds a feed-forward layer has its first Linear, its activation and its
             second Linear; None where that layer is of another kind.
-        parts: Block → its modules, :class:`GatedParts` for a ``gated`` one; None where the fused layers know no such
-            block.
+        parts: Block → its modules, as :class:`GatedLayerModules` if ``gated``; None if ``fused_layers`` does not support
+            the block.
         position_table: Block with disentangled attention, and relative embeddings (P, H) → keys and queries of
             positions (P, 2·A·D); None for attention of another kind.
         refuses: Encoder → what it has that cannot run on packed tokens; None where it can.
         gated: Whether a block has pre-norms, rotary positions and a gated feed-forward layer.
-        dropouts: Block → for each of :class:`Rates`, the module whose mode decides and the one that holds the
+        dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the one that holds the
             probability, or None where nothing is dropped.
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
         reads: Name of a model's class and its config → what its head reads.
@@ -167,7 +167,7 @@ class Family:
     refuses: Callable[[Any], str | None] = lambda _: None
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
-    reads: Callable[[str, Any], Reads] = usual_head
+    reads: Callable[[str, Any], Reads] = default_head_reads
     packed_encoder: type[Any] | None = None
     packed_attention: type[Any] | None = None
     hidden: str = "hidden_size"
@@ -219,7 +219,7 @@ def _names() -> list[str]:
     return [name for name in modules if "\nFAMILY = " in (folder / f"{name}.py").read_text()]
 
 
-def titles(known: Callable[[Family], Any] = lambda _: True) -> str:
+def family_titles(known: Callable[[Family], Any] = lambda _: True) -> str:
     """The families for which ``known`` is true, for a sentence: "BERT, ELECTRA and RoBERTa"."""
     *others, last = [family.title for family in families() if known(family)]
     return f"{', '.join(others)} and {last}"

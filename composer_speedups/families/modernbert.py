@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
-from composer_speedups.families.family import Family, GatedParts, Reads, usual_head
+from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import (
     Plan,
@@ -132,12 +132,12 @@ def _reads(model_class: str, config: Any) -> Reads:
     pools_real_tokens = getattr(config, "classifier_pooling", None) == "mean"
     if pools_real_tokens and model_class.endswith(("ForSequenceClassification", "ForMultipleChoice")):
         return Reads.REAL_TOKENS
-    return usual_head(model_class, config)
+    return default_head_reads(model_class, config)
 
 
-def _parts(layer: Any) -> GatedParts:
+def _parts(layer: Any) -> GatedLayerModules:
     attention, reach = layer.attn, layer.attn.sliding_window
-    return GatedParts(
+    return GatedLayerModules(
         attention.Wqkv, attention.Wo, layer.mlp.Wi, layer.mlp.Wo,
         layer.attn_norm if isinstance(layer.attn_norm, nn.LayerNorm) else None, layer.mlp_norm,
         attention.config.num_attention_heads, None if reach is None else reach - 1,

@@ -24,7 +24,7 @@ __all__ = [
     "real_keys",
     "register_attention",
     "repad",
-    "takes_flash",
+    "supports_flash_attention",
     "unpadded_attention",
 ]
 
@@ -83,7 +83,7 @@ def unpadded_attention(
         return _padded(query, key, value, attention_mask, dropout, scaling, window, position_bias)
     heads = query.shape[1]
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
-    if position_bias is None and takes_flash(query.device, query.dtype, query.shape[-1]):
+    if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
         out_TAD = torch.ops.aten._flash_attention_forward(
             *packed_TAD,
             unpadding.cu_seqlens,
@@ -112,7 +112,7 @@ def unpadded_attention(
     return out_TH.view(1, -1, heads, query.shape[-1]), None
 
 
-def takes_flash(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
     """Whether torch's flash kernel runs there; what it does not take is computed row by row with SDPA."""
     return (
         device.type == "cuda"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
-from composer_speedups.families.family import Family, Reads, usual_head
+from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 
@@ -72,7 +72,7 @@ class _UnpaddedT5(UnpaddedModel):
 def _reads(model_class: str, config: Any) -> Reads:
     if model_class.startswith("T5") and model_class not in _ENCODERS:
         return Reads.DECODER
-    return usual_head(model_class, config)
+    return default_head_reads(model_class, config)
 
 
 FAMILY = Family(

@@ -18,7 +18,7 @@ from composer_speedups.core.errors import ConfigError, mask
 from composer_speedups.core.files import remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
 from composer_speedups.train.checkpoints.saver import checkpoints_after, checkpoints_in, remove_partials
-from composer_speedups.train.config.checks import checkpoint_fault
+from composer_speedups.train.config.checks import checkpoint_problem
 from composer_speedups.train.config.load import save_config, written
 from composer_speedups.train.config.schema import Config
 
@@ -114,8 +114,8 @@ class RunFolder:
                 self.load, self.resumed = str(found), True
                 return True
         path = None if load is None else _formatted(load, config.run_name)
-        if fault := checkpoint_fault(path):
-            raise ConfigError(f"{_LOAD} {fault}")
+        if problem := checkpoint_problem(path):
+            raise ConfigError(f"{_LOAD} {problem}")
         if path is not None and not settings.trust_checkpoint:
             check_checkpoint(path, _LOAD, weights_only=settings.weights_only)
         return inside
@@ -219,8 +219,8 @@ def check_same_run(config: Config, stored: Path) -> None:
         if name == "trainer.max_duration" and _longer(old, new):
             continue
         raise ConfigError(
-            f"run_name: {config.run_name!r} was interrupted under another config, {name}={_spell(old)} and not "
-            f"{_spell(new)}; {way_out}"
+            f"run_name: {config.run_name!r} was interrupted under another config, {name}={_format(old)} and not "
+            f"{_format(new)}; {way_out}"
         )
 
 
@@ -253,5 +253,5 @@ def _longer(old: Any, new: Any) -> bool:
     return times[0][2] == times[1][2] and int(times[0][1]) < int(times[1][1])
 
 
-def _spell(value: Any) -> str:
+def _format(value: Any) -> str:
     return "nothing" if value is _MISSING else "null" if value is None else str(value)

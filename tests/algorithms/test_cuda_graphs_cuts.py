@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.cuda_graphs import capture
 from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut, cut_points
-from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients, StandIns
+from composer_speedups.algorithms.cuda_graphs.parameters import ParameterPlaceholders, SharedGradients
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
 from tests.helpers.rerun import Rerun, graphed
 from tests.reference.loop import gradients
@@ -208,7 +208,7 @@ def test_segments_are_worth_sending(sizes: list[int], points: list[int]) -> None
 def test_nothing_of_a_call_is_kept_when_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks(every_state)
     made: list[Segments] = []
-    shared, stand_ins = SharedGradients(model.parameters()), StandIns(model)
+    shared, stand_ins = SharedGradients(model.parameters()), ParameterPlaceholders(model)
 
     class Kept(Segments):
         def __init__(self, *args: Any) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
-from composer_speedups.families.family import Rates
+from composer_speedups.families.family import DropoutRates
 from tests.helpers.common import batch
 from tests.helpers.models import FAMILIES, tiny_model
 from tests.reference.masked_layer import (
@@ -113,10 +113,11 @@ def test_embeddings_drop_at_their_rate() -> None:
 def test_a_fused_layer_has_the_rates_of_its_model(family: Any) -> None:
     model = fused(tiny_model(family, dropout=0.25, attention_dropout=0.125))
     layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
-    expected = Rates(0.125, 0.0 if family == "distilbert" else 0.25, 0.25)  # DistilBERT drops no attention output
+    # DistilBERT does not apply dropout to the attention output.
+    expected = DropoutRates(0.125, 0.0 if family == "distilbert" else 0.25, 0.25)
     assert [layer.rates() for layer in layers] == [expected] * 2
     model.eval()
-    assert [layer.rates() for layer in layers] == [Rates(0.0, 0.0, 0.0)] * 2
+    assert [layer.rates() for layer in layers] == [DropoutRates(0.0, 0.0, 0.0)] * 2
     assert [layer.rates(in_training=True) for layer in layers] == [expected] * 2
 
 

@@ -147,7 +147,7 @@ class Windows(TorchDispatchMode):
 
 def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, torch's meta kernel takes the call."""
-    monkeypatch.setattr("composer_speedups.families.packed_attention.takes_flash", lambda *_: True)
+    monkeypatch.setattr("composer_speedups.families.packed_attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
     plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)

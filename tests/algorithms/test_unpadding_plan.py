@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups.families.packed_attention import takes_flash, unpadded_attention
+from composer_speedups.families.packed_attention import supports_flash_attention, unpadded_attention
 from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
 from tests.helpers.masks import random_masks
 
@@ -41,7 +41,7 @@ def test_moving_tokens_out_and_back_has_the_right_gradients() -> None:
 
 def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, torch's meta kernel takes the call and gives the shapes."""
-    monkeypatch.setattr("composer_speedups.families.packed_attention.takes_flash", lambda *_: True)
+    monkeypatch.setattr("composer_speedups.families.packed_attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
     plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)
@@ -54,9 +54,9 @@ def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.M
 
 
 def test_the_flash_kernel_is_for_half_precision_on_a_gpu() -> None:
-    assert not takes_flash(torch.device("cpu"), torch.bfloat16, 64)
-    assert not takes_flash(torch.device("cuda"), torch.float32, 64)
-    assert not takes_flash(torch.device("cuda"), torch.bfloat16, 20)
+    assert not supports_flash_attention(torch.device("cpu"), torch.bfloat16, 64)
+    assert not supports_flash_attention(torch.device("cuda"), torch.float32, 64)
+    assert not supports_flash_attention(torch.device("cuda"), torch.bfloat16, 20)
 
 
 @pytest.mark.parametrize(("width", "multiple"), [(9, 1), (9, 256), (128, 64), (129, 64), (200, 64)])

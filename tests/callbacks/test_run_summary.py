@@ -18,7 +18,7 @@ from composer_speedups import (
     TF32Matmul,
     ThroughputMonitor,
 )
-from composer_speedups.callbacks.run_summary import arm_of
+from composer_speedups.callbacks.run_summary import techniques_label
 from tests.helpers.common import Batches, make_trainer, plain_batches, tiny_bert
 from tests.helpers.wandb_runs import WandbRun
 
@@ -65,10 +65,11 @@ def test_callbacks_that_would_not_have_finished_are_refused(late: type[Callback]
 
 
 def test_an_arm_is_named_by_what_is_in_force() -> None:
-    assert arm_of(make_trainer().state) == "none"
+    assert techniques_label(make_trainer().state) == "none"
     techniques = [FusedOptimizer(), SDPAAttention("math")]
-    assert arm_of(make_trainer(techniques).state) == "sdpa_attention(backend=math) + fused_optimizer"
-    assert arm_of(make_trainer([*reversed(techniques)]).state) == "sdpa_attention(backend=math) + fused_optimizer"
+    label = "sdpa_attention(backend=math) + fused_optimizer"
+    assert techniques_label(make_trainer(techniques).state) == label
+    assert techniques_label(make_trainer([*reversed(techniques)]).state) == label
 
 
 def test_what_did_not_engage_is_no_part_of_the_arm() -> None:

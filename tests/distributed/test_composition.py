@@ -14,7 +14,7 @@ from composer_speedups.core.technique import FSDP
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 from tests.helpers.settings import Case
-from tests.helpers.shared import once_a_run
+from tests.helpers.shared import once_per_run
 from tests.reference.composition import CLIP, WAYS, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 
@@ -29,7 +29,7 @@ PER_RANK = {
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("ranks"))
-        one, other = once_a_run(lambda: on_ranks(all_outcomes), "composition", tmp_path_factory)
+        one, other = once_per_run(lambda: on_ranks(all_outcomes), "composition", tmp_path_factory)
     assert one == other, "Composer gives every rank the mean"
     return one
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-__all__ = ["once_a_run"]
+__all__ = ["once_per_run"]
 
 
-def once_a_run(compute: Callable[[], Any], name: str, factory: pytest.TempPathFactory) -> Any:
+def once_per_run(compute: Callable[[], Any], name: str, factory: pytest.TempPathFactory) -> Any:
     """What ``compute`` returns, in the first of pytest-xdist's workers that asks; the others wait for it."""
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
     if run is None:

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS, float8_layer  # noqa: E402
 from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa: E402
 from composer_speedups.families import bert  # noqa: E402
-from composer_speedups.families.family import Rates  # noqa: E402
+from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
@@ -171,11 +171,11 @@ def test_every_launch_compiles_and_spills_no_registers(
             assert registers <= 255, kernel.metadata.name
 
 
-@pytest.mark.parametrize("dropouts", [Rates(0.1, 0.1, 0.1), Rates(0.1, 0.0, 0.6)])
+@pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("in_float8", [False, True])
 def test_what_is_compiled_ahead_is_what_a_model_launches(
-    dropouts: Rates, rows: int, in_float8: bool, launched: list[Launch]
+    dropouts: DropoutRates, rows: int, in_float8: bool, launched: list[Launch]
 ) -> None:
     hidden, heads = 192, 3  # a quarter of BERT-base, whose products take the CPU ten seconds in bf16
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
@@ -190,7 +190,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(
     x, cu = tokens(512, hidden).requires_grad_(), torch.tensor([0, 300, 512], dtype=torch.int32)
     scales = new_scales(len(OPERANDS))
 
-    def layer(rates: Rates, *, learn: bool) -> Tensor:
+    def layer(rates: DropoutRates, *, learn: bool) -> Tensor:
         if in_float8:
             return float8_layer(x, parts, rates, cu, 512, scales, learn=learn)
         return fused_layer(x, parts, rates, cu, 512)
@@ -198,7 +198,7 @@ def test_what_is_compiled_ahead_is_what_a_model_launches(
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)
     with torch.no_grad():
-        layer(Rates(0.0, 0.0, 0.0), learn=False)
+        layer(DropoutRates(0.0, 0.0, 0.0), learn=False)
         embeddings(0.0, torch.bfloat16, rows, hidden=hidden)
     assert len(launched) == (3 + 6 + 2 + 3 + 1 if not in_float8 else 14 + 10 + 2 + 14 + 1)
     assert {launch.key() for launch in launched} <= ahead

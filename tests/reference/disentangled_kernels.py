@@ -14,7 +14,7 @@ from torch import Tensor
 from composer_speedups import apply_unpadding
 from composer_speedups.algorithms.fused_layers.layer import disentangled_layer
 from composer_speedups.families.disentangled_attention import Relative
-from composer_speedups.families.family import Rates, family_named
+from composer_speedups.families.family import DropoutRates, family_named
 from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.kernels.disentangled_attention import (
     attend,
@@ -117,7 +117,7 @@ def layers() -> None:
     assert family.parts is not None
     assert family.position_table is not None
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = make_plan(mask, sum(LENGTHS), 1), Rates(0.0, 0.0, 0.0)
+    plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     relative = Relative(plan, encoder_entries(plan.longest))
     x, grad, found = random(sum(LENGTHS), 32), random(sum(LENGTHS), 32), []
     names = ["its input", *dict(layer.named_parameters()), "relative embeddings"]

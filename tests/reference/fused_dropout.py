@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
-from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.families.packed_tokens import Plan
 from composer_speedups.kernels.embeddings import embed
 from tests.reference.fused_kernels import DEVICE, near, random
@@ -35,11 +35,11 @@ SEED = 11
 STEP, BOUND = (1e-3, 0.01) if DEVICE == "cpu" else (3e-2, 0.05)
 
 
-def layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+def layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
     return fused_layer(x_TH, parts, rates, plan.cu_seqlens, plan.longest)
 
 
-def agrees(rates: Rates) -> None:
+def agrees(rates: DropoutRates) -> None:
     """With a layer in plain PyTorch under the masks that are read from this one."""
     masks = masks_of(layer, rates, DEVICE, SEED)
     check_rates(masks, rates)
@@ -51,7 +51,7 @@ def agrees(rates: Rates) -> None:
         near(f"layer that drops {tuple(rates)}, {'its result' if i == 0 else f'gradient {i}'}", one, other)
 
 
-def slope(rates: Rates) -> None:
+def slope(rates: DropoutRates) -> None:
     plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
     leaves: list[Any] = [x.requires_grad_(), *parts.parameters()]
     found = slope_over_norm(lambda: (layer(x, parts, rates, plan) * grad).double().sum(), leaves, SEED, STEP)
@@ -84,11 +84,11 @@ def embeddings(rate: float) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    given = [Rates(0.3, 0.2, 0.4)]  # what the interpreter has time for; all masks are read one at a time anyway
-    slopes = [Rates(0.3, 0.3, 0.3)]
+    given = [DropoutRates(0.3, 0.2, 0.4)]  # what the interpreter has time for; all masks are read one at a time anyway
+    slopes = [DropoutRates(0.3, 0.3, 0.3)]
     if DEVICE == "cuda":
-        given += [only(site, 0.5) for site in Rates._fields]
-        slopes += [Rates(0.5, 0.0, 0.0), Rates(0.0, 0.5, 0.5)]  # attention's alone, and all the others
+        given += [only(site, 0.5) for site in DropoutRates._fields]
+        slopes += [DropoutRates(0.5, 0.0, 0.0), DropoutRates(0.0, 0.5, 0.5)]  # attention's alone, and all the others
     for rates in given:
         agrees(rates)
     for rates in slopes:

@@ -52,7 +52,7 @@ from composer_speedups.algorithms.fused_layers.float8_layer import OPERANDS, flo
 from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
-from composer_speedups.families.family import GatedParts, Parts, Rates
+from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.families.packed_tokens import Plan, make_plan
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
@@ -353,11 +353,11 @@ def layers(*, in_float8: bool) -> None:
     sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
     query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
     norms = [nn.LayerNorm(hidden, device=DEVICE) for _ in range(2)]
-    parts = Parts(query, key, value, out, norms[0], up, down, norms[1], heads)
+    parts = LayerModules(query, key, value, out, norms[0], up, down, norms[1], heads)
     for parameter in parts.parameters():
         nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
-    plan, rates = make_plan(mask, sum(LENGTHS), 1), Rates(0.0, 0.0, 0.0)
+    plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     x, grad, found = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
     if in_float8:
         whole_float8_layer(x, grad, parts, rates, plan)
@@ -381,7 +381,7 @@ def gated_layers(window: int | None, *, first: bool) -> None:
     qkv, out, up, down = (nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes)
     before = None if first else nn.LayerNorm(hidden, bias=False, device=DEVICE)
     after = nn.LayerNorm(hidden, bias=False, device=DEVICE)
-    parts = GatedParts(qkv, out, up, down, before, after, heads, window)
+    parts = GatedLayerModules(qkv, out, up, down, before, after, heads, window)
     for parameter in parts.parameters():
         nn.init.normal_(parameter, std=0.2)
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
@@ -403,7 +403,7 @@ def gated_layers(window: int | None, *, first: bool) -> None:
         return summed + parts.down(F.gelu(activated) * gate)
 
     results = [
-        gated_layer(leaves[0], parts, Rates(0.0, 0.0, 0.0), cos, sin, cu, 128, torch.float32),
+        gated_layer(leaves[0], parts, DropoutRates(0.0, 0.0, 0.0), cos, sin, cu, 128, torch.float32),
         plain(leaves[1]),
     ]
     grad = random(tokens, hidden)
@@ -415,15 +415,15 @@ def gated_layers(window: int | None, *, first: bool) -> None:
     for i, (ours, theirs) in enumerate(zip(*gradients, strict=True)):
         near(f"its gradient {i}", ours, theirs)
 
-    def scalar(rates: Rates) -> Tensor:
+    def scalar(rates: DropoutRates) -> Tensor:
         torch.manual_seed(3)  # of the dropout
         return (gated_layer(leaves[0], parts, rates, cos, sin, cu, 128, torch.float32) * grad).sum()
 
-    for rates in (Rates(0.4, 0.0, 0.0), Rates(0.0, 0.4, 0.0), Rates(0.0, 0.0, 0.4)):
+    for rates in (DropoutRates(0.4, 0.0, 0.0), DropoutRates(0.0, 0.4, 0.0), DropoutRates(0.0, 0.0, 0.4)):
         slopes_are_the_gradients_norms(partial(scalar, rates), [parts.qkv.weight, parts.up.weight])
 
 
-def whole_float8_layer(x: Tensor, grad: Tensor, parts: Parts, rates: Rates, plan: Plan) -> None:
+def whole_float8_layer(x: Tensor, grad: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> None:
     """Result and gradients are off by what 8 bits round, in the first pass and later, and no scale changes them."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))

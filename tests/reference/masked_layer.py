@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.families.packed_tokens import Plan, make_plan
 
 LENGTHS = [4, 0, 11, 1]  # below 16: see masks_of
 HEADS, HIDDEN, INNER = 2, 64, 64
 SIZE = HIDDEN // HEADS
-SITES = ("weights", "attention", "output")  # of Rates
-Layer = Callable[[Tensor, Parts, Rates, Plan], Tensor]
+SITES = ("weights", "attention", "output")  # of DropoutRates
+Layer = Callable[[Tensor, LayerModules, DropoutRates, Plan], Tensor]
 
 
 class Masks(NamedTuple):
@@ -37,22 +37,22 @@ def plan_on(device: str) -> Plan:
     return make_plan(torch.arange(max(LENGTHS), device=device) < lengths[:, None], sum(LENGTHS), 1)
 
 
-def parts_on(device: str, dtype: torch.dtype = torch.float32) -> Parts:
+def parts_on(device: str, dtype: torch.dtype = torch.float32) -> LayerModules:
     """Random ones."""
     sizes = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER), (INNER, HIDDEN)]
     query, key, value, out, up, down = (nn.Linear(*size, device=device, dtype=dtype) for size in sizes)
     norms = [nn.LayerNorm(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
-    parts = Parts(query, key, value, out, norms[0], up, down, norms[1], HEADS)
+    parts = LayerModules(query, key, value, out, norms[0], up, down, norms[1], HEADS)
     for parameter in parts.parameters():
         nn.init.normal_(parameter, std=0.3)
     return parts
 
 
-def only(site: str, rate: float) -> Rates:
-    return Rates(**{**dict.fromkeys(SITES, 0.0), site: rate})
+def only(site: str, rate: float) -> DropoutRates:
+    return DropoutRates(**{**dict.fromkeys(SITES, 0.0), site: rate})
 
 
-def masks_of(layer: Layer, rates: Rates, device: str, number: int) -> Masks:
+def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Masks:
     """Those that the layer draws after ``torch.manual_seed(number)``, one site at a time; ones where none drops."""
     plan, tokens = plan_on(device), sum(LENGTHS)
     parts = parts_on(device)
@@ -92,7 +92,7 @@ def masks_of(layer: Layer, rates: Rates, device: str, number: int) -> Masks:
     return Masks(weights, attention, (seen("output", x_TH) >= 0).float())
 
 
-def masked_layer(x_TH: Tensor, parts: Parts, rates: Rates, masks: Masks) -> Tensor:
+def masked_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, masks: Masks) -> Tensor:
     """(T, H) → (T, H)."""
     rows, start = [], 0
     for length, mask in zip(LENGTHS, masks.weights, strict=True):
@@ -107,7 +107,7 @@ def masked_layer(x_TH: Tensor, parts: Parts, rates: Rates, masks: Masks) -> Tens
     return parts.output_norm(down + hidden)
 
 
-def check_rates(masks: Masks, rates: Rates) -> None:
+def check_rates(masks: Masks, rates: DropoutRates) -> None:
     """Each site drops its rate of the numbers, within four standard deviations, and none at a rate of 0."""
     flat = [torch.cat([mask.flatten() for mask in masks.weights]), masks.attention, masks.output]
     for site, mask, rate in zip(SITES, flat, rates, strict=True):
@@ -116,7 +116,7 @@ def check_rates(masks: Masks, rates: Rates) -> None:
 
 
 def with_gradients(
-    function: Callable[[Tensor, Parts], Tensor], x_TH: Tensor, parts: Parts, grad: Tensor
+    function: Callable[[Tensor, LayerModules], Tensor], x_TH: Tensor, parts: LayerModules, grad: Tensor
 ) -> list[Tensor]:
     """The result, and the gradients of x and of every parameter."""
     leaf = x_TH.clone().requires_grad_()

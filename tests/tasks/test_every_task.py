@@ -25,7 +25,7 @@ from tests.helpers.common import Recorder, make_trainer
 from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 from tests.helpers.searches import search
-from tests.helpers.shared import once_a_run
+from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
 from tests.reference.loop import EPS, gradients
@@ -85,7 +85,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
             two, _ = on_ranks(on_both_ranks)
             return {"one": all_tasks("one"), **two}, folder
 
-    return once_a_run(compute, "every_task", tmp_path_factory)
+    return once_per_run(compute, "every_task", tmp_path_factory)
 
 
 @EVERY

@@ -16,7 +16,7 @@ from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     folded_weights,
     stable_embeddings,
 )
-from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, unquantised_reason
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Exactness, Variant
@@ -82,7 +82,7 @@ class BnbOptimizer(OptimizerSwapTechnique):
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         evidence = count_state_bits(optimizer, embedding_weights(state.model))
         embedding_bits = 32 if self.embeddings_32bit else None
-        reason = why_not_quantised(evidence, self.bits, embedding_bits)
+        reason = unquantised_reason(evidence, self.bits, embedding_bits)
         if reason is not None:
             raise self.not_engaged(
                 reason, f"lower min_8bit_size ({self.min_8bit_size} now), or take it out: the model is too small for it"

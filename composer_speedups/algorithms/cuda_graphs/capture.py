@@ -67,7 +67,7 @@ class Captured:
             shared.fill(segments.differentiate(segment, self.weights, leaves), begun)
 
         self._outputs, self._replay_forward = recorder.record(forward)
-        shared.let_go()  # a recorder may run what it records
+        shared.release()  # a recorder may run what it records
         self._replays = [recorder.record(partial(backward, segment))[1] for segment in range(len(segments))]
         segments.forget()
 
@@ -129,7 +129,7 @@ class Captured:
                 static.zero_()
             elif static is not None and weight is not None:
                 static.copy_(weight)
-        self._shared.let_go()  # once: what a parameter gets from here on is of this backward pass
+        self._shared.release()  # once: what a parameter gets from here on is of this backward pass
         return [*(None for _ in self._static), *self.backward_segment(0)]
 
     def backward_segment(self, segment: int) -> list[Tensor | None]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from composer_speedups.algorithms.cuda_graphs.capture import Captured
-from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients, StandIns
+from composer_speedups.algorithms.cuda_graphs.parameters import ParameterPlaceholders, SharedGradients
 from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder, Recorder
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.operator_recorder import capturing
@@ -162,7 +162,8 @@ class _Graph:
     """One captured forward and backward pass, of the call with tensors alone on both sides and stand-ins inside."""
 
     def __init__(self, calls: GraphedCalls, gradients: SharedGradients, leaves: list[Any], spec: TreeSpec) -> None:
-        self._original, self._carries, self._stand_ins = calls.original, calls.carries, StandIns(calls.model)
+        self._original, self._carries = calls.original, calls.carries
+        self._placeholders = ParameterPlaceholders(calls.model)
         self._leaves, self._spec = leaves, spec
         self._outputs: list[Any] = []  # what is no tensor among them
         self._is_tensor: list[bool] = []
@@ -174,7 +175,7 @@ class _Graph:
             # The cache of autocast would hand tensors of one replay to the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
             with _undone_when_it_fails(), autocast:
-                stand_ins = self._stand_ins.of(gradients.parameters)
+                stand_ins = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
                     self._replay = Captured(self._call, static, stand_ins, gradients, recorder, calls.cut_behind)
@@ -203,7 +204,7 @@ class _Graph:
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
-        with _carrying(self._carries, carried), self._stand_ins.in_place():
+        with _carrying(self._carries, carried), self._placeholders.in_place():
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-class StandIns:
+class ParameterPlaceholders:
     """Parameters that stand in for a model's own while it is captured; shared ones have one.
 
     While a loss is alive, so are autograd's nodes that add up gradients of the parameters, and each belongs to the
@@ -77,7 +77,7 @@ class SharedGradients:
             if pairs:
                 write([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Give parameters whose gradient lies in a buffer a copy of it, before the buffer is written to."""
         for parameter, buffer in self._buffers.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == buffer.data_ptr():

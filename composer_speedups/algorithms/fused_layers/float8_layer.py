@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import dropout_seeds, weight_gradient
-from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
@@ -56,7 +56,14 @@ _GRADIENTS = 4
 
 
 def float8_layer(
-    x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, longest: int, scales: Tensor, *, learn: bool
+    x_TH: Tensor,
+    parts: LayerModules,
+    rates: DropoutRates,
+    cu_seqlens: Tensor,
+    longest: int,
+    scales: Tensor,
+    *,
+    learn: bool,
 ) -> Tensor:
     """The layer's output (T, H) for packed tokens on a GPU.
 
@@ -74,7 +81,14 @@ def float8_layer(
 class _Float8Layer(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cu: Tensor, longest: int, parts: Parts, rates: Rates, scales: Tensor, *parameters: Tensor
+        ctx: Any,
+        x: Tensor,
+        cu: Tensor,
+        longest: int,
+        parts: LayerModules,
+        rates: DropoutRates,
+        scales: Tensor,
+        *parameters: Tensor,
     ) -> Tensor:
         x, dtype = x.contiguous(), x.dtype
         rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]

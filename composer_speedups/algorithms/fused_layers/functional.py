@@ -17,7 +17,7 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedLayer,
 )
 from composer_speedups.families.blocks import blocks_of
-from composer_speedups.families.family import config_value, family_of, titles
+from composer_speedups.families.family import config_value, family_of
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import Untouched, built_on_meta, differences
 from composer_speedups.surgery.already_applied import refuse_other_settings
@@ -82,8 +82,8 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         check_float8(layers.values())
     names = []
     for name, module in model.named_modules():
-        is_layer = name in layers and name not in reasons and _plays("layer", module)
-        if is_layer or (_plays("embeddings", module) and not _why_not(module, name, _config_around(model, name))):
+        is_layer = name in layers and name not in reasons and _has_role("layer", module)
+        if is_layer or (_has_role("embeddings", module) and not _why_not(module, name, _config_around(model, name))):
             module.untouched = Untouched.inside(module)  # type: ignore[assignment]
             module.__class__ = derived_class(_methods(module) if is_layer else FusedEmbeddings, type(module))
             module.owner = owner  # type: ignore[assignment]
@@ -215,7 +215,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if id(module) in wanted}
 
 
-def _plays(role: str, module: nn.Module) -> bool:
+def _has_role(role: str, module: nn.Module) -> bool:
     """Whether a module is the block, or the embeddings, of a family whose arithmetic the kernels know."""
     family = family_of(type(module))
     if family is None or family.parts is None:
@@ -234,8 +234,8 @@ def _methods(layer: nn.Module) -> type[FusedLayer]:
 
 
 def _unsupported(config: Any, layer: nn.Module) -> str | None:
-    if not _plays("layer", layer):
-        known = titles(lambda family: family.parts)
+    if not _has_role("layer", layer):
+        known = family_titles(lambda family: family.parts)
         return f"fused_layers knows the layers of {known}, and this model's are {type(layer).__name__}"
     activation = config_value(config, "activation")
     if activation != "gelu":

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import dropout_seeds, weight_gradient
-from composer_speedups.families.family import GatedParts, Rates
+from composer_speedups.families.family import DropoutRates, GatedLayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
@@ -24,8 +24,8 @@ __all__ = ["gated_layer"]
 
 def gated_layer(
     x_TH: Tensor,
-    parts: GatedParts,
-    rates: Rates,
+    parts: GatedLayerModules,
+    rates: DropoutRates,
     cos_TD: Tensor,
     sin_TD: Tensor,
     cu_seqlens: Tensor,
@@ -53,8 +53,8 @@ class _GatedLayer(torch.autograd.Function):
         sin: Tensor,
         cu: Tensor,
         longest: int,
-        parts: GatedParts,
-        rates: Rates,
+        parts: GatedLayerModules,
+        rates: DropoutRates,
         dtype: torch.dtype,
         *parameters: Tensor,
     ) -> Tensor:

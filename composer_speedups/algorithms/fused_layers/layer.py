@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.families.family import Parts, Rates
+from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
 from composer_speedups.kernels.gelu import column_sums, gelu_backward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 
-def fused_layer(x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, longest: int) -> Tensor:
+def fused_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
     """The layer's output (T, H) for packed tokens on a GPU.
 
     Args:
@@ -32,7 +32,13 @@ def fused_layer(x_TH: Tensor, parts: Parts, rates: Rates, cu_seqlens: Tensor, lo
 
 
 def disentangled_layer(
-    x_TH: Tensor, parts: Parts, rates: Rates, positions: Tensor, entries: Tensor, cu_seqlens: Tensor, longest: int
+    x_TH: Tensor,
+    parts: LayerModules,
+    rates: DropoutRates,
+    positions: Tensor,
+    entries: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
 ) -> Tensor:
     """As :func:`fused_layer`, with the attention of :mod:`~composer_speedups.kernels.disentangled_attention`, whose
     ``positions`` (P, 2·H) get their gradient, and ``entries``."""
@@ -46,8 +52,8 @@ class _Layer(torch.autograd.Function):
         x: Tensor,
         cu: Tensor,
         longest: int,
-        parts: Parts,
-        rates: Rates,
+        parts: LayerModules,
+        rates: DropoutRates,
         positions: Tensor | None,
         entries: Tensor | None,
         *parameters: Tensor,
@@ -126,7 +132,7 @@ def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Te
     return products
 
 
-def dropout_seeds(rates: Rates, device: torch.device) -> tuple[Tensor, ...]:
+def dropout_seeds(rates: DropoutRates, device: torch.device) -> tuple[Tensor, ...]:
     """A seed for each place of dropout, from torch's generator of the device, without waiting for it."""
     if not any(rates):
         return (torch.zeros(1, dtype=torch.int32, device=device),) * 3

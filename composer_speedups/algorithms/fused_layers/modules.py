@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from composer_speedups.core.trainer_state import autocast_dtype
 from composer_speedups.families.disentangled_attention import Relative, first_tokens_attention
-from composer_speedups.families.family import Family, GatedParts, Parts, Rates, family_of
+from composer_speedups.families.family import DropoutRates, Family, GatedLayerModules, LayerModules, family_of
 from composer_speedups.families.packed_attention import real_keys, repad
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 from composer_speedups.families.stock import Untouched
@@ -73,9 +73,9 @@ class FusedLayer(nn.Module):
         """See :class:`Family`, whose function each subclass has."""
         raise NotImplementedError
 
-    def rates(self, *, in_training: bool = False) -> Rates:
+    def rates(self, *, in_training: bool = False) -> DropoutRates:
         """What is dropped now, or in training mode; a module inside may be in eval mode alone."""
-        return Rates(
+        return DropoutRates(
             *(each[1].p if each is not None and (in_training or each[0].training) else 0.0 for each in self.dropouts())
         )
 
@@ -118,7 +118,7 @@ class FusedLayer(nn.Module):
         self.ran = "triton"
         return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest)
 
-    def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+    def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' goes with bf16 autocast, and this is {dtype}")
         from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
@@ -196,7 +196,7 @@ class FusedDisentangledLayer(FusedLayer):
         return disentangled_layer(x_TH.to(dtype), parts, rates, table, relative.entries, plan.cu_seqlens, plan.longest)
 
 
-def plain_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+def plain_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
     """The same block in torch's own operators, (T, H) → (T, H)."""
     weight = torch.cat([parts.query.weight, parts.key.weight, parts.value.weight])
     bias = torch.cat([parts.query.bias, parts.key.bias, parts.value.bias])
@@ -206,7 +206,7 @@ def plain_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
     return _after_attention(packed, x_TH, parts, rates)
 
 
-def _first_tokens_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) -> Tensor:
+def _first_tokens_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
     """(T, H) → (T, H) with the output of each row's first token, and zeros elsewhere.
 
     For a last layer under a head that reads nothing else: keys and values of all tokens, but queries, and all that
@@ -221,7 +221,7 @@ def _first_tokens_layer(x_TH: Tensor, parts: Parts, rates: Rates, plan: Plan) ->
 
 
 def _gated_first_tokens(
-    x_TH: Tensor, parts: GatedParts, rates: Rates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
+    x_TH: Tensor, parts: GatedLayerModules, rates: DropoutRates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
 ) -> Tensor:
     """As :func:`_first_tokens_layer`, of a gated block."""
     normed_TH = x_TH if parts.attention_norm is None else parts.attention_norm(x_TH)
@@ -241,7 +241,9 @@ def _gated_first_tokens(
     return _among_zeros(out_BH, plan, len(x_TH))
 
 
-def _disentangled_first_tokens(x_TH: Tensor, parts: Parts, rates: Rates, table: Tensor, relative: Relative) -> Tensor:
+def _disentangled_first_tokens(
+    x_TH: Tensor, parts: LayerModules, rates: DropoutRates, table: Tensor, relative: Relative
+) -> Tensor:
     """As :func:`_first_tokens_layer`, of a block of DeBERTa."""
     plan = relative.plan
     first_BH = _first_tokens(x_TH, plan)
@@ -271,7 +273,7 @@ def _among_zeros(first_BH: Tensor, plan: Plan, tokens: int) -> Tensor:
     return first_BH.new_zeros(tokens + 1, first_BH.shape[1]).index_copy(0, slots, first_BH)[:-1]
 
 
-def _after_attention(attended: Tensor, x: Tensor, parts: Parts, rates: Rates) -> Tensor:
+def _after_attention(attended: Tensor, x: Tensor, parts: LayerModules, rates: DropoutRates) -> Tensor:
     projected = F.dropout(parts.out(attended), rates.attention)
     hidden = parts.attention_norm(projected + x)
     return parts.output_norm(F.dropout(parts.down(F.gelu(parts.up(hidden))), rates.output) + hidden)

@@ -12,7 +12,7 @@ from pydantic import Field
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer
-from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, why_not_quantised
+from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, unquantised_reason
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Variant
@@ -63,7 +63,7 @@ class LowBitOptimizer(OptimizerSwapTechnique):
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         counts = count_state_bits(optimizer, embedding_weights(state.model))
         bits = _STATE_BITS[self.bits]
-        reason = why_not_quantised(counts, bits, 32 if self.embeddings_32bit else None)
+        reason = unquantised_reason(counts, bits, 32 if self.embeddings_32bit else None)
         if reason is not None:
             raise self.not_engaged(
                 reason, f"lower min_size ({self.min_size} now), or take it out: the model is too small for it"

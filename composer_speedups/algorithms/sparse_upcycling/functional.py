@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing
 from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
 from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
-from composer_speedups.families.family import family_of, titles
+from composer_speedups.families.family import family_of
 from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
@@ -62,7 +62,7 @@ def apply_sparse_upcycling(
     if not chosen:
         family = family_of(type(encoder))
         if family is not None and family.feed_forward is None:
-            known = titles(lambda each: each.feed_forward)
+            known = family_titles(lambda each: each.feed_forward)
             raise ValueError(f"sparse_upcycling knows the feed-forward layers of {known}, and this is {family.title}")
         raise ValueError(
             f"the model has {len(blocks)} feed-forward layers as BERT or DistilBERT have them, and every={every} "

@@ -125,8 +125,8 @@ class CompileCache:
 
 
 def _read(path: Path, device: torch.device) -> bytes:
-    if fault := others_can_write(path):
-        raise ValueError(f"others could have written it: {fault}")
+    if problem := others_can_write(path):
+        raise ValueError(f"others could have written it: {problem}")
     magic, _, rest = path.read_bytes().partition(b"\n")
     if magic + b"\n" != _MAGIC:
         raise ValueError("it is no compile cache")
@@ -135,7 +135,7 @@ def _read(path: Path, device: torch.device) -> bytes:
     if header.pop("sha256") != hashlib.sha256(artifacts).hexdigest():
         raise ValueError("it is damaged")
     if header != (here := _made_by(device)):
-        raise ValueError(f"it was made with {_spell(header)}, and this is {_spell(here)}")
+        raise ValueError(f"it was made with {_format(header)}, and this is {_format(here)}")
     return artifacts
 
 
@@ -146,7 +146,7 @@ def _made_by(device: torch.device) -> dict[str, str]:
     return {"torch": torch.__version__, "device": f"cpu {torch.backends.cpu.get_cpu_capability()}"}
 
 
-def _spell(made_by: dict[str, str]) -> str:
+def _format(made_by: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in made_by.items())
 
 
@@ -162,7 +162,7 @@ def _write_variables(values: dict[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def folder_fault(folder: str) -> str | None:
+def folder_problem(folder: str) -> str | None:
     """Why a folder cannot be made, or code in it trusted; None when all is well."""
     path = Path(os.path.expanduser(folder)).absolute()
     try:
@@ -173,8 +173,8 @@ def folder_fault(folder: str) -> str | None:
         return f"{existing} is no folder"
     if not os.access(existing, os.W_OK):
         return f"{existing} cannot be written to"
-    fault = others_can_write(Path(os.path.realpath(path)))
-    return fault and f"others could put code into {path}: {fault}"
+    problem = others_can_write(Path(os.path.realpath(path)))
+    return problem and f"others could put code into {path}: {problem}"
 
 
 def check_default_folder() -> None:

@@ -21,7 +21,7 @@ from composer_speedups.algorithms.torch_compile.cache import (
     OWN_FOLDER,
     CompileCache,
     check_default_folder,
-    folder_fault,
+    folder_problem,
 )
 from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile, switched_off
 from composer_speedups.core.operator_recorder import CompileCounts, compile_counts
@@ -97,8 +97,8 @@ class TorchCompile(Technique):
                 any(map(shutil.which, compilers)), "inductor needs a C++ compiler", "install g++, or set CXX"
             )
         if self.cache is not None:
-            fault = folder_fault(self.cache)
-            yield Requirement(fault is None, f"cache: {fault}", OWN_FOLDER)
+            problem = folder_problem(self.cache)
+            yield Requirement(problem is None, f"cache: {problem}", OWN_FOLDER)
             yield Requirement(
                 not torch._inductor.config.force_disable_caches,
                 "cache: inductor's caches are switched off",

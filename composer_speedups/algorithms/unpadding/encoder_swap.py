@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from composer_speedups.families.blocks import blocks_of
-from composer_speedups.families.family import Reads, family_of, titles
+from composer_speedups.families.family import Reads, family_of, family_titles
 from composer_speedups.families.packed_attention import IMPLEMENTATION
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
 from composer_speedups.surgery.module_classes import derived_class, stock_class
@@ -193,7 +193,7 @@ def _find(model: nn.Module) -> dict[str, _Found]:
                     models.append(model_around)
     if not found:
         kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' modules"]
-        raise ValueError(f"unpadding knows {titles()}, and this is {', '.join(kinds)}")
+        raise ValueError(f"unpadding knows {family_titles()}, and this is {', '.join(kinds)}")
     return found
 
 

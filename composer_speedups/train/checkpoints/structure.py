@@ -135,7 +135,7 @@ def _like_tensor(value: Any, own: Any, where: str) -> Tensor:
     if dense.shape != own.shape:
         raise MalformedError(where, f"has the shape {tuple(dense.shape)}, and not {tuple(own.shape)}")
     if dense.is_floating_point() != own.is_floating_point():
-        raise MalformedError(where, f"holds {_spell(dense.dtype)}, and not {_spell(own.dtype)}")
+        raise MalformedError(where, f"holds {_format(dense.dtype)}, and not {_format(own.dtype)}")
     return dense
 
 
@@ -202,5 +202,5 @@ def _article(name: str) -> str:
     return f"an {name}" if name[0] in "aeioAEIO" else f"a {name}"
 
 
-def _spell(dtype: torch.dtype) -> str:
+def _format(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from composer_speedups.tasks.config import TASK_KEYS
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
 
-__all__ = ["MOST_BUILTIN", "check_bounds", "check_together", "checkpoint_fault"]
+__all__ = ["MOST_BUILTIN", "check_bounds", "check_together", "checkpoint_problem"]
 
 _STORES = ("s3", "gs", "oci", "azure", "dbfs")  # of Composer's, by an address alone
 MOST_BUILTIN = 1_000_000  # reviews; generating them takes minutes
@@ -30,8 +30,8 @@ def check_bounds(config: Any, origin_of: Origins, prefix: str = "") -> None:
         value, dotted = getattr(config, field.name), prefix + field.name
         if dataclasses.is_dataclass(value):
             check_bounds(value, origin_of, f"{dotted}.")
-        elif fault := check_value(field, value):
-            raise ConfigError(f"{origin_of[dotted]}: {dotted} {fault}")
+        elif problem := check_value(field, value):
+            raise ConfigError(f"{origin_of[dotted]}: {dotted} {problem}")
 
 
 def check_together(config: Config, origin_of: Origins) -> None:
@@ -86,8 +86,8 @@ def check_together(config: Config, origin_of: Origins) -> None:
     # A run that goes on by itself may have pruned the one that it was begun with: RunFolder looks then.
     goes_on = config.checkpoint.autoresume and config.checkpoint.interval is not None
     pattern = "{" in str(config.checkpoint.load)  # of the run's name and rank
-    if not goes_on and not pattern and (fault := checkpoint_fault(config.checkpoint.load)):
-        refuse("checkpoint.load", fault)
+    if not goes_on and not pattern and (problem := checkpoint_problem(config.checkpoint.load)):
+        refuse("checkpoint.load", problem)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
         refuse("trainer.precision", "and algorithms.mixed_precision both set the precision; remove one of them")
     if config.trainer.fsdp is not None:
@@ -153,7 +153,7 @@ def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoRetur
             refuse(name, f"is {time}, and a stream has no epochs; count in batches, such as 500ba")
 
 
-def checkpoint_fault(name: str | None) -> str | None:
+def checkpoint_problem(name: str | None) -> str | None:
     """What is wrong with the address or the local file of a checkpoint, as far as can be told without loading it."""
     if name is None or os.path.isdir(name):  # pathlib's raise where a name is too long
         return None

@@ -161,8 +161,8 @@ def _read_override(override: str) -> DictConfig:
 def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
     raw = OmegaConf.to_container(new, resolve=False)
     assert isinstance(raw, dict)
-    if fault := _fault_in(raw):
-        raise ConfigError(f"{origin}: {fault}")
+    if problem := _problem_in(raw):
+        raise ConfigError(f"{origin}: {problem}")
     if "algorithms" in raw:
         raw["algorithms"] = _algorithms_as_mapping(raw["algorithms"], origin, "algorithms")
         if not raw["algorithms"]:
@@ -266,16 +266,16 @@ def _check_nesting(text: str) -> None:
             raise yaml.YAMLError(f"it nests more than {_MOST_NESTED} levels deep")
 
 
-def _fault_in(value: Any, name: str = "") -> str | None:
+def _problem_in(value: Any, name: str = "") -> str | None:
     """The dotted key of a value that no key can take, and why, as a sentence without its end; None where there is none.
 
     That is text with a NUL or half a surrogate pair, which no path holds, a number that is none, or one past 64 bits.
     """
     if isinstance(value, Mapping):
         inside = [(key, f"{name}.{key}" if name else f"{key}") for key in value if isinstance(key, str)]
-        return next((f for key, path in inside if (f := _fault_in(key, path) or _fault_in(value[key], path))), None)
+        return next((f for key, path in inside if (f := _problem_in(key, path) or _problem_in(value[key], path))), None)
     if isinstance(value, (list, tuple)):
-        return next((fault for item in value if (fault := _fault_in(item, name))), None)
+        return next((problem for item in value if (problem := _problem_in(item, name))), None)
     if isinstance(value, str):
         odd = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
         return None if odd is None else f"{ascii(name)[1:-1]} must be plain text, and holds the character {odd!a}"
