@@ -132,7 +132,7 @@ class Family:
         query_and_value: Names of the Linear modules of these two, in a block; those that LoRA adapts by default.
         feed_forward: Where the module that holds a feed-forward layer has its first Linear, its activation and its
             second Linear; None where that layer is of another kind.
-        parts: Block → its modules, as :class:`GatedLayerModules` if ``gated``; None if ``fused_layers`` does not support
+        parts: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not support
             the block.
         position_table: Block with disentangled attention, and relative embeddings (P, H) → keys and queries of
             positions (P, 2·A·D); None for attention of another kind.

@@ -17,7 +17,7 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedLayer,
 )
 from composer_speedups.families.blocks import blocks_of
-from composer_speedups.families.family import config_value, family_of
+from composer_speedups.families.family import config_value, family_of, family_titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import Untouched, built_on_meta, differences
 from composer_speedups.surgery.already_applied import refuse_other_settings

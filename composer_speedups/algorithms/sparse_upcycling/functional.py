@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing
 from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
 from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
-from composer_speedups.families.family import family_of
+from composer_speedups.families.family import family_of, family_titles
 from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
