@@ -230,7 +230,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
         bar.close()
         rows = call.end(finished=finished)
         if not finished:
-            print(f"stopped; resume=true goes on from {path}", file=sys.stderr, flush=True)
+            print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
     return rows
 
 

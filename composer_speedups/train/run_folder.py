@@ -95,7 +95,7 @@ class RunFolder:
         self.path.mkdir(exist_ok=True)
         if goes_on:
             self._go_on(_date_of(self.path))
-            print(f"{config.run_name}: goes on from {self.load}", flush=True)
+            print(f"{config.run_name}: resumes from {self.load}", flush=True)
         save_config(config, self._config)
 
     def _find(self, config: Config) -> bool:

@@ -30,7 +30,7 @@ from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.errors import ConfigError, UserError, first_line, masked_command_line
 from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float32Matmuls
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique, refuse_clashes, sort_techniques
+from composer_speedups.core.technique import Technique, refuse_conflicts, sort_techniques
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data
 from composer_speedups.distributed.ddp import OverlappedDDP
@@ -164,7 +164,7 @@ def build_trainer(
             optimizers=build_optimizer(model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
             algorithms=algorithms,
-            algorithm_passes=[refuse_clashes, sort_techniques],
+            algorithm_passes=[refuse_conflicts, sort_techniques],
             callbacks=everyone,
             loggers=[*progress, *([] if folder is None else loggers_of(config, folder))],
             run_name=config.run_name,

@@ -10,7 +10,7 @@ from typing import Any
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import build_techniques, technique_class
-from composer_speedups.core.technique import Exactness, Technique, refuse_clashes
+from composer_speedups.core.technique import Exactness, Technique, refuse_conflicts
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.tune.results import Algorithms
 
@@ -72,8 +72,8 @@ def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
         if variant.device not in (None, device):
             continue
         told = ", ".join(f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu")
-        label = name + (f" ({told})" if told else "") + "".join(f" with {other}" for other in variant.beside)
-        adds = {**variant.beside, name: variant.settings}
+        label = name + (f" ({told})" if told else "") + "".join(f" with {other}" for other in variant.with_techniques)
+        adds = {**variant.with_techniques, name: variant.settings}
         kind = worst(*(kind_of(n, s, device) for n, s in adds.items()))
         gain = technique.gain if variant.gain is None else variant.gain
         yield Candidate(label, adds, kind=kind, fallback_of=before if variant.fallback else None, gain=gain)
@@ -95,12 +95,12 @@ class Refused(Exception):
 
 
 def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]:
-    """``current`` with the candidate in it, and without what clashes with it.
+    """``current`` with the candidate in it, and without what conflicts with it.
 
     A technique that the candidate names without settings keeps those that it has.
 
     Raises:
-        Refused: Nothing would change, or what it clashes with is part of the recipe.
+        Refused: Nothing would change, or what it conflicts with is part of the recipe.
     """
     changed = {n: s for n, s in current.items() if n not in candidate.removes} | {
         n: dict(s) for n, s in candidate.adds.items() if s or n not in current
@@ -109,7 +109,7 @@ def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]
     for other in build_techniques(stopping(current)):
         if other.name in candidate.adds or other.name in candidate.removes:
             continue
-        reason = next((reason for one in added if (reason := _clash(one, other))), None)
+        reason = next((reason for one in added if (reason := _conflict(one, other))), None)
         if reason is None:
             continue
         if kind_of(other.name, current[other.name]) == "recipe":
@@ -120,9 +120,9 @@ def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]
     return changed
 
 
-def _clash(one: Technique, other: Technique) -> str | None:
+def _conflict(one: Technique, other: Technique) -> str | None:
     try:
-        refuse_clashes([one, other])
+        refuse_conflicts([one, other])
     except TechniqueError as error:
         return f"{error.technique}: {error.reason}"
     return None

@@ -72,7 +72,7 @@ def test_a_signal_saves_no_diverged_weights_and_says_so(monkeypatch: pytest.Monk
     with at_ends(monkeypatch, acts), pytest.raises(Interrupted) as stopped:
         run(*NAMED, guard)
     assert stopped.value.code == 143
-    assert "after batch 5, without a checkpoint, since the loss had climbed; the same command goes on from " in str(
+    assert "after batch 5, without a checkpoint, since the loss had climbed; the same command resumes from " in str(
         stopped.value
     )
     assert str(stopped.value).endswith("runs/job/checkpoints/ep0-ba3-rank0.pt")

@@ -313,7 +313,7 @@ def test_pooling_that_reads_padding_is_refused_though_the_first_batch_has_none(t
     full = [{"anchor": "amber birch cedar", "positive": "cedar birch amber"}, {"anchor": "a b c", "positive": "c b a"}]
     batch = {key: value[..., :5] for key, value in collated(Embedding(), full, tokenizer).items()}
     assert bool(batch["attention_mask"].all())
-    with pytest.raises(CannotRunError, match=r"^unpadding: the model does not compute what it does untouched"):
+    with pytest.raises(CannotRunError, match=r"^unpadding: its result differs from the untouched model's"):
         trained(model, [batch], Unpadding())
 
 

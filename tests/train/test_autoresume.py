@@ -1,4 +1,4 @@
-"""What an interrupted run goes on from, and what it refuses: in this process, with runs that end early."""
+"""What an interrupted run resumes from, and what it refuses: in this process, with runs that end early."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_same_command_goes_on_and_says_from_what(capsys: pytest.CaptureFixtu
     (FOLDER / "config.yaml").write_text(yaml.safe_dump(stored))
     report = run(*JOB, "trainer.max_duration=10ba", "checkpoint.keep=1")  # more than 8, though not by its letters
     said = capsys.readouterr().out
-    assert "job: goes on from runs/job/checkpoints/ep0-ba4-rank0.pt" in said
+    assert "job: resumes from runs/job/checkpoints/ep0-ba4-rank0.pt" in said
     assert "resumed after batch 4" in said
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
     assert report["training"]["batches"] == 10

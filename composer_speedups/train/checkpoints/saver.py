@@ -138,7 +138,7 @@ def _explained(error: Exception, path: Path) -> Exception:
         return error
     older = next(iter(checkpoints_in(path.parent)), None)
     fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
-    kept = f"{older} is whole, and the same command goes on from it" if older else "there was none before"
+    kept = f"{older} is whole, and the same command resumes from it" if older else "there was none before"
     return WriteError(f"checkpoint: {path} could not be written ({cause.strerror or cause}); {fix}; {kept}")
 
 

@@ -192,7 +192,7 @@ def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
     names = [name for name, _ in items]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{origin}: {key} names {twice!r} twice; name it once")
+        raise ConfigError(f"{origin}: {key} names {twice!r} twice; list it once")
     for name, settings in items:
         if not isinstance(name, str):
             raise ConfigError(f"{origin}: {key} must hold technique names, not {name!r}")

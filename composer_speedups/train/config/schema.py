@@ -105,7 +105,7 @@ class CheckpointConfig:
     weights_only: bool = False
     """Load only the weights from checkpoint.load, and start the run afresh."""
     autoresume: bool = True
-    """A named run with checkpoint.interval that was interrupted goes on from its newest whole checkpoint."""
+    """A named run with checkpoint.interval that was interrupted resumes from its newest whole checkpoint."""
     trust_checkpoint: bool = False
     """Load a checkpoint without looking at what it holds: whoever wrote it can run any code here."""
 
