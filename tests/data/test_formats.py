@@ -258,6 +258,6 @@ def test_a_pair_that_cannot_be_cut_so_is_one_line() -> None:
 
 def test_a_column_of_two_types_is_named() -> None:
     Path("rows.jsonl").write_text('{"text": "a", "label": 1.5}\n{"text": "b", "label": "many"}\n')
-    message = r"rows\.jsonl: the column 'label' holds both number and string values; give it one type"
+    message = r"rows\.jsonl: the column 'label' holds both number and string values; pass one type"
     with pytest.raises(DataError, match=message):
         read_file(Path("rows.jsonl"), "data.train_file")

@@ -459,7 +459,7 @@ def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
     try:
         trainer.fit()
     except torch.OutOfMemoryError as error:
-        said = "one of 2 ranks cannot repeat it in part, since the model's loss may gather samples from the others; "
+        said = "one of 2 ranks cannot repeat it with fewer samples, since its loss may gather samples from the others; "
         os._exit(9 if said + "lower the micro-batch, or set check: never" in str(error) else 8)  # the other one waits
     return small.rows, unpadding.evidence["compared_with_untouched"]["loss"]
 
