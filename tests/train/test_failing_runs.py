@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_ends_with_the_run() -> None:
     done = Fork(train_and_hang).wait(60)
     assert done.status == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "train.py: data.worker_timeout: no batch came from the workers for 2 s"
+        "train.py: data.worker_timeout: no batch arrived from the workers for 2 s"
     )
     assert "Traceback" not in done.stderr
     worker = int(Path("hangs").read_text())
