@@ -172,7 +172,7 @@ def _check_arm(where: str, arm: Any) -> None:
 def rows_file(arms: Sequence[Arm], name: str, results: Path = RESULTS) -> Path:
     """``<results>/<gpu>/<name>.jsonl``, of the GPU that is there unless every arm trains on the CPU.
 
-    The GPU is asked for without torch, which would take memory on it.
+    The GPU was requested without torch, which would take memory on it.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     said = None
@@ -230,7 +230,7 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
         bar.close()
         rows = call.end(finished=finished)
         if not finished:
-            print(f"stopped; resume=true goes on from {path}", file=sys.stderr, flush=True)
+            print(f"stopped; resume=true continues from {path}", file=sys.stderr, flush=True)
     return rows
 
 

@@ -462,7 +462,7 @@ def _ms_by_kind(row: Row) -> dict[str, float]:
 
 
 def order() -> list[str]:
-    """Two tables: the stages in the order of techniques, and the clashes with their reasons."""
+    """Two tables: the stages in the order of techniques, and the conflicts with their reasons."""
     from composer_speedups.core.technique import Stage
 
     techniques = _techniques()
@@ -470,15 +470,15 @@ def order() -> list[str]:
     for stage in Stage:
         names = [f"`{t.name}`" for t in techniques if t.stage == stage]
         lines.append(f"| {stage + 1} | {stage.name.lower()}: {_STAGES[stage.name]} | {', '.join(names)} |")
-    clashing = []
+    conflicting = []
     for slot in sorted({c.slot for t in techniques for c in t.conflicts if c.slot}):
         names = [f"`{t.name}`" for t in techniques if any(c.slot == slot for c in t.conflicts)]
         if len(names) > 1:
-            clashing.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
+            conflicting.append([f"any two of {', '.join(names)}", f"both set the {slot}"])
     for one, other in combinations(techniques, 2):
         if reason := _reason(one, other):
-            clashing.append([f"`{one.name}`, `{other.name}`", reason])
-    return [*lines, "", *table(["cannot go together", "because"], clashing)]
+            conflicting.append([f"`{one.name}`, `{other.name}`", reason])
+    return [*lines, "", *table(["cannot go together", "because"], conflicting)]
 
 
 def ranks() -> list[str]:
@@ -494,7 +494,7 @@ def ranks() -> list[str]:
     )
 
 
-def clashes(name: str) -> list[str]:
+def conflicts(name: str) -> list[str]:
     """The lines of a card's section: every technique that this one cannot go with, and why."""
     one = next(technique for technique in _techniques() if technique.name == name)
     others = [technique for technique in _techniques() if technique.name != name]

@@ -1,10 +1,10 @@
-"""Composer algorithms and callbacks that make fine-tuning a Hugging Face BERT fast, and show that they did.
+"""Composer algorithms and callbacks that make fine-tuning Hugging Face encoders fast, and show that they took effect.
 
     from composer_speedups import FusedOptimizer, MixedPrecision, TorchCompile
 
-Every technique has a class and an ``apply_`` function; both are found by their folder under ``algorithms``.
-They are imported when first asked for: the config and ``--help`` should not wait for torch. ``__init__.pyi`` names them
-for type checkers and editors; ``python -m benchmarks.render`` writes it.
+Every technique has a class and an ``apply_`` function, which are discovered by their folder under ``algorithms`` and
+imported on first use, so that reading a config and ``--help`` need not import torch. ``__init__.pyi`` lists them for
+type checkers and editors; ``python -m benchmarks.render`` writes it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m composer_speedups`` and ``composer-speedups``: the version, and the names of the other commands."""
+"""``python -m composer_speedups`` and ``composer-speedups``: print the version and the names of the other commands."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from composer_speedups import __version__
 __all__ = ["command"]
 
 _COMMANDS = """\
-commands, each with a --help of its own:
+commands, each with its own --help:
   composer-speedups-train       train as a YAML file says:    composer-speedups-train -f quickstart
   composer-speedups-tune        find the fastest techniques:  composer-speedups-tune -f quickstart
   composer-speedups-predict     predict with a finished run:  composer-speedups-predict runs/quickstart --input FILE
@@ -21,7 +21,7 @@ def command(arguments: list[str] | None = None) -> None:
     """Print the version or the list of commands.
 
     Args:
-        arguments: Without the program's name; None takes those of the process.
+        arguments: Command line without the program's name; None for ``sys.argv[1:]``.
     """
     parser = argparse.ArgumentParser(
         prog="composer-speedups",

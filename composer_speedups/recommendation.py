@@ -1,4 +1,4 @@
-"""The set of techniques that this project's own measurements recommend."""
+"""The set of techniques that this project recommends, based on its measurements."""
 
 from __future__ import annotations
 
@@ -21,60 +21,61 @@ RECOMMENDED: dict[str, dict[str, Any]] = {
     "cuda_graphs": {"max_graphs": 16},
     "early_loss": {},
 }
-"""YAML name → settings; ``yamls/bert_imdb_fast.yaml`` holds the same."""
+"""YAML name → settings, the same as in ``yamls/bert_imdb_fast.yaml``."""
 
 
 def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
-    """The fastest stable techniques for BERT, RoBERTa and their kin, on one GPU or several: new objects.
+    """Return the fastest stable techniques for BERT, RoBERTa and similar encoders, on one or several GPUs.
 
     None of them changes the recipe; each is exact up to the rounding of 16-bit mixed precision.
 
     Args:
-        on_unavailable: ``"stop"``: what cannot engage on this GPU or model stops the run, with the reason and the
-            fix. ``"warn"``: it warns, and the rest trains without it. See :class:`Technique`.
+        on_unavailable: ``"stop"``: a technique that cannot engage on this GPU or model stops the run, with the reason
+            and the fix. ``"warn"``: the run warns and continues without it. See :class:`Technique`.
 
     Example:
-        ``Trainer(model=model, algorithms=recommended(), …)``; on several GPUs with the callbacks and the sampler of
+        ``Trainer(model=model, algorithms=recommended(), …)``. On several GPUs, add the callbacks and the sampler of
         :mod:`composer_speedups.distributed`, as in ``examples/own_trainer.py``.
     """
-    from composer_speedups.core.registry import technique_class  # it imports Composer; the set itself is plain data
+    # imported here because it needs Composer; the set itself is plain data
+    from composer_speedups.core.registry import technique_class
 
     build: Any = technique_class
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in RECOMMENDED.items()]
 
 
 def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
-    """Unpadding, fused layers and attention on a model, for any training loop: plain PyTorch, HF Trainer and others.
+    """Apply unpadding, fused layers and attention to a model for any training loop: plain PyTorch, HF Trainer and
+    others.
 
-    The model computes what it did, up to rounding, in training and in eval mode. Precision, the optimizer and CUDA
-    graphs belong to the loop; :func:`recommended` brings them to Composer's Trainer.
+    The model computes the same result up to rounding, in training and evaluation. Precision, the optimizer and CUDA
+    graphs are not changed, since they belong to the loop; :func:`recommended` includes them for Composer's Trainer.
 
     Args:
-        model: A model of transformers, or a module that holds some, changed in place. Its parameters, their names and
-            its ``state_dict`` stay, so build the optimizer before or after.
+        model: A transformers model, or a module that contains some; changed in place. Its parameters, their names and
+            its ``state_dict`` do not change, so the optimizer may be built before or after.
 
     Returns:
-        Name of each technique that engaged → the modules that it changed. Where unpadding cannot serve the model,
-        ``sdpa_attention`` takes its place.
+        Name of each technique that engaged → the modules that it changed. If unpadding does not support the model,
+        ``sdpa_attention`` is used instead.
 
     Raises:
-        ValueError: There is no model of transformers in it, or none of the techniques can serve it.
+        ValueError: The model contains no transformers model, or none of the techniques supports it.
 
     Warns:
-        UserWarning: One of them cannot serve the model, and why.
+        UserWarning: A technique does not support the model, with the reason.
 
     Example:
-        ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see
-        ``examples/``.
+        ``model = AutoModelForSequenceClassification.from_pretrained(…); apply_recommended(model)``; see ``examples/``.
     """
-    from transformers import PreTrainedModel  # here, so that the set itself stays plain data
+    from transformers import PreTrainedModel  # imported here so that the set itself stays plain data
 
     from composer_speedups.algorithms.fused_layers.functional import apply_fused_layers
     from composer_speedups.algorithms.sdpa_attention.functional import apply_sdpa_attention
     from composer_speedups.algorithms.unpadding.functional import apply_unpadding
 
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
-        raise ValueError(f"apply_recommended found no model of transformers in {type(model).__name__}; give it one")
+        raise ValueError(f"apply_recommended found no transformers model in {type(model).__name__}; pass one")
     try:
         done = {"unpadding": apply_unpadding(model)}
     except ValueError as error:

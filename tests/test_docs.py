@@ -21,7 +21,7 @@ PAGES = sorted(path for path in DOCS.rglob("*.md") if blocks_of(path.read_text()
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(DOCS)))
 def test_the_code_of_a_page_runs(path: Path) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*going on without", category=UserWarning)
+        warnings.filterwarnings("ignore", message=".*continuing without", category=UserWarning)
         run_blocks(blocks_of(path.read_text()), {})
 
 

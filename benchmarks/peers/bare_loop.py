@@ -96,7 +96,7 @@ def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, 
     unknown = [f".{name}" for name in settings if name not in parameters]
     if unknown or technique.name in _BETWEEN_BATCHES:
         key = f"algorithms.{technique.name}{unknown[0] if unknown else ''}"
-        raise ConfigError(f"{key}: the bare loop cannot do it; take it out")
+        raise ConfigError(f"{key}: the bare loop cannot do it; remove it")
     given = {"model": model, "optimizer": optimizer, "optimizers": optimizer}
     return function(**{name: value for name, value in given.items() if name in parameters}, **settings)
 

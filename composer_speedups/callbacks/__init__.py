@@ -1,1 +1,1 @@
-"""Callbacks: throughput, memory, and the report of what engaged."""
+"""Callbacks for throughput, memory, NaN and diverging losses, and the report of engaged techniques."""

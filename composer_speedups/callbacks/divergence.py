@@ -1,4 +1,4 @@
-"""A loss that climbs far above that of the last good checkpoint stops the run."""
+"""Stop a run whose loss climbs far above its level at the last good checkpoint."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ log = logging.getLogger(__name__)
 
 
 class DivergenceGuard(Callback):
-    """Compares the smoothed training loss with what it was at the last good checkpoint, or at the start.
+    """Compares the smoothed training loss with its value at the last good checkpoint, or at the start.
 
-    While it is above ``factor`` times that plus ``margin``, no checkpoint is written: the last good one is neither
-    overwritten nor pruned. After ``batches`` batches in a row above it the run stops, and names that checkpoint. The
-    start is the smoothed loss after as many batches as it reaches back, 1 / (1 - smoothing). Batches whose loss is
-    not finite are :class:`FiniteLoss`'s, and pass by.
+    While the loss is above ``factor`` times that value plus ``margin``, checkpoints are not written, so that the last
+    good one is neither overwritten nor deleted. After ``batches`` consecutive batches above the limit the run stops and
+    names that checkpoint. The value at the start is the smoothed loss after 1 / (1 - smoothing) batches. Batches with a
+    NaN or infinite loss are ignored here; :class:`FiniteLoss` handles them.
 
-    Composer reads the loss at each batch, over all ranks; nothing waits for this.
+    Composer already reads the loss of each batch over all ranks, so this adds no synchronization.
 
-    Logged at each batch: ``numerics/smoothed_loss``.
+    Logged for each batch: ``numerics/smoothed_loss``.
 
     Args:
         factor: At least 1. Default 1.5.
-        margin: Added to the limit; keeps a loss close to 0 from counting as diverged. Default 0.1.
-        batches: Default 50.
+        margin: Added to the limit, so that a loss close to 0 does not count as diverged. Default 0.1.
+        batches: Number of consecutive batches above the limit. Default 50.
         smoothing: Weight of the past in the exponential moving average, 0 to below 1. Default 0.9.
 
     Raises:
-        ValueError: A setting out of its range.
+        ValueError: A setting is out of its range.
         DivergedError: From ``fit``.
     """
 
@@ -58,13 +58,13 @@ class DivergenceGuard(Callback):
             )
         self.factor, self.margin, self.batches, self.smoothing = factor, margin, batches, smoothing
         self.reference: float | None = None
-        self.withheld = 0  # checkpoints not written
+        self.withheld = 0  # number of checkpoints that were not written
         self._sum = self._weight = 0.0
         self._seen = self._above = 0
 
     @property
     def smoothed(self) -> float:
-        """The moving average, the first batches not counted short."""
+        """The bias-corrected moving average."""
         return self._sum / self._weight
 
     @property
@@ -88,9 +88,9 @@ class DivergenceGuard(Callback):
         if self._above >= self.batches:
             raise DivergedError(
                 f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
-                f"{self.limit:.4g} and is {self.smoothed:.4g}, where it had been {self.reference:.4g} "
+                f"{self.limit:.4g}; it is {self.smoothed:.4g} and was {self.reference:.4g} "
                 f"{'at the last good checkpoint' if last_checkpoint(state) else 'at the start'}; "
-                + resume_advice(state, "a lower optimizer.lr, or optimizer.max_grad_norm")
+                + resume_advice(state, "try a lower optimizer.lr, or optimizer.max_grad_norm")
             )
 
     def _may_save(self, state: State, event: Event) -> bool:
@@ -103,7 +103,7 @@ class DivergenceGuard(Callback):
         return True
 
     def summary(self) -> dict[str, Any]:
-        """For the ``guards`` section of report.json."""
+        """The entry in the ``guards`` section of report.json."""
         return {
             "smoothed_loss": self.smoothed if self._weight else None,
             "loss_at_last_good_checkpoint": self.reference,

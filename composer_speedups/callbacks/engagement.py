@@ -1,4 +1,4 @@
-"""Says which techniques engaged, and refuses to resume under other ones."""
+"""Report which techniques engaged, and refuse to resume with other techniques."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 class EngagementReport(Callback):
     """Logs each technique's evidence after the first batch and at the end of the run.
 
-    Logged as hyperparameters, so that dashboards can filter runs by them: ``techniques/<name>/engaged`` and
-    ``techniques/<name>/<evidence>``. Its checkpoint state holds the list of techniques: a checkpoint written
-    with some and resumed with none is refused too.
+    ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>`` are logged as hyperparameters, so that dashboards
+    can filter runs by them. Its state in checkpoints lists the techniques: resuming such a checkpoint without any
+    technique is refused too.
 
     Attributes:
-        numerics: In the first batch: Composer's precision, what matmuls computed in, torch's float32 flag.
+        numerics: Composer's precision, the dtype of matmuls and torch's float32 flag, in the first batch.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str], "numerics": dict[str, str]}
@@ -37,11 +37,11 @@ class EngagementReport(Callback):
         self._reported = False
 
     def init(self, state: State, logger: Logger) -> None:
-        self._algorithms = state.algorithms  # the list itself: loading a checkpoint may add to it
+        self._algorithms = state.algorithms  # the list itself, to which loading a checkpoint may add
 
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._reported:
-            self.numerics = numerics_of(state)  # flags are given back before the end of the run
+            self.numerics = numerics_of(state)  # flags are restored before the end of the run
             self._log(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -78,7 +78,7 @@ class EngagementReport(Callback):
 
 
 def numerics_of(state: State) -> dict[str, str]:
-    """Composer's precision, what matmuls compute in, and torch's float32 flag, as they are now."""
+    """Composer's precision, the dtype of matmuls, and torch's float32 flag."""
     return {
         "precision": state.precision.value,
         "matmul": precision_in_force(state),

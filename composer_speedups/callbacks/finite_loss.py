@@ -1,4 +1,4 @@
-"""A loss that is NaN or infinite stops the run, or its batch is left out."""
+"""Stop at a NaN or infinite loss, or skip its batch."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ log = logging.getLogger(__name__)
 
 
 class FiniteLoss(Callback):
-    """Stops at a loss that is NaN or infinite, or leaves its batch out, and keeps such weights out of checkpoints.
+    """Stops at a NaN or infinite loss or skips its batch, and keeps NaN and infinite weights out of checkpoints.
 
-    With ``"stop"`` it looks at the loss that Composer has read for its log at the end of each batch: the host never
-    waits for it. Composer adds it up over ranks, so all of them stop, before a checkpoint or an evaluation.
+    With ``"stop"``, it checks the loss that Composer has read for its log at the end of each batch, without
+    synchronizing. Composer has reduced that loss over ranks, so all of them stop, before the next checkpoint or
+    evaluation.
 
-    With ``"skip"`` the loss is sent to the host when the forward pass is done. A batch whose loss is not finite on
-    any rank loses its gradients before the optimizer steps: weights and optimizer state stay as they are; the
-    schedule goes on. On several ranks that takes one more reduction a batch. The first batch of a run is never left
-    out: techniques show in it that they took effect (after a resume, in the next one then). Nor is a batch left out
-    when the weights themselves are not finite, which no other batch mends.
+    With ``"skip"``, the loss is copied to the host after the forward pass. If it is not finite on any rank, the batch's
+    gradients are dropped before the optimizer steps: weights and optimizer state do not change, and the schedule
+    advances. On several ranks this costs one more reduction per batch. The first batch of a run is never skipped,
+    because techniques are verified in it (after a resume, in the next one). Neither is a batch skipped if the weights
+    themselves are not finite, since further batches cannot repair them.
 
-    In either case the weights are looked at whenever a checkpoint is about to be written, and at the end, since
-    gradients may overflow where the loss is finite. fp16's are the gradient scaler's business
-    (:class:`LossScaleMonitor`).
+    In both cases the weights are checked before each checkpoint and at the end, because gradients may overflow while
+    the loss is finite. In fp16 the gradient scaler handles such gradients (:class:`LossScaleMonitor`).
 
-    Logged: ``numerics/nonfinite_losses`` and ``numerics/skipped_steps``, at each skip and at the end.
+    Logged at each skip and at the end: ``numerics/nonfinite_losses`` and ``numerics/skipped_steps``.
 
     Args:
         on_nonfinite: ``"stop"`` (default) or ``"skip"``.
-        max_skips: With skip, batches left out in a row before the run stops. Default 10.
+        max_skips: Number of consecutive skipped batches after which the run stops. Default 10.
 
     Raises:
-        ValueError: Another word, or ``max_skips`` below 1.
-        NonFiniteError: From ``fit``; one line with the step, its batch, the rate and the techniques in force.
+        ValueError: An invalid ``on_nonfinite``, or ``max_skips`` below 1.
+        NonFiniteError: From ``fit``; one line with the step, its batch, the learning rate and the engaged techniques.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"losses": int, "skipped": int, "in_row": int}
@@ -62,7 +62,7 @@ class FiniteLoss(Callback):
         self._in_row = self._trained = 0
         self._resumed = False
         self._copies: Copies | None = None
-        self._sent: list[Any] = []  # losses of this batch's micro-batches, on their way to the host
+        self._sent: list[Any] = []  # losses of this batch's micro-batches that are being copied to the host
 
     def fit_start(self, state: State, logger: Logger) -> None:
         veto_checkpoints(state, self._may_save)
@@ -70,7 +70,7 @@ class FiniteLoss(Callback):
         self._resumed = state.timestamp.batch.value > 0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:
-        self._sent = []  # also when automatic micro-batching tries again
+        self._sent = []  # also called when automatic micro-batching tries again
 
     def after_loss(self, state: State, logger: Logger) -> None:
         if self.on_nonfinite == "skip":
@@ -88,7 +88,7 @@ class FiniteLoss(Callback):
     def _send(self, loss: Any) -> Any:
         assert self._copies is not None
         parts = loss.values() if isinstance(loss, dict) else loss if isinstance(loss, (list, tuple)) else [loss]
-        # A sum of its own: CUDA graphs write the next micro-batch's loss to the same place.
+        # A separate tensor: CUDA graphs write the next micro-batch's loss to the same memory.
         total = torch.stack([part.detach().float().mean() for part in parts]).sum()
         return self._copies.send(total, self._copies.mark())
 
@@ -99,7 +99,7 @@ class FiniteLoss(Callback):
             self._in_row = 0
             return
         self._in_row += 1
-        found = next((v for v in values if not math.isfinite(v)), math.nan)  # or it was another rank's
+        found = next((v for v in values if not math.isfinite(v)), math.nan)  # otherwise it was another rank's loss
         where = circumstances(state, ended=False)
         if weights := self._bad_weights(state):
             raise NonFiniteError(f"loss: {found} at {where}; {weights} are not finite: {_advice(state)}")
@@ -116,11 +116,12 @@ class FiniteLoss(Callback):
         self.skipped += 1
         log.warning("loss: %s at %s: the batch is skipped, %d so far", found, where, self.skipped)
         for parameter in state.model.parameters():
-            parameter.grad = None  # what every optimizer passes over, its state and weight decay included
+            # optimizers ignore parameters without gradients, including their state and weight decay
+            parameter.grad = None
 
     def batch_end(self, state: State, logger: Logger) -> None:
         self._trained += 1
-        loss = state.total_loss_dict.get("loss/train/total", 0.0)  # on the host already
+        loss = state.total_loss_dict.get("loss/train/total", 0.0)  # already on the host
         if math.isfinite(loss):
             return
         self.losses += 1
@@ -139,11 +140,12 @@ class FiniteLoss(Callback):
             raise NonFiniteError(f"weights: {bad} are not finite {when}, {circumstances(state)}; {_advice(state)}")
 
     def _may_save(self, state: State, event: Event) -> bool:
-        self._check_weights(state, "where a checkpoint is due, which is not written")
+        self._check_weights(state, "at a scheduled checkpoint, which is not written")
         return True
 
     def summary(self) -> dict[str, int]:
-        """For the ``guards`` section of report.json: batches whose loss was not finite, and steps left out."""
+        """The entry in the ``guards`` section of report.json: batches with a NaN or infinite loss, and skipped
+        steps."""
         return {"nonfinite_losses": self.losses, "skipped_steps": self.skipped}
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The training loss of each batch and the metrics of each evaluation, kept for the plot of a run."""
+"""The training loss of each batch and the metrics of each evaluation, recorded for the plot of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["LearningCurves"]
 
 
 class LearningCurves(Callback):
-    """Keeps what Composer has read back already, so nothing waits for the device.
+    """Records values that Composer has already read, so that it adds no synchronization.
 
     Attributes:
-        losses: Batch number → training loss of the batch, averaged over the ranks.
-        evaluations: Batch number → metrics of the evaluation after it, under the names of reports (``accuracy``).
+        losses: Batch number → training loss of the batch, averaged over ranks.
+        evaluations: Batch number → metrics of the evaluation after it, named as in reports (``accuracy``).
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
@@ -30,7 +30,7 @@ class LearningCurves(Callback):
         self.evaluations: dict[int, dict[str, float]] = {}
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if state.total_loss_dict:  # fp16 leaves out steps whose gradients overflow
+        if state.total_loss_dict:  # fp16 skips steps with overflowing gradients
             self.losses[state.timestamp.batch.value] = float(state.total_loss_dict["loss/train/total"])
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
@@ -38,7 +38,7 @@ class LearningCurves(Callback):
         self.evaluations[state.timestamp.batch.value] = values
 
     def of_evaluations(self, name: str) -> dict[int, float]:
-        """Batch number → one metric of the evaluation after it; empty where the task has another."""
+        """Batch number → one metric of the evaluation after it; empty if the task does not have this metric."""
         return {batch: values[name] for batch, values in self.evaluations.items() if name in values}
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What fp16's gradient scaler does: its scale, and the steps it leaves out."""
+"""Monitor fp16's gradient scaler: its scale, and the steps it skips."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from composer_speedups.distributed.host_scalars import Copies, copies_for
 
 __all__ = ["LossScaleMonitor"]
 
-LEAST_SCALE = 1e-4  # fairseq's --min-loss-scale: below it gradients overflow at any scale
+LEAST_SCALE = 1e-4  # as fairseq's --min-loss-scale: with a smaller scale, gradients overflow at any scale
 
 
 class LossScaleMonitor(Callback):
-    """Counts the steps that the gradient scaler leaves out because gradients overflowed in fp16.
+    """Counts the steps that the gradient scaler skips because gradients overflowed in fp16.
 
-    It does nothing in other precisions. The scale is halved with each step left out, and doubled after 2,000 steps
-    without one. It is read one batch late, when it has long been on the host, so that nothing waits for it. Weights
-    stay finite all the while: these steps are no problem, unless the scale keeps falling.
+    It does nothing in other precisions. The scaler halves the scale at each skipped step and doubles it after 2,000
+    steps without one. The scale is read one batch late, when its copy has reached the host, so that the host does not
+    wait. Weights stay finite: skipped steps are harmless unless the scale keeps falling.
 
-    Logged at each batch, of the batch before: ``numerics/loss_scale``, and ``numerics/loss_scale_skips`` so far.
+    Logged for each batch, one batch late: ``numerics/loss_scale``, and ``numerics/loss_scale_skips`` so far.
 
     Raises:
-        NonFiniteError: From ``fit``, when the scale falls below 1e-4.
+        NonFiniteError: From ``fit``, if the scale falls below 1e-4.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"skips": int}
@@ -50,7 +50,7 @@ class LossScaleMonitor(Callback):
         scale = state.scaler._get_scale_async()
         if scale is not None:
             assert self._copies is not None
-            copy = scale.detach().clone()  # the next update writes to the same place
+            copy = scale.detach().clone()  # the next update writes to the same memory
             self._sent = self._copies.send(copy, self._copies.mark())
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -71,7 +71,7 @@ class LossScaleMonitor(Callback):
             )
 
     def summary(self) -> dict[str, float]:
-        """For the ``guards`` section of report.json; empty in other precisions than fp16."""
+        """The entry in the ``guards`` section of report.json; empty in precisions other than fp16."""
         return {} if self.scale is None else {"loss_scale": self.scale, "loss_scale_skips": self.skips}
 
     def state_dict(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Peak memory and what it is made of."""
+"""Peak memory and its breakdown."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ GIB = 2**30
 
 
 class MemoryAnatomy(Callback):
-    """Logs the peak memory of training and its parts, in GiB, for this rank.
+    """Logs this rank's peak training memory and its breakdown, in GiB.
 
-    ``memory/peak_gib`` is the allocator's peak on a GPU and the process's peak resident set on the CPU.
-    ``memory/weights_gib`` (parameters and buffers), ``memory/gradients_gib`` and ``memory/optimizer_gib`` are
-    the bytes of the tensors themselves. ``memory/activations_gib`` is what the forward pass of one microbatch
-    keeps for the backward: the allocator's growth over it on a GPU, the tensors autograd saved on the CPU.
-    The parts need not meet at one moment: gradients appear while activations go.
+    ``memory/peak_gib`` is the allocator's peak on a GPU, and the process's peak resident set on a CPU.
+    ``memory/weights_gib`` (parameters and buffers), ``memory/gradients_gib`` and ``memory/optimizer_gib`` are the bytes
+    of the tensors. ``memory/activations_gib`` is what the forward pass of one micro-batch keeps for the backward pass:
+    the growth of allocated memory on a GPU, the tensors saved by autograd on a CPU. The parts need not add up to the
+    peak, since gradients are created while activations are freed.
 
-    Measured on the second batch (the first may compile) and every ``interval`` batches.
+    Measured on the second batch, since the first one may compile, and every ``interval`` batches.
 
     Args:
         interval: Batches between two measurements. Default 10.
@@ -43,7 +43,7 @@ class MemoryAnatomy(Callback):
         self.interval = interval
         self.parts: dict[str, float] = {}
         self._before_forward = 0
-        self._peak_before = 0.0  # of processes before this one, in bytes
+        self._peak_before = 0.0  # in earlier processes of a resumed run, in bytes
         self._saved: dict[int, int] = {}
         self._hooks: Any = None
 
@@ -57,7 +57,7 @@ class MemoryAnatomy(Callback):
     def before_forward(self, state: State, logger: Logger) -> None:
         if not self._is_due(state.timestamp.batch.value):
             return
-        self._end_hooks()  # of a pass that ran out of memory, and is made again
+        self._end_hooks()  # from a pass that ran out of memory and is repeated
         device = device_of(state)
         if device.type == "cuda":
             self._before_forward = torch.cuda.memory_allocated(device)
@@ -71,7 +71,7 @@ class MemoryAnatomy(Callback):
                 self._saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        if not is_compiled(state.model):  # hooks would make it compile anew
+        if not is_compiled(state.model):  # hooks would cause recompilation
             self._hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
             self._hooks.__enter__()
 
@@ -116,7 +116,7 @@ class MemoryAnatomy(Callback):
         self.parts[f"{part}_gib"] = size / GIB
 
     def close(self, state: State, logger: Logger) -> None:
-        self._end_hooks()  # of a forward pass that raised
+        self._end_hooks()  # left by a forward pass that raised
 
     def _end_hooks(self) -> None:
         if self._hooks is not None:
@@ -124,13 +124,13 @@ class MemoryAnatomy(Callback):
             self._hooks = None
 
     def summary(self) -> dict[str, float | None]:
-        """The ``memory`` section of report.json, in GiB; None for a part that was not measured."""
+        """The ``memory`` section of report.json, in GiB; None for values that were not measured."""
         parts = ("peak", "weights", "gradients", "optimizer", "activations")
         return {f"{part}_gib": self.parts.get(f"{part}_gib") for part in parts}
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind some tensors, so that tied weights count once."""
+    """Bytes of the distinct storages of some tensors; tied weights count once."""
     storages = {}
     for tensor in tensors:
         storage = local_shard(tensor).untyped_storage()
@@ -141,5 +141,5 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def _peak(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage: KiB on Linux
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage returns KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""Which of a model's tensors are NaN or infinite, and what a run was doing when they were."""
+"""Find NaN and infinite weights and gradients, and describe the step in which they occurred."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ __all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weight
 
 
 def nonfinite_weights(state: State) -> str | None:
-    """``"2 of 39 weights, NAME first"``; None when all are finite. The host waits for the device once."""
+    """Return ``"2 of 39 weights, NAME first"``, or None if all weights are finite. Synchronizes with the device
+    once."""
     return _format("weights", ((name, p.detach()) for name, p in state.model.named_parameters()))
 
 
 def nonfinite_gradients(state: State) -> str | None:
-    """The same of the gradients that there are."""
+    """As :func:`nonfinite_weights`, for the gradients."""
     named = ((name, p.grad) for name, p in state.model.named_parameters() if p.grad is not None)
     return _format("gradients", named)
 
@@ -36,7 +37,7 @@ def _format(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def any_rank(state: State, here: bool) -> bool:
-    """Whether it is so on any rank; every rank has to ask."""
+    """Whether ``here`` is True on any rank. Collective: every rank must call it."""
     return bool(max_over_ranks(state.device, int(here)))
 
 
@@ -44,7 +45,7 @@ def circumstances(state: State, *, ended: bool = True) -> str:
     """The step, its batch, learning rate, precision and techniques, as the middle of a sentence.
 
     Args:
-        ended: Whether Composer counts the batch already, as it does at BATCH_END.
+        ended: Whether Composer has already counted the batch, as at BATCH_END.
     """
     time = state.previous_timestamp if ended and state.previous_timestamp is not None else state.timestamp
     rates = sorted({float(group["lr"]) for optimizer in state.optimizers for group in optimizer.param_groups})
@@ -52,5 +53,5 @@ def circumstances(state: State, *, ended: bool = True) -> str:
     return (
         f"step {time.batch.value + 1} (batch {time.batch_in_epoch.value + 1} of epoch {time.epoch.value + 1}), "
         f"next learning rate {', '.join(f'{rate:.3g}' for rate in rates)}, {state.precision.value}, "
-        f"techniques in force: {', '.join(techniques) or 'none'}"
+        f"engaged techniques: {', '.join(techniques) or 'none'}"
     )

@@ -15,12 +15,12 @@ __all__ = ["OptimizerMonitor"]
 
 
 class OptimizerMonitor(Callback):
-    """Logs ``optimizer/learning_rate`` and, where gradients are clipped, ``optimizer/gradient_norm``.
+    """Logs ``optimizer/learning_rate`` and, if gradients are clipped, ``optimizer/gradient_norm``.
 
-    The rate is the one that the batch's step uses, of the first parameter group. The norm is the global L2 norm before
-    clipping, which :class:`.GradientClipping` computes anyway. It is logged one batch late, when it has long been on
-    the host, so that nothing waits for the device. Without clipping it is not computed: that would read every gradient
-    once more, and keep DDP's optimizer steps from overlapping with communication.
+    The learning rate is that of the first parameter group in the batch's step. The norm is the global L2 norm before
+    clipping, which :class:`.GradientClipping` computes anyway. It is logged one batch late, when its copy has reached
+    the host, so that the host does not wait. Without clipping it is not computed, since that would read every gradient
+    once more and prevent DDP's optimizer steps from overlapping with communication.
     """
 
     def __init__(self) -> None:

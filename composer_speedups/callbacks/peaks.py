@@ -24,10 +24,10 @@ class Peak(NamedTuple):
 
 
 def precision_in_force(state: State) -> str:
-    """What matmuls really compute in: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+    """The precision in which matmuls compute: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
 
-    Composer's fp32 is TF32 when torch's matmul flag allows it, and bf16 where the mixed_precision technique
-    works around Composer's fp32 on the CPU.
+    Composer's fp32 is TF32 if torch's matmul flag allows it. It is bf16 if the mixed_precision technique replaces
+    Composer's fp32 on a CPU.
     """
     mixed = next((t for t in techniques_of(state.algorithms) if t.name == "mixed_precision" and t.engaged), None)
     if mixed is not None:
@@ -35,7 +35,7 @@ def precision_in_force(state: State) -> str:
     if state.precision.value != "fp32":
         return str(state.precision.value).removeprefix("amp_")
     if {p.dtype for p in state.model.parameters() if p.ndim > 1} == {torch.bfloat16}:
-        return "bf16"  # weights of that dtype compute in it without autocast
+        return "bf16"  # such weights compute in their own dtype without autocast
     tf32 = device_of(state).type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if tf32 else "fp32"
 
@@ -43,16 +43,16 @@ def precision_in_force(state: State) -> str:
 def device_peak(precision: str, device: torch.device) -> Peak:
     """Peak dense matmul rate of one device at a precision.
 
-    Known GPUs: the datasheet's, from Composer's table. Others, CPUs among them: the best of a few square
-    matmuls, timed now (under a second).
+    For known GPUs it is the datasheet's rate from Composer's table. For other devices, such as CPUs, it is the best
+    rate of a few square matmuls that are timed now (less than a second).
 
     Args:
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, as :func:`precision_in_force` gives it.
-        device: The device asked about.
+        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, from :func:`precision_in_force`.
+        device: The device.
     """
     if device.type == "cuda":
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its advice on unknown GPUs is about Composer's own SpeedMonitor
+            warnings.simplefilter("ignore")  # Composer's advice on unknown GPUs is about its own SpeedMonitor
             state = SimpleNamespace(precision=SimpleNamespace(value=precision))
             listed = get_gpu_flops_available(state)  # type: ignore[arg-type]
         if listed:
@@ -64,7 +64,7 @@ def _measure(precision: str, device: torch.device) -> float:
     on_gpu = device.type == "cuda"
     size = 4096 if on_gpu else 1024
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32)
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random numbers stay where they are
+    generator = torch.Generator(device).manual_seed(0)  # the run's random state must not change
     a, b = (torch.randn(size, size, device=device, generator=generator).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""What a run did before it was interrupted, kept in its checkpoints."""
+"""The history of a run before it was interrupted, saved in its checkpoints."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class _Resumed(TypedDict):
 
 
 class RunHistory(Callback):
-    """Carries over a resume what the report says of the whole run and no other part of a checkpoint holds.
+    """Preserves values of report.json across resumes that other parts of a checkpoint do not hold.
 
-    A run that had trained all its batches and was interrupted before its report trains none, and ends as it would have.
+    A run that was interrupted after its last batch and before its report trains nothing when resumed, and writes the
+    report.
 
     Attributes:
-        wall_seconds: Of the processes before this one, each up to the checkpoint that was resumed from: neither what
-            was lost after it nor the time in between.
-        resumed: One entry a resume: ``batch`` and ``checkpoint``, where it went on from. A process that wrote no
-            checkpoint before it was killed left no trace, and counts for nothing.
-        metrics: Loss and accuracy when the checkpoint was written; what this process measures goes over them.
+        wall_seconds: Time of earlier processes, each up to the checkpoint that was resumed from. Neither training lost
+            after that checkpoint nor the time between processes is included.
+        resumed: One entry per resume, with the ``batch`` and ``checkpoint`` it resumed from. A process that was killed
+            before it wrote a checkpoint is not counted.
+        metrics: Loss and accuracy at the checkpoint; values that this process measures replace them.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
@@ -58,7 +59,7 @@ class RunHistory(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if self._over:
-            state.stop_training()  # before the first batch, whatever duration fit() was given to let it begin
+            state.stop_training()  # before the first batch, whatever duration fit() was called with
 
     def state_dict(self) -> dict[str, Any]:
         assert self._state is not None

@@ -1,4 +1,4 @@
-"""One value a run for tables and bar charts, and the name of its arm to group runs by."""
+"""One value per run for tables and bar charts, and the label of its techniques for grouping runs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _THROUGHPUT = ("samples_per_sec", "tokens_per_sec", "mfu", "data_wait_fraction",
 
 
 class RunSummary(Callback):
-    """Logs at the end of training what runs are compared by, for every logger.
+    """Logs the values by which runs are compared, at the end of training, to every logger.
 
-    ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu``, ``summary/data_wait_fraction`` (all of
-    the whole steady state, where ``throughput/…`` has the last batches), ``summary/warmup_seconds``,
-    ``summary/eval_seconds``, ``summary/peak_gib``, and of the last evaluation and the last training batch
-    ``summary/accuracy``, ``summary/loss``, ``summary/train_accuracy``, ``summary/train_loss``. What was not measured
-    is left out. Weights & Biases draws a value that is logged once as a bar a run.
+    ``summary/samples_per_sec``, ``summary/tokens_per_sec``, ``summary/mfu`` and ``summary/data_wait_fraction`` cover
+    the whole steady state (``throughput/…`` covers the last batches). ``summary/warmup_seconds``,
+    ``summary/eval_seconds`` and ``summary/peak_gib`` are totals. ``summary/accuracy`` and ``summary/loss`` are from the
+    last evaluation, ``summary/train_accuracy`` and ``summary/train_loss`` from the last training batch. Values that
+    were not measured are omitted. Weights & Biases draws a value that is logged once as one bar per run.
 
-    Logged as a hyperparameter after the first batch and at the end: ``techniques``, see :func:`techniques_label`.
+    ``techniques`` is logged as a hyperparameter after the first batch and at the end; see :func:`techniques_label`.
 
-    It reads :class:`ThroughputMonitor` and :class:`MemoryAnatomy`, which come before it in ``callbacks``.
+    It reads :class:`ThroughputMonitor` and :class:`MemoryAnatomy`, which must precede it in ``callbacks``.
 
     Raises:
-        ValueError: One of them comes after it.
+        ValueError: One of them follows it.
     """
 
     def __init__(self) -> None:
@@ -44,12 +44,13 @@ class RunSummary(Callback):
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
-        logger.log_hyperparameters({"techniques": techniques_label(state)})  # one may have given up on the way
+        # a technique may have been disabled during training
+        logger.log_hyperparameters({"techniques": techniques_label(state)})
         self._log(state, logger)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._trained:
-            self._log(state, logger)  # where the last interval is cut short, Composer evaluates after FIT_END
+            self._log(state, logger)  # if the last interval is incomplete, Composer evaluates after FIT_END
 
     def init(self, state: State, logger: Logger) -> None:
         for late in state.callbacks[state.callbacks.index(self) :]:
@@ -73,9 +74,9 @@ def _values(state: State) -> dict[str, float]:
 
 
 def techniques_label(state: State) -> str:
-    """The techniques in force, with settings other than the defaults: ``tf32_matmul + torch_compile(scope=blocks)``.
+    """The engaged techniques with their non-default settings: ``tf32_matmul + torch_compile(scope=blocks)``.
 
-    ``none`` without any. One that was asked for and did not engage (``on_unavailable: warn``) is left out.
+    ``none`` if no technique engaged. Techniques that could not engage (``on_unavailable: warn``) are omitted.
     """
     return " + ".join(_format(t) for t in techniques_of(state.algorithms) if t.engaged) or "none"
 

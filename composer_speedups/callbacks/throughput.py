@@ -1,4 +1,4 @@
-"""Training throughput of the steady state, with what is not steady state beside it."""
+"""Training throughput in the steady state, and the time spent on everything else."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from composer_speedups.families.flops import batch_lengths, training_flops
 
 __all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
 
-_FIRST_VALUE_BY = 9  # batches; after them the log has a value even if every batch compiled
+_FIRST_VALUE_BY = 9  # batches; afterwards a value is logged even if every batch compiled
 
-# The phase that begins at an event and lasts until the next listed one. Checkpoints are written by a callback
-# that runs after ours at the two CHECKPOINT events, so their phase lasts until whatever comes next.
+# Event → the phase that it begins. A phase lasts until the next listed event. Checkpoints are written at the two
+# CHECKPOINT events by a callback that runs after this one, so their phase lasts until any later event.
 _BEGINS = {
     Event.FIT_START: "start",
     Event.EPOCH_START: "between",
@@ -43,10 +43,10 @@ _BEGINS = {
 
 
 class PhaseClock:
-    """Seconds spent in each phase: ``start``, ``data``, ``step``, ``eval``, ``checkpoint``, ``between``.
+    """Measures the seconds spent in each phase: ``start``, ``data``, ``step``, ``eval``, ``checkpoint``, ``between``.
 
     Args:
-        now: The clock, in seconds; tests give their own.
+        now: Returns the time in seconds; replaced in tests.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -56,33 +56,34 @@ class PhaseClock:
         self.seconds: dict[str, float] = defaultdict(float)
 
     def event(self, event: Event) -> None:
-        """Close the phase that this event ends, and begin the next one."""
+        """End the phase that this event ends, and begin the next one."""
         phase = _BEGINS.get(event)
         if phase is None or (self._phase == "eval" and event != Event.EVAL_AFTER_ALL):
-            return  # evaluation has BEFORE_DATALOADER and AFTER_DATALOADER of its own
+            return  # evaluation has its own BEFORE_DATALOADER and AFTER_DATALOADER events
         now = self.now()
         if self._phase is not None:
             self.seconds[self._phase] += now - self._since
         self._phase, self._since = (None, now) if phase == "done" else (phase, now)
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call, by phase."""
+        """Return and reset the seconds spent in each phase."""
         taken, self.seconds = dict(self.seconds), defaultdict(float)
         return taken
 
 
 @dataclass
 class Batch:
-    """One training batch of one rank. Times in seconds."""
+    """One training batch on one rank. Times are in seconds."""
 
     index: int
     samples: int
-    tokens: int  # real ones
-    slots: int  # positions, padding included
+    tokens: int  # without padding
+    slots: int  # token positions with padding
     flops: int
     data: float  # waiting for the DataLoader
     step: float  # transfer, forward, backward, optimizer
-    between: float  # on the host since the batch before: loggers, callbacks, an epoch's start. In no rate
+    # host time since the previous batch (loggers, callbacks, start of an epoch); not included in any rate
+    between: float
     steady: bool
 
     @property
@@ -91,47 +92,46 @@ class Batch:
 
 
 def gather_batches(batches: Sequence[Batch]) -> list[list[tuple[Any, ...]]]:
-    """The batches of every rank, by rank; every rank must call. Only one rank's callbacks go into a checkpoint."""
+    """Gather the batches of every rank. Collective. Needed because a checkpoint holds only one rank's callbacks."""
     return dist.all_gather_object([astuple(batch) for batch in batches])
 
 
 def own_batches(gathered: Sequence[Sequence[Sequence[Any]]]) -> list[Batch]:
-    """This rank's batches of :func:`gather_batches`; none where another number of ranks trained them."""
+    """This rank's batches from :func:`gather_batches`; empty if they were trained with another number of ranks."""
     if len(gathered) != dist.get_world_size():
         return []
     return [Batch(*row) for row in gathered[dist.get_global_rank()]]
 
 
 class ThroughputMonitor(Callback):
-    """Logs samples/s, real tokens/s, padding, MFU and the time that is not training.
+    """Logs samples/s, real tokens/s, padding, MFU, and the time that is not spent on training.
 
-    A rate is samples (or tokens) over the time of training steps *and* of waiting for data; evaluation and
-    checkpoint writing are left out and logged on their own. The first ``warmup_batches`` batches, every batch in
-    which torch.compile compiled something, and the capturing of CUDA graphs are no steady state: they are left out
-    of the rates and make up ``warmup_seconds``. Of several ranks, so is a batch in which another one did either, since
-    they wait for it; that is known at the end, and what was logged before it stays. The first value is logged before
-    batch 10.
+    Rates are samples (or tokens) divided by the time of training steps *and* of waiting for data. Evaluation and
+    checkpoint writing are excluded and logged separately. The first ``warmup_batches`` batches, batches in which
+    torch.compile compiled, and captures of CUDA graphs do not count as steady state: they are excluded from the rates
+    and add up to ``warmup_seconds``. With several ranks, a batch is also excluded if another rank compiled or captured
+    in it, since all ranks wait; this is known only at the end, and values logged earlier are not corrected. The first
+    value is logged before batch 10.
 
-    Where the host runs ahead of a GPU, the monitor waits for it at the end of each batch that is no steady state,
-    before an evaluation and at the end, so that no step's time is left out or counted elsewhere.
+    The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
+    the end, so that asynchronous steps are neither missed nor attributed to another phase.
 
-    Logged at each batch, over the last ``window`` steady batches, for all ranks together:
-    ``throughput/samples_per_sec``, ``throughput/samples_per_sec_step`` (data wait left out),
-    ``throughput/tokens_per_sec`` (real tokens), ``throughput/padding_fraction``, ``throughput/mfu`` (where
-    the model's FLOPs are known), ``throughput/step_seconds``, ``throughput/data_seconds``,
-    ``throughput/data_wait_fraction`` (of the time of those batches, spent waiting for data),
-    ``throughput/between_batches_seconds`` (from a batch's end until the next one is asked for, on the host: loggers,
-    callbacks, the start of an epoch; evaluation and checkpoints left out; no rate includes it), and of the batch alone
-    ``throughput/data_wait_seconds``. The wait is the host's: a GPU may still be at work meanwhile. Totals so far:
+    Logged for each batch, over the last ``window`` steady batches and all ranks: ``throughput/samples_per_sec``,
+    ``throughput/samples_per_sec_step`` (without waiting for data), ``throughput/tokens_per_sec`` (real tokens),
+    ``throughput/padding_fraction``, ``throughput/mfu`` (if the model's FLOPs are known), ``throughput/step_seconds``,
+    ``throughput/data_seconds``, ``throughput/data_wait_fraction`` (fraction of that time spent waiting for data) and
+    ``throughput/between_batches_seconds`` (host time from the end of a batch until the next one is requested: loggers,
+    callbacks, start of an epoch; without evaluation and checkpoints; not included in any rate). For the batch alone:
+    ``throughput/data_wait_seconds``, measured on the host, while a GPU may still be computing. Totals so far:
     ``throughput/warmup_seconds``, ``throughput/eval_seconds``, ``throughput/checkpoint_seconds``.
 
     Args:
-        window: Batches a logged rate is averaged over. Default 20.
-        warmup_batches: First batches left out of the steady state, 0 to 8. Default 3.
+        window: Number of batches that a logged rate averages over. Default 20.
+        warmup_batches: Number of initial batches excluded from the steady state, 0 to 8. Default 3.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
-        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool]]],  # Batch, by rank
+        "batches": list[list[tuple[int, int, int, int, int, float, float, float, bool]]],  # rank → its batches
         "eval_marks": list[int],
         "totals": dict[str, float],
         "unsteady": float,
@@ -145,16 +145,16 @@ class ThroughputMonitor(Callback):
             raise ValueError(f"warmup_batches must be 0 to {_FIRST_VALUE_BY - 1}, not {warmup_batches}")
         self.window, self.warmup_batches = window, warmup_batches
         self.batches: list[Batch] = []
-        self.eval_marks: list[int] = []  # training batches after which an evaluation ran
+        self.eval_marks: list[int] = []  # numbers of training batches that were followed by an evaluation
         self.clock = PhaseClock()
-        self.totals: dict[str, float] = defaultdict(float)  # seconds by phase
+        self.totals: dict[str, float] = defaultdict(float)  # seconds per phase
         self._peak: Peak | None = None
-        self._peak_is_here = False  # or that of the process before, maybe on another GPU
+        self._peak_is_here = False  # or from an earlier process, which may have run on another GPU
         self._lengths: torch.Tensor | None = None
         self._slots = self._flops = self._graphs = 0
-        self._capturing = 0.0  # seconds of all captures so far
-        self._unsteady = 0.0  # seconds of the batches that were no steady state
-        self._resumed = 0  # batches of processes before this one
+        self._capturing = 0.0  # total seconds of captures so far
+        self._unsteady = 0.0  # total seconds of batches outside the steady state
+        self._resumed = 0  # batches of earlier processes
         self._summary: dict[str, Any] = {}
 
     def fit_start(self, state: State, logger: Logger) -> None:
@@ -169,7 +169,7 @@ class ThroughputMonitor(Callback):
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.clock.event(Event.AFTER_DATALOADER)
-        # While the batch is still on the host.
+        # while the batch is still on the host
         self._lengths = batch_lengths(state.batch)
         self._slots = state.batch["input_ids"].numel() if self._lengths is not None else 0
         self._flops = _batch_flops(state, self._lengths)
@@ -196,14 +196,15 @@ class ThroughputMonitor(Callback):
         self.clock.event(Event.ITERATION_END)
 
     def _is_steady(self) -> bool:
-        """Of the batch that is about to end."""
+        """Whether the batch that is about to end belongs to the steady state."""
         trained = len(self.batches) - self._resumed
-        warm = trained >= max(self.warmup_batches, self._resumed > 0)  # the first skips to its place in the data
-        alone = dist.get_world_size() == 1 or capture_seconds() == self._capturing  # others wait for a capture too
+        # a resumed run skips batches before its first one
+        warm = trained >= max(self.warmup_batches, self._resumed > 0)
+        alone = dist.get_world_size() == 1 or capture_seconds() == self._capturing  # other ranks wait for a capture too
         return warm and alone and counters["stats"]["unique_graphs"] == self._graphs
 
     def _wait_for_step(self, state: State) -> None:
-        """What the GPU still has to do belongs to the last batch."""
+        """Synchronize, so that the last batch includes the GPU's remaining work."""
         start = self.clock.now()
         _synchronize(device_of(state))
         waited = self.clock.now() - start
@@ -281,7 +282,7 @@ class ThroughputMonitor(Callback):
         measured = steady or self.batches
         if not measured:
             return
-        # Ranks differ in tokens and in data wait; the run is as fast as all of them together.
+        # Ranks differ in tokens and in waiting for data; the rate of the run is that of all of them together.
         mine = torch.tensor([[b.samples, b.tokens, b.slots, b.flops, b.data, b.step, b.between] for b in measured])
         sums = state.device.tensor_to_device(mine.double().sum(0))
         dist.all_reduce(sums, reduce_operation="SUM")
@@ -335,9 +336,9 @@ class ThroughputMonitor(Callback):
         self._peak = None if state["peak"] is None else Peak(*state["peak"])
 
     def summary(self) -> dict[str, Any]:
-        """The ``throughput`` section of report.json: the steady state of the last ``fit``, all ranks.
+        """The ``throughput`` section of report.json: the steady state of the last ``fit`` on all ranks.
 
-        After a resume it is that of all processes together; ``warmup_seconds`` is the sum of theirs.
+        After a resume it covers all processes; ``warmup_seconds`` is their sum.
         """
         return dict(self._summary)
 

@@ -1,4 +1,4 @@
-"""The x-axes of the charts that Weights & Biases draws by itself."""
+"""The x-axes of the charts that Weights & Biases draws automatically."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ AXES = {
     "loss/*": "time/sample",
     "metrics/*": "time/sample",
 }
-"""Metrics → what they are drawn over. Learning is over reviews seen, so that arms of other batch sizes line up."""
+"""Metrics → their x-axis. Learning curves are drawn over samples, so that runs with different batch sizes align."""
 
 
 class WandbAxes(Callback):
-    """Tells the current Weights & Biases run what its metrics are drawn over.
+    """Defines the x-axes of metrics in the current Weights & Biases run.
 
-    Composer's WandBLogger logs every metric at the batch it belongs to, and ``time/batch`` and ``time/sample`` with it.
-    Rank 0 alone has a run.
+    Composer's WandBLogger logs ``time/batch`` and ``time/sample`` with every metric. Only rank 0 has a run.
     """
 
     def init(self, state: State, logger: Logger) -> None:
@@ -32,5 +31,5 @@ class WandbAxes(Callback):
         for axis in sorted(set(AXES.values())):
             wandb.define_metric(axis)
         for metrics, axis in AXES.items():
-            # Composer logs the axis of a row itself, the last one of a run after its metrics.
+            # Composer logs the values of a row's axes itself, for the last row of a run after its metrics.
             wandb.define_metric(metrics, step_metric=axis, step_sync=False)

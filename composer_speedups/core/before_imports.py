@@ -1,13 +1,14 @@
-"""What techniques start before a run has imported everything; found by their folders, without importing torch.
+"""Hooks with which techniques start work before train.py has imported torch. Discovered without importing torch.
 
-A technique's folder may hold a ``before_imports.py`` with one or both of these functions:
+A technique's folder may contain a ``before_imports.py`` with one or both of these functions:
 
-- ``before_torch(run: PlannedRun) -> subprocess.Popen | None`` is called before torch is imported, which it must not do.
-  A process that it returns is waited for (60 s at most) before the Trainer is built, and ended with the run.
-- ``on_gpu(run: PlannedRun) -> None`` is called where there is a GPU to train on, once torch is imported and while the
-  GPU is being opened.
+- ``before_torch(run: PlannedRun) -> subprocess.Popen | None`` is called before torch is imported and must not import
+  it. If it returns a process, train.py waits up to 60 s for it before it builds the Trainer, and kills it when the run
+  ends.
+- ``on_gpu(run: PlannedRun) -> None`` is called on machines with a GPU, after torch is imported and while CUDA
+  initializes.
 
-Both get the run as plain values. What they cannot start is left to the run itself: they raise nothing.
+Both must not raise: work that they cannot start is done later by the run itself.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Any, NamedTuple
 
 __all__ = ["EarlyWork", "PlannedRun", "early_work"]
 
-_AT_MOST = 60.0  # seconds that a run waits for a process
+_AT_MOST = 60.0  # seconds to wait for a process
 
 
 class PlannedRun(NamedTuple):
-    """A run before anything of it is loaded.
+    """The settings of a run that are known before anything is loaded.
 
     Attributes:
-        algorithms: YAML name → settings of each technique; None or empty for none.
-        model: ``name``, ``size`` and ``dropout``, as the config's ``model`` has them.
-        precision: Composer's, such as ``amp_bf16``, where no technique sets another.
+        algorithms: YAML name → settings of each technique; None or empty for the defaults.
+        model: ``name``, ``size`` and ``dropout`` of the config's ``model`` section.
+        precision: Composer's precision, such as ``amp_bf16``, unless a technique sets another one.
         device: ``auto``, ``cpu`` or ``gpu``.
     """
 
@@ -42,7 +43,7 @@ class PlannedRun(NamedTuple):
 
 
 class EarlyWork:
-    """What the techniques of a run have started; see :func:`early_work`."""
+    """The hooks of a run's techniques and the processes that they started; see :func:`early_work`."""
 
     def __init__(self, run: PlannedRun) -> None:
         self._run = run
@@ -60,7 +61,7 @@ class EarlyWork:
                 hook.on_gpu(self._run)
 
     def wait(self) -> None:
-        """Until all processes are done; whatever came of them, the run goes on."""
+        """Wait for all processes to end. Their exit statuses are ignored."""
         for process in self.processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_AT_MOST)
@@ -68,7 +69,7 @@ class EarlyWork:
 
 @contextlib.contextmanager
 def early_work(run: PlannedRun) -> Iterator[EarlyWork]:
-    """Start what the run's techniques want started before torch is imported; at the end its processes are over."""
+    """Call the ``before_torch`` hooks of the run's techniques, and kill their processes at the end of the block."""
     work = EarlyWork(run)
     work.before_torch()
     try:

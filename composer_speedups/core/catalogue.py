@@ -1,7 +1,7 @@
-"""What techniques there are, read from the folders under ``algorithms`` without importing them.
+"""The available techniques, read from the folders under ``algorithms`` without importing them.
 
-A technique is a folder that holds a module of the same name with one subclass of ``Technique`` in it. Folders of other
-places join in when they are put on ``composer_speedups.algorithms.__path__``.
+A technique is a folder with a module of the same name that defines one subclass of ``Technique``. Further folders can
+be added to ``composer_speedups.algorithms.__path__``.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _PACKAGE = Path(__file__).parent.parent
 
 class SettingDescription(NamedTuple):
     name: str
-    hint: str  # as YAML has it: "model|blocks", "int|null"
+    hint: str  # type as in YAML: "model|blocks", "int|null"
     default: Any
     bounds: dict[str, Any]  # "ge", "gt", "le" and "lt"
-    doc: str  # the string under it, on one line
+    doc: str  # the string below the setting, on one line
 
 
 class Description(NamedTuple):
     name: str
     class_name: str
-    summary: str  # first line of the class's doc string
-    settings: list[SettingDescription]  # without on_unavailable, which all have
+    summary: str  # first line of the class's docstring
+    settings: list[SettingDescription]  # without on_unavailable, which every technique has
 
 
 def technique_names() -> list[str]:
@@ -42,7 +42,7 @@ def technique_names() -> list[str]:
 
 
 def folder_of(name: str) -> Path:
-    """Where a technique's modules and its card are."""
+    """The folder of a technique's modules and card."""
     return next(folder for path in _folders() if (folder := Path(path) / name).is_dir())
 
 
@@ -51,15 +51,15 @@ def _folders() -> list[str]:
 
 
 def describe() -> list[Description]:
-    """One entry a technique, from its source alone: ``--help`` must not wait for torch to be imported."""
+    """Describe each technique from its source code, so that ``--help`` does not have to import torch."""
     return [_describe(name) for name in technique_names()]
 
 
 @cache
 def public_names() -> dict[str, str]:
-    """Class and function name → module, for ``from composer_speedups import …``.
+    """Name of each public class and function → its module, for ``from composer_speedups import …``.
 
-    The functions are those in ``__all__`` of a technique's ``functional.py``, which needs no Composer.
+    The functions are those in ``__all__`` of each technique's ``functional.py``.
     """
     public = {}
     for name in technique_names():
@@ -91,7 +91,7 @@ def _describe(name: str) -> Description:
 
 
 def _settings(class_name: str, file: Path) -> Iterator[SettingDescription]:
-    """Those of the class, then those of its bases: what ``NAME: hint = Field(default, …)`` in their bodies says."""
+    """The ``NAME: hint = Field(default, …)`` settings in the body of the class, then those of its base classes."""
     cls = next((n for n in _tree(file).body if isinstance(n, ast.ClassDef) and n.name == class_name), None)
     if cls is None:
         return
@@ -110,7 +110,7 @@ def _is_field(value: ast.expr | None) -> TypeGuard[ast.Call]:
 
 
 def _module_of(name: str, file: Path) -> Path | None:
-    """The file of this package that a name is imported from; None for other packages' names."""
+    """The file of this package that a name is imported from; None if it comes from another package."""
     for node in _tree(file).body:
         if isinstance(node, ast.ImportFrom) and node.module and any(a.name == name for a in node.names):
             package, _, rest = node.module.partition(".")
@@ -119,7 +119,7 @@ def _module_of(name: str, file: Path) -> Path | None:
 
 
 def _value_of(name: str, file: Path) -> ast.expr:
-    """What a name at the top of a module stands for, there or where it is imported from."""
+    """The value assigned to a module-level name, in this module or in the one that it is imported from."""
     for node in _tree(file).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
             return node.value
@@ -133,7 +133,7 @@ def _constant(node: ast.expr, file: Path) -> Any:
 
 
 def _hint(node: ast.expr, file: Path) -> str:
-    """A type as YAML has it: ``Literal["a", "b"] | None`` is ``a|b|null``."""
+    """A type in YAML's terms: ``Literal["a", "b"] | None`` is ``a|b|null``."""
     if isinstance(node, ast.BinOp):
         return f"{_hint(node.left, file)}|{_hint(node.right, file)}"
     if isinstance(node, ast.Subscript) and ast.unparse(node.value) == "Literal":

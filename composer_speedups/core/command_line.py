@@ -1,4 +1,4 @@
-"""Command lines: ``-f FILE`` or words, and ``key=value`` pairs that fill a dataclass with types and bounds."""
+"""Parse command lines: ``-f FILE`` or positional words, and ``key=value`` pairs for a typed dataclass with bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["COMMAND_LINE", "CommandLine", "find_config", "keys_help", "parse_com
 
 COMMAND_LINE = "command line"
 _PACKAGE = Path(__file__).parents[1]
-# Of the wheel, or beside the package in a checkout.
+# in the installed wheel, or next to the package in a checkout
 _SHIPPED = _PACKAGE / "yamls" if (_PACKAGE / "yamls").is_dir() else _PACKAGE.parent / "yamls"
 _IN_ERRORS = Spelling(
     lambda options: " or ".join(map(str, options)),
@@ -30,22 +30,21 @@ T = TypeVar("T")
 
 
 class CommandLine(NamedTuple):
-    file: str  # its path; empty for a program that takes words, and where help is asked for
+    file: str  # empty for programs with positional words, and with --help
     words: list[str]
     overrides: list[str]  # key=value
     help: bool
 
 
 def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
-    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or words.
+    """Split a command line into ``--help``, ``key=value`` pairs, and ``-f FILE`` or positional words.
 
     Args:
-        arguments: Without the program's name.
-        words: Names of the words that the program takes in place of ``-f FILE``, as in ``PROJECT``.
+        arguments: The arguments without the program's name.
+        words: Names of the positional words that the program takes instead of ``-f FILE``, such as ``PROJECT``.
 
     Raises:
-        ConfigError: One line: an argument of another form, a file or word too few or too many, or a file that is given
-            as the name of a config that does not come with the package.
+        ConfigError: An argument of another form, a missing or superfluous file or word, or an unknown config name.
     """
     file, found, overrides, wants_help = "", [], [], False
     rest = iter(arguments)
@@ -54,7 +53,7 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
             wants_help = True
         elif argument in ("-f", "--file") and not words:
             if file:
-                raise ConfigError(f"{COMMAND_LINE}: {argument} is given twice; name one config file")
+                raise ConfigError(f"{COMMAND_LINE}: {argument} names a second config file; pass one")
             file = next(rest, "")
             if not file:
                 raise ConfigError(f"{COMMAND_LINE}: {argument} needs a file, as in -f yamls/quickstart.yaml")
@@ -77,11 +76,11 @@ def parse_command_line(arguments: Sequence[str], *words: str) -> CommandLine:
 
 
 def find_config(name: str) -> str:
-    """The path of a config that ``-f`` names: a file, or one that comes with the package, without its ``.yaml``, as in
-    ``quickstart`` and ``glue/mrpc``.
+    """The path of the config that ``-f`` names: a file, or a config that comes with the package, such as ``quickstart``
+    or ``glue/mrpc``.
 
     Raises:
-        ConfigError: A name without a folder and a suffix that is neither.
+        ConfigError: A name without folder and suffix that is neither a file nor a config of the package.
     """
     if os.path.isfile(name):
         return name
@@ -89,29 +88,29 @@ def find_config(name: str) -> str:
     shipped = dict(sorted(found.items()))
     if name not in shipped:
         if os.path.basename(name) != name or os.path.splitext(name)[1]:
-            return name  # of no file: whoever reads it says so
+            return name  # reading the file will report the error
         hint = did_you_mean(name, shipped)
         known = "" if hint.startswith("; known") else f" known: {', '.join(shipped)}"
-        raise ConfigError(f"-f {name[:80]}: no such file, and no config comes under that name{hint}{known}")
+        raise ConfigError(f"-f {name[:80]}: no such file, and no config of the package has that name{hint}{known}")
     return str(shipped[name])
 
 
 def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> tuple[T, list[str]]:
-    """A dataclass filled from ``key=value`` pairs; later ones win.
+    """Fill a dataclass from ``key=value`` pairs. The last value of a key wins.
 
-    A value is text, and lists are ``a,b`` or ``[a,b]``; ``null`` stands for None.
+    Values are plain text, lists are written ``a,b`` or ``[a,b]``, and ``null`` means None.
 
     Args:
-        cls: Its fields are of type str, int, float, bool or Literal, a list of one, or one of these or None.
-            Bounds are those of :func:`.key`.
-        arguments: ``key=value`` strings; with a prefix, any arguments, of which others are handed back.
-        prefix: What its keys begin with, as in ``tune.``.
+        cls: Its fields have type str, int, float, bool or Literal, a list of one of these, or None. Their bounds are
+            those of :func:`.key`.
+        arguments: ``key=value`` strings. With a prefix, arguments without it are returned.
+        prefix: Prefix of the keys, such as ``tune.``.
 
     Returns:
-        The dataclass, and the arguments that do not begin with the prefix.
+        The dataclass, and the arguments without the prefix.
 
     Raises:
-        ConfigError: One line that names the key and, where there is one, the nearest known key.
+        ConfigError: Names the key and, if there is one, the closest known key.
     """
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
@@ -124,7 +123,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
             continue
         name = dotted.removeprefix(prefix)
         if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)  # names are long, and cut short
+            close = difflib.get_close_matches(name, fields, n=1, cutoff=0.5)  # shortens long names
             hint = f"; did you mean {prefix + close[0]!r}?" if close else f"; known: {', '.join(fields)}"
             raise ConfigError(f"{COMMAND_LINE}: unknown key {dotted!r}{hint}")
         try:
@@ -137,7 +136,7 @@ def read_settings(cls: type[T], arguments: Sequence[str], prefix: str = "") -> t
 
 
 def keys_help(cls: type, prefix: str = "") -> str:
-    """For ``--help``: every key with its type, default, bounds and doc line."""
+    """Every key with its type, default, bounds and doc line, for ``--help``."""
     docs, hints = field_docs(cls), typing.get_type_hints(cls)
     lines = (
         f"  {field_line(prefix + f.name, f, hints[f.name])}\n      {docs[f.name]}" for f in dataclasses.fields(cls)

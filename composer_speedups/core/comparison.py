@@ -1,6 +1,7 @@
-"""What a changed model computes beside what the untouched one does: loss, outputs and gradients of one batch.
+"""Compare the loss, outputs and gradients of a changed model with those of the untouched model, on one batch.
 
-Dropout is off and the arithmetic float32, so that rounding is small and a head that reads padding is not.
+Both run without dropout and in float32: rounding errors are then small compared with the effect of a head that reads
+padding.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ __all__ = [
 
 
 class Tolerance(NamedTuple):
-    """How far rounding may take two computations of the same thing apart.
+    """How far two computations of the same value may differ by rounding.
 
     Attributes:
         value: Relative difference of the loss and of the outputs.
-        gradient: Relative difference of a parameter's gradient, by their norms.
-        floor: Gradients below this share of the largest one's norm are compared with that share instead.
+        gradient: Relative difference of a parameter's gradient, in norm.
+        floor: Gradients whose norm is below this fraction of the largest one are compared relative to that fraction.
     """
 
     value: float
@@ -46,12 +47,12 @@ SIXTEEN_BITS = Tolerance(3e-2, 0.15, 3e-2)
 
 @dataclass
 class Outcome:
-    """What one batch gave.
+    """The result of one batch.
 
     Attributes:
-        loss: None where only the outputs were computed.
-        outputs: Logits, or whatever tensor the model returned, on slots and rows with a real token.
-        gradients: Of each parameter that trains, zeros where it got none.
+        loss: None if only the outputs were computed.
+        outputs: Logits, or all tensors that the model returned, at real tokens and in rows with at least one.
+        gradients: The gradient of each trainable parameter, zeros if it has none.
     """
 
     loss: float | None
@@ -60,12 +61,12 @@ class Outcome:
 
 
 class Difference(NamedTuple):
-    """How far two outcomes are apart.
+    """How much two outcomes differ.
 
     Attributes:
-        loss: Absolute; None without losses.
-        gradient: The largest relative difference of a parameter's gradient; None without gradients.
-        beyond: What is further apart than the tolerance, as a sentence; None when nothing is.
+        loss: Absolute difference; None without losses.
+        gradient: Largest relative difference of a parameter's gradient; None without gradients.
+        beyond: What exceeds the tolerance, as a sentence; None if nothing does.
     """
 
     loss: float | None
@@ -73,13 +74,13 @@ class Difference(NamedTuple):
     beyond: str | None
 
     def evidence(self) -> dict[str, float]:
-        """As report.json has it."""
+        """The difference as written to report.json."""
         found = {"loss": self.loss, "largest_gradient_difference": self.gradient}
         return {name: value for name, value in found.items() if value is not None}
 
 
 def tolerance_of(model: nn.Module) -> Tolerance:
-    """That of float32, unless the model computes in less whatever autocast says."""
+    """The tolerance for float32, or a larger one if the model computes in lower precision regardless of autocast."""
     coarse = any(p.is_floating_point() and p.dtype != torch.float32 for p in model.parameters())
     coarse = coarse or any("float8" in type(module).__name__.lower() for module in model.modules())
     return SIXTEEN_BITS if coarse else FLOAT32
@@ -92,15 +93,15 @@ def measure(
     *,
     gradients: bool = True,
 ) -> Outcome:
-    """Run a model on one batch in eval mode, leaving its mode, buffers, gradients and the random state as they were.
+    """Run a model on one batch in eval mode. Its mode, buffers and gradients and the random state are preserved.
 
-    A batch norm keeps its own mode: in training it reads every slot, padding included.
+    Batch norms keep their mode: in training mode they read every position, padding included.
 
     Args:
-        model: Whose parameters' gradients are wanted.
-        call: Runs it; gives its outputs and its loss.
-        mask_BS: The batch's attention mask: what is computed for padding is compared with nothing.
-        gradients: Whether to compute them.
+        model: The model whose parameters' gradients are computed.
+        call: Runs it and returns its outputs and its loss.
+        mask_BS: The batch's attention mask; outputs at padding positions are not compared.
+        gradients: Whether to compute gradients.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _quietly(model), torch.set_grad_enabled(gradients):
@@ -113,7 +114,8 @@ def measure(
 
 
 def outcome_of(model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
-    """:func:`measure` of a model that takes keyword arguments and returns its loss, alone or among its outputs."""
+    """:func:`measure` for a model that is called with keyword arguments and returns its loss, alone or among
+    outputs."""
 
     def call() -> tuple[Any, Tensor | None]:
         outputs = model(**batch)
@@ -126,12 +128,12 @@ def outcome_of(model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
 
 
 def compare(untouched: Outcome, changed: Outcome, tolerance: Tolerance) -> Difference:
-    """How far a changed model's outcome is from the untouched one's."""
+    """Compare the changed model's outcome with the untouched model's."""
     beyond, loss, largest = [], None, None
     if untouched.loss is not None and changed.loss is not None:
         loss = abs(changed.loss - untouched.loss)
-        if not loss <= tolerance.value * max(1.0, abs(untouched.loss)):  # NaN too
-            beyond.append(f"the loss is {changed.loss:.4g} and not {untouched.loss:.4g}")
+        if not loss <= tolerance.value * max(1.0, abs(untouched.loss)):  # also true for NaN
+            beyond.append(f"the loss is {changed.loss:.4g} instead of {untouched.loss:.4g}")
     if untouched.outputs is not None and changed.outputs is not None:
         apart = _relative(changed.outputs, untouched.outputs)
         if not apart <= tolerance.value * 10:
@@ -163,7 +165,7 @@ def _relative(one: Tensor, other: Tensor) -> float:
 
 
 def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
-    """The logits that a model returned, or else all its tensors, without what it computed for padding."""
+    """The logits that a model returned, or all its floating-point tensors, without the values at padding positions."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
         found: list[Any] = [logits]
@@ -185,7 +187,7 @@ def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
 
 @contextlib.contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Eval mode, float32 without TF32, nothing compiled, and a random state that is given back."""
+    """Eval mode, float32 without TF32, without compilation; the random state and all modes are restored afterwards."""
     modes = {module: module.training for module in model.modules()}
     norms = [
         module for module, training in modes.items() if training and isinstance(module, nn.modules.batchnorm._NormBase)

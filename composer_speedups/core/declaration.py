@@ -1,4 +1,4 @@
-"""Settings declared once, in the body of a class: the constructor, ``repr`` and every check come from there."""
+"""Settings declared once, in the body of a class: the constructor, ``repr`` and all checks are derived from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _HOLDS: dict[str, Callable[[Any, Any], bool]] = {
 class Setting(NamedTuple):
     hint: Any
     default: Any
-    bounds: Mapping[str, float]  # "ge", "gt", "le" and "lt", as pydantic's Field names them
+    bounds: Mapping[str, float]  # keys "ge", "gt", "le" and "lt", named as in pydantic's Field
     keyword_only: bool
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with a value, as the end of a sentence; None when it is fine."""
+        """Describe what is wrong with a value, as the end of a sentence; None if it is valid."""
         if not _accepts(self.hint, value):
             return f"must be {_IN_ERRORS.of(self.hint)}, not {value!r}"
         if value is not None and not all(_HOLDS[sign](value, bound) for sign, bound in self.bounds.items()):
@@ -38,16 +38,17 @@ class Setting(NamedTuple):
         return None
 
 
-@dataclass_transform()  # without Field as a specifier, whose positional default mypy would not see
+# Field is not declared as a field specifier, because mypy would then miss its positional default
+@dataclass_transform()
 class Declared:
-    """The base of a class that declares its settings in its body, as annotated attributes with a default::
+    """Base of a class that declares its settings in its body, as annotated attributes with a default::
 
         max_graphs: int = Field(4, ge=1)
         \"""Input shapes captured.\"""
 
-    The constructor takes them in that order, those after ``_: KW_ONLY`` as keywords only, and keeps each under its own
-    name. Types are strict: a bool is no int, though an int is a float. The string under a setting is what ``--help``
-    says of it.
+    The constructor takes the settings in that order, and those after ``_: KW_ONLY`` as keywords only. Types are strict:
+    a bool is not accepted for an int, but an int is accepted for a float. ``--help`` prints the string below each
+    setting.
 
     Attributes:
         settings: Name → declaration.
@@ -90,10 +91,10 @@ class Declared:
         self.reset()
 
     def check_settings(self) -> None:
-        """Raise ValueError for settings that cannot go together."""
+        """Raise ValueError for settings that cannot be combined."""
 
     def reset(self) -> None:
-        """Set the attributes that are no settings, as they are before a run; a subclass calls ``super().reset()``."""
+        """Initialize the attributes that are not settings. A subclass must call ``super().reset()``."""
 
     def __repr__(self) -> str:
         recorded = (f"{name}={getattr(self, name)!r}" for name in self.settings if name not in self.not_recorded)
@@ -106,7 +107,7 @@ def _accepts(hint: Any, value: Any) -> bool:
         return any(value == option and type(value) is type(option) for option in options)
     if typing.get_origin(hint) is list:
         return type(value) is list and all(_accepts(options[0], item) for item in value)
-    if options:  # a union
+    if options:  # a union type
         return any(_accepts(option, value) for option in options)
     if hint is float:
         return type(value) in (int, float)
@@ -123,6 +124,6 @@ _IN_ERRORS = Spelling(_one_of, "a list of {}", " or ")
 
 def _format_bounds(bounds: Mapping[str, float]) -> str:
     names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    if "ge" in bounds and len(bounds) > 1:  # 1 to 4096, 0 to below 1
+    if "ge" in bounds and len(bounds) > 1:  # formats "1 to 4096" and "0 to below 1"
         return f"{bounds['ge']} to {bounds['le'] if 'le' in bounds else 'below {lt}'.format(**bounds)}"
     return " and ".join(f"{names[sign]} {bound}" for sign, bound in bounds.items())

@@ -1,7 +1,7 @@
-"""Errors that a user can mend, each one line that names the key and the fix; credentials are masked in it.
+"""Errors that a user can fix. Each is one line that names the key and the fix, with credentials masked.
 
-What looks like a credential is masked wherever a run writes it down, its config too: parts of addresses, and values
-under names such as ``api_key``.
+Credentials are masked wherever a run writes text, including its config: user and password in URLs, and values under
+names such as ``api_key``.
 """
 
 from __future__ import annotations
@@ -41,47 +41,47 @@ __all__ = [
 MASK = "<masked>"
 
 _SECRET = ("token", "secret", "password", "passwd", "passphrase", "pwd", "credential", "credentials", "apikey")
-_SECRET_KEYS = ("api", "access", "private", "secret", "account", "signing", "encryption")  # … key
+_SECRET_KEYS = ("api", "access", "private", "secret", "account", "signing", "encryption")  # followed by "key"
 _SECRET_IN_URLS = ("key", "sig", "signature", "auth", "authorization", "jwt")
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _URL = re.compile(r"\b[a-z][a-z0-9+.-]*://\S+", re.IGNORECASE)
-_INTERPOLATION = r"\$\{(?:oc\.env:\w+|[\w.]+)\}"  # without a default, which could be the credential
+_INTERPOLATION = r"\$\{(?:oc\.env:\w+|[\w.]+)\}"  # without a default value, which could be the credential itself
 _INTERPOLATED = re.compile(f"(?:{_INTERPOLATION})+")
 _INTERPOLATED_PASSWORD = re.compile(f"(?:(?:[^:$]*|{_INTERPOLATION}):)?(?:{_INTERPOLATION})+")
 _PARAMETER = re.compile(r"(?P<name>[?&;#][^=&;#\s]+)=(?P<value>(?:\$\{[^{}]*\}|[^&;#\s}])*)")
 
 
 class UserError(ValueError):
-    """Bad input. ``train.py`` prints the message on one line and exits with 2; of a very long one, both ends."""
+    """Bad input. ``train.py`` prints the message as one line and exits with status 2. Long messages are shortened."""
 
     def __init__(self, message: str) -> None:
-        plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))  # files' names too
-        line = mask_urls(plain)  # job logs keep it
+        plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(message.split()))
+        line = mask_urls(plain)  # job logs keep the message
         super().__init__(line if len(line) <= 2000 else f"{line[:1200]} […] {line[-600:]}")
 
 
 class ConfigError(UserError):
-    """A YAML key, an override or a value that cannot be used."""
+    """An invalid YAML key, override or value."""
 
 
 class DataError(UserError):
-    """A dataset, a file or a row that cannot be used."""
+    """An invalid dataset, file or row."""
 
 
 class RunFailedError(UserError):
-    """A run that began and cannot go on: exit status 1."""
+    """A run failed after it started; exit status 1."""
 
 
 class NonFiniteError(RunFailedError):
-    """A loss, a weight or every gradient that is NaN or infinite."""
+    """A loss, a weight or all gradients are NaN or infinite."""
 
 
 class DivergedError(RunFailedError):
-    """A loss that climbed far above what it was."""
+    """The loss climbed far above its level at the last good checkpoint."""
 
 
 class TechniqueError(UserError):
-    """A technique that cannot be used here: something it needs is missing, or it clashes with another."""
+    """A technique cannot be used: a requirement is missing, or it conflicts with another technique."""
 
     def __init__(self, technique: str, reason: str, fix: str) -> None:
         self.technique, self.reason, self.fix = technique, reason, fix
@@ -89,24 +89,25 @@ class TechniqueError(UserError):
 
 
 class CannotRunError(TechniqueError):
-    """A technique that engaged, and that the first batches show cannot run here."""
+    """A technique engaged, but the first batches show that it cannot run on this machine or model."""
 
 
 class NotEngagedError(TechniqueError):
-    """A technique that was applied but left no evidence of having taken effect."""
+    """A technique was applied but left no evidence that it took effect."""
 
 
 class WriteError(RunFailedError):
-    """A file of a running job that cannot be written; what it wrote before is there."""
+    """A running job cannot write a file. Files that it wrote earlier are intact."""
 
 
 class Interrupted(SystemExit):
-    """Training ended by a signal after a whole batch. The exit status is 128 and the signal.
+    """A signal ended training after a complete batch. The exit status is 128 plus the signal's number.
 
     Args:
         signum: The signal.
-        batch: How many batches were trained.
-        earlier: Where the run goes on from, when no checkpoint of this batch was written since its loss had climbed.
+        batch: Number of trained batches.
+        earlier: The checkpoint that the run resumes from, if none was written for this batch because the loss had
+            climbed.
     """
 
     def __init__(self, signum: int, batch: int, earlier: str | None = None) -> None:
@@ -114,26 +115,28 @@ class Interrupted(SystemExit):
         self.signum, self.batch, self.earlier = signum, batch, earlier
 
     def __str__(self) -> str:
-        said = f"stopped by {signal.Signals(self.signum).name} after batch {self.batch}"
+        stopped = f"stopped by {signal.Signals(self.signum).name} after batch {self.batch}"
         if self.earlier is None:
-            return f"{said}, with a checkpoint; the same command goes on from there"
-        return f"{said}, without a checkpoint, since the loss had climbed; the same command goes on from {self.earlier}"
+            return f"{stopped}, with a checkpoint; the same command resumes from it"
+        return (
+            f"{stopped}, without a checkpoint, since the loss had climbed; the same command resumes from {self.earlier}"
+        )
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """``; did you mean 'x'?`` for the nearest of some names; all of them when none is near."""
+    """Return ``; did you mean 'x'?`` with the closest of the known names, or list all of them if none is close."""
     known = list(known)
     close = difflib.get_close_matches(str(name), known, n=1) or [k for k in known if str(name) in k]
     return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that an error's message says anything in; the name of its class for an empty message."""
+    """The first line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """The error itself, then what each was raised from, or while handling, from the last back to the first."""
+    """Yield the error, then the chain of errors that it was raised from or while handling, up to the first."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -141,9 +144,9 @@ def causes_of(error: BaseException) -> Iterator[BaseException]:
 
 
 def mask(value: Any, name: str = "") -> Any:
-    """A copy of a value, nested or not, without credentials: those in URLs, and all under a name such as ``api_key``.
+    """Return a copy of a value, nested or not, without credentials in URLs and under names such as ``api_key``.
 
-    What is given as ``${oc.env:NAME}`` holds none, and stays.
+    Interpolations such as ``${oc.env:NAME}`` do not contain the credential and are kept.
     """
     if isinstance(value, Mapping):
         return {key: mask(item, name if is_secret_name(name) else str(key)) for key, item in value.items()}
@@ -156,7 +159,7 @@ def mask(value: Any, name: str = "") -> Any:
 
 @contextlib.contextmanager
 def masked_command_line() -> Iterator[None]:
-    """Inside, ``sys.argv`` is without credentials, for libraries that keep it."""
+    """Mask credentials in ``sys.argv`` inside the block, for libraries that record it."""
     before = sys.argv
     sys.argv = [_masked_argument(argument) for argument in before]
     try:
@@ -166,19 +169,19 @@ def masked_command_line() -> Iterator[None]:
 
 
 def mask_urls(text: str) -> str:
-    """A text whose URLs have neither user nor password, nor values of parameters such as ``token`` and ``sig``."""
+    """Mask user, password and parameters such as ``token`` and ``sig`` in the URLs of a text."""
     return _URL.sub(lambda found: _masked_url(found[0]), text)
 
 
 def is_secret_name(name: str) -> bool:
-    """Whether a key's name says that its value is a credential: ``hf_token`` and ``apiKey``, but not ``tokenizer``."""
+    """Whether a key's name indicates a credential: ``hf_token`` and ``apiKey`` do, ``tokenizer`` does not."""
     words = _words(name)
     pairs = itertools.pairwise(words)
     return any(word.endswith(_SECRET) for word in words) or any(a in _SECRET_KEYS and b == "key" for a, b in pairs)
 
 
 def _masked_argument(argument: str) -> str:
-    """A command line's ``section.key=value``, or any other."""
+    """Mask a command line argument, which may be ``section.key=value``."""
     name, equals, value = argument.partition("=")
     return f"{name}={mask(value, name)}" if equals and is_secret_name(name) else mask_urls(argument)
 

@@ -1,4 +1,4 @@
-"""Files and folders: written whole or not at all; wrong paths named in one line."""
+"""Atomic writes of files and folders, and one-line errors for unusable paths."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ __all__ = [
     "write_json",
 ]
 
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the system's errors of a disk, a quota or a limit used up
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, an exhausted quota or a file size limit
 _PREFIX = ".unfinished-"
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file that appears whole or not at all."""
+    """Write a file atomically: readers see the old content or the new one, never part of it."""
     data = content.encode() if isinstance(content, str) else content
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_PREFIX, suffix=".tmp", delete=False) as partial:
         try:
@@ -49,7 +49,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that appears whole or not at all. JSON has no NaN and no infinity: they become null."""
+    """Write a JSON file atomically. NaN and infinity, which JSON does not have, become null."""
     write_atomically(path, json.dumps(_finite(content), indent=2) + "\n")
 
 
@@ -62,22 +62,23 @@ def _finite(value: Any) -> Any:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Give a file its name once its content is on the disk; what had the name before is there until then."""
+    """Rename ``partial`` to ``path`` after its content is on the disk. An existing ``path`` is replaced atomically."""
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)
     folder = os.open(path.parent, os.O_RDONLY)
     try:
-        os.fsync(folder)  # the new name itself
+        os.fsync(folder)  # makes the rename itself durable
     finally:
         os.close(folder)
 
 
 @contextmanager
 def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Path]:
-    """An empty folder to fill, which takes the place of ``folder`` when the block ends without an error.
+    """Yield an empty folder that replaces ``folder`` if the block ends without an error.
 
-    With ``keep_existing`` one that another process has made meanwhile stays, and what was filled goes.
+    With ``keep_existing``, a folder that another process has created in the meantime is kept, and the new one is
+    deleted.
     """
     partial = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f"{_PREFIX}{folder.name}."))
     try:
@@ -97,7 +98,7 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Take away what a killed process was writing to ``folder`` by the functions above."""
+    """Delete the partial files and folders that a killed process left in ``folder``."""
     for path in folder.glob(f"{_PREFIX}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -106,53 +107,53 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def make_folder(path: Path, key: str) -> Path:
-    """Create a folder that the config key ``key`` asks for.
+    """Create the folder that a config key names.
 
     Raises:
-        ConfigError: It cannot be made or written to.
+        ConfigError: It cannot be created or is not writable.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         shown = with_working_directory(path)
-        raise ConfigError(f"{key}: {shown} cannot be made ({error.strerror}); choose another folder") from error
+        raise ConfigError(f"{key}: {shown} cannot be created ({error.strerror}); choose another folder") from error
     if not os.access(path, os.W_OK):
-        raise ConfigError(f"{key}: {with_working_directory(path)} cannot be written to; choose another folder")
+        raise ConfigError(f"{key}: {with_working_directory(path)} is not writable; choose another folder")
     return path
 
 
 def check_folder(name: str, key: str) -> str:
-    """A folder's path with its ``~`` expanded, or a name as it is, which may be the hub's.
+    """Expand ``~`` in a folder's path. Any other name is returned unchanged, because it may be a hub id.
 
     Raises:
-        ConfigError: It begins with ``/``, ``.`` or ``~``, and is no folder.
+        ConfigError: It begins with ``/``, ``.`` or ``~`` and is not a folder.
     """
     if not name.startswith(("/", ".", "~")):
         return name
     expanded = os.path.expanduser(name)
     if not os.path.isdir(expanded):
         shown = with_working_directory(name)
-        raise ConfigError(f"{key}: {shown} is no folder; give an existing one, or a name of the hub")
+        raise ConfigError(f"{key}: {shown} is not a folder; name an existing folder or a hub id")
     return expanded
 
 
 def cannot_be_loaded(key: str, name: str, error: BaseException, fix: str) -> ConfigError:
-    """The error for what is neither a usable folder nor to be had from the hub under that name."""
+    """The error for a name that is neither a usable folder nor available from the hub."""
     here = "" if os.path.isdir(name) else f", and there is no folder {with_working_directory(name)}"
     return ConfigError(f"{key}: {name!r} cannot be loaded ({first_line(error)}){here}; {fix}")
 
 
 def with_working_directory(path: str | os.PathLike[str]) -> str:
-    """A path for an error message; after a relative one, the folder that it is relative to."""
+    """A path for error messages, followed by the working directory if it is relative."""
     name = os.fspath(path)
     absolute = os.path.isabs(name) or name.startswith("~") or "://" in name
     return name if absolute else f"{name} (relative to {os.getcwd()})"
 
 
 def out_of_space(error: BaseException) -> str | None:
-    """What the system said, where an error comes of a full disk; None where it does not."""
+    """The system's message if the error was caused by a full disk; None otherwise."""
     for cause in causes_of(error):
-        # safetensors has the number in its text only
+        # safetensors reports the error number only in its text
         spelled = re.search(r"\(os error (\d+)\)", str(cause))
         number = cause.errno if isinstance(cause, OSError) else int(spelled[1]) if spelled else None
         if number in NO_SPACE:

@@ -1,4 +1,4 @@
-"""Process-wide flags that a run sets for as long as it trains or evaluates, then gives back."""
+"""Process-wide flags that a run sets while it trains or evaluates, and restores afterwards."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ __all__ = ["MATMUL_PRECISION", "FlagTechnique", "Float32Matmuls", "ProcessFlag"]
 
 
 class ProcessFlag:
-    """One flag of the process, and the runs that hold it now: the last to take it has it as it wants.
+    """One process-wide flag, and the runs that currently hold it. The run that took it last determines its value.
 
-    Runs may end in any order, or not at all until their Trainers close: what one that is not the last would give
-    back goes to the one after it, and the last to leave restores what was there before the first.
+    Runs may release it in any order, or only when their Trainers close. The value to restore is passed on to the next
+    holder, and the last one to release the flag restores the value from before the first.
 
     Args:
-        read: The flag as it is now.
-        write: Sets it to what ``read`` returned.
+        read: Returns the current value.
+        write: Sets a value that ``read`` returned.
     """
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], object]) -> None:
         self.read, self._write = read, write
-        self._held: list[tuple[object, Any]] = []  # owner, and what the flag was before it
+        self._held: list[tuple[object, Any]] = []  # owner, and the value before it took the flag
 
     def take(self, owner: object, wanted: Any) -> None:
-        """Set the flag; ``owner`` may hold it several times over, an evaluation inside a fit say."""
+        """Set the flag. An owner may take it several times, for example for an evaluation during ``fit``."""
         self._held.append((owner, self.read()))
         self._write(wanted)
 
     def give_back(self, owner: object) -> None:
-        """Undo the owner's latest :meth:`take`; without one, nothing."""
+        """Undo the owner's latest :meth:`take`, if any."""
         index = next((i for i in reversed(range(len(self._held))) if self._held[i][0] is owner), None)
         if index is None:
             return
@@ -46,7 +46,7 @@ class ProcessFlag:
             self._held[index] = self._held[index][0], before
 
     def release(self, owner: object) -> None:
-        """Undo every :meth:`take` of an owner that is gone."""
+        """Undo every :meth:`take` of an owner."""
         while any(held is owner for held, _ in self._held):
             self.give_back(owner)
 
@@ -57,15 +57,15 @@ MATMUL_PRECISION = ProcessFlag(torch.get_float32_matmul_precision, torch.set_flo
 class _HoldsFlag:
     """Sets a process-wide flag during ``fit``, ``eval`` and ``predict`` of its own Trainer only.
 
-    So neither a Trainer built beside it nor the order in which both run or close can change what either sees. A
-    run that raises gives the flag back when its Trainer closes.
+    Several Trainers in one process therefore do not affect each other, in whatever order they run and close. After an
+    exception the flag is restored when the Trainer closes.
     """
 
     flag: ClassVar[ProcessFlag]
 
     @abstractmethod
     def wanted_flag(self) -> Any:
-        """The flag meanwhile."""
+        """The flag's value while the Trainer runs."""
 
     def fit_start(self, state: State, *_: Any) -> None:
         self.flag.take(self, self.wanted_flag())
@@ -88,9 +88,9 @@ class FlagTechnique(_HoldsFlag, Technique):
 
 
 class Float32Matmuls(_HoldsFlag, Callback):
-    """Keeps float32 matmuls float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer: an honest baseline.
+    """Keeps float32 matmuls in true float32 during ``fit``, ``eval`` and ``predict`` of its own Trainer.
 
-    Composer's ``DeviceGPU`` turns TF32 on or off when it is made, and so for every other Trainer of the process.
+    Composer's ``DeviceGPU`` sets TF32 when it is constructed, which affects every Trainer in the process.
     """
 
     flag = MATMUL_PRECISION

@@ -1,4 +1,4 @@
-"""Seeing what torch really ran: the aten operators under a block of code, compiled graphs, captures of CUDA graphs."""
+"""Record what torch executed: aten operators, compiled graphs and captures of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ __all__ = [
     "matmul_error",
 ]
 
-_COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")  # the second compiles at the first backward
+# the backward graph is compiled at the first backward pass
+_COMPILE_PHASES = ("_compile.compile_inner", "backward._backward_impl")
 
 
 class OperatorRecorder(TorchDispatchMode):
-    """Counts aten operators by name (``_fused_adamw_``, ``_scaled_dot_product_flash_attention`` …)."""
+    """Counts aten operators by name, such as ``_fused_adamw_`` and ``_scaled_dot_product_flash_attention``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,12 +44,12 @@ class OperatorRecorder(TorchDispatchMode):
 
 @contextmanager
 def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
-    """Around a probe: what torch cannot run becomes one line in the technique's name.
+    """Turn a RuntimeError inside the block into a CannotRunError of the technique.
 
-    Running out of memory stays what it is, for Composer's automatic micro-batches want to see it.
+    Out-of-memory errors pass through, so that automatic micro-batching can handle them.
 
     Raises:
-        CannotRunError: ``reason``, with the first line of torch's own in brackets, and ``fix``.
+        CannotRunError: With ``reason``, the first line of torch's message in brackets, and ``fix``.
     """
     try:
         yield
@@ -59,16 +60,16 @@ def cannot_run(technique: str, reason: str, fix: str) -> Iterator[None]:
 
 
 class CompileCounts(NamedTuple):
-    """What torch.compile has done in this process so far."""
+    """Counts of torch.compile in this process so far."""
 
     graphs: int  # graphs captured
     breaks: int  # graph breaks
-    recompiles: int  # frames compiled again because a guard failed
-    failed: int  # frames left to eager execution
-    seconds: float  # spent compiling, forward and backward
+    recompiles: int  # recompilations because of a failed guard
+    failed: int  # frames that run eagerly
+    seconds: float  # compile time of forward and backward graphs
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
-        """What was added after an earlier count."""
+        """The difference to an earlier count."""
         return CompileCounts(
             self.graphs - earlier.graphs,
             self.breaks - earlier.breaks,
@@ -78,14 +79,14 @@ class CompileCounts(NamedTuple):
         )
 
 
-_apart = CompileCounts(0, 0, 0, 0, 0.0)  # what counted_apart() has set aside
+_apart = CompileCounts(0, 0, 0, 0, 0.0)  # counts inside counted_apart()
 
 
 @contextmanager
 def counted_apart() -> Iterator[None]:
-    """Leave what is compiled in here out of :func:`compile_counts`: an optimizer's step is not the model."""
+    """Exclude compilations inside the block from :func:`compile_counts`, for example those of the optimizer's step."""
     global _apart
-    before = compile_counts()  # less what was set aside until now
+    before = compile_counts()  # without the counts excluded so far
     try:
         yield
     finally:
@@ -93,7 +94,7 @@ def counted_apart() -> Iterator[None]:
 
 
 def compile_counts() -> CompileCounts:
-    """Counts that only grow; ``get_compilation_metrics`` keeps no more than the last 64 compilations."""
+    """Cumulative counts; ``get_compilation_metrics`` would keep only the last 64 compilations."""
     return _all_counts().since(_apart)
 
 
@@ -112,13 +113,13 @@ _capture_seconds = 0.0
 
 
 def capture_seconds() -> float:
-    """Of all captures of CUDA graphs in this process so far, their warm-up included."""
+    """Seconds that all CUDA graph captures of this process have taken so far, including their warm-up."""
     return _capture_seconds
 
 
 @contextmanager
 def capturing() -> Iterator[None]:
-    """Around a capture."""
+    """Measures a capture."""
     global _capture_seconds
     start = time.perf_counter()
     yield
@@ -126,7 +127,7 @@ def capturing() -> Iterator[None]:
 
 
 def matmul_error(device: torch.device, size: int = 256) -> float:
-    """Relative error of a float32 matmul on ``device``, against float64: 1e-7 in fp32, 3e-4 in TF32."""
+    """Relative error of a float32 matmul on ``device`` compared with float64: about 1e-7 in float32, 3e-4 in TF32."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator, dtype=torch.float64).float() for _ in range(2))
     exact = a.double() @ b.double()

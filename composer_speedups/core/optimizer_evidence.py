@@ -1,4 +1,4 @@
-"""What an optimizer really did: its steps, the parameters they moved, the state they left."""
+"""Observe what an optimizer does: its steps, the parameters that changed, and the state it created."""
 
 from __future__ import annotations
 
@@ -24,19 +24,20 @@ __all__ = [
     "unquantised_reason",
 ]
 
-_SAMPLE = 64  # elements looked at in each parameter
-_RATE = 1e-6  # below it a step may be too small for float32 weights to show, as at the start of a warm-up
-_FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes'
+_SAMPLE = 64  # elements compared in each parameter
+# with a smaller rate, a step may be too small to change float32 weights, for example at the start of a warm-up
+_RATE = 1e-6
+_FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes' name
 
 
 class StepWatch:
-    """Counts the steps of an optimizer and looks whether parameters move.
+    """Counts the steps of an optimizer and checks whether parameters change.
 
     Attributes:
-        steps: Steps taken since :meth:`reset`.
-        moved: In the first step with gradients at a learning rate above 1e-6, how many parameters changed; None
-            before it.
-        watched: How many had a gradient in that step.
+        steps: Number of steps since :meth:`reset`.
+        moved: Number of parameters that changed in the first step with gradients and a learning rate above 1e-6; None
+            before that step.
+        watched: Number of parameters that had a gradient in that step.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -63,7 +64,7 @@ class StepWatch:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         self.steps += 1
         changed = [(_sample(p) != old).any() for p, old in self._samples.items() if p.grad is not None]
-        if changed:  # a batch that was skipped left no gradient, and its step shows nothing
+        if changed:  # a skipped batch leaves no gradients, so its step says nothing
             self.watched, self.moved = len(changed), int(torch.stack(changed).sum())
         self._samples = {}
 
@@ -74,7 +75,7 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the state with its key; quantised ones as the plain tensors they consist of."""
+    """Yield every tensor of the state with its key; quantised tensors as the plain tensors that they consist of."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -82,7 +83,7 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """The plain tensors that a quantised or sharded one consists of; a plain one itself."""
+    """Yield the plain tensors that a quantised or sharded tensor consists of, or a plain tensor itself."""
     tensor = local_shard(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
@@ -92,12 +93,12 @@ def plain_tensors(tensor: Any) -> Iterator[Tensor]:
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Bytes of the state, on whatever device; what several parameters share, such as look-up tables, once."""
+    """Bytes of the state on all devices. Tensors that several parameters share, such as look-up tables, count once."""
     return sum({(t.device, t.data_ptr()): t.nbytes for _, t in state_tensors(optimizer)}.values())
 
 
 def state_dtypes(optimizer: Optimizer) -> dict[str, list[str]]:
-    """Which dtypes the state holds under each key, scalars such as step counts left out."""
+    """The dtypes of the state under each key, without scalars such as step counts."""
     found: dict[str, set[str]] = {}
     for key, tensor in state_tensors(optimizer):
         if tensor.numel() > 1:
@@ -106,13 +107,14 @@ def state_dtypes(optimizer: Optimizer) -> dict[str, list[str]]:
 
 
 def embedding_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights of all ``nn.Embedding`` modules, each once; a decoder tied to one of them is that weight."""
+    """The weights of all ``nn.Embedding`` modules. A decoder tied to one of them shares its weight and is not counted
+    again."""
     embeddings: list[Any] = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     return list(dict.fromkeys(e.weight for e in embeddings))
 
 
 def state_bits(optimizer: Optimizer, parameter: Tensor) -> int | None:
-    """Bits a value of the first moment, scales left out; None before the parameter's first step."""
+    """Bits per value of the first moment, without scales; None before the parameter's first step."""
     state = optimizer.state.get(parameter, {})
     moment = next((state[name] for name in _FIRST_MOMENTS if name in state), None)
     if moment is None:
@@ -122,15 +124,15 @@ def state_bits(optimizer: Optimizer, parameter: Tensor) -> int | None:
 
 
 def count_state_bits(optimizer: Optimizer, embeddings: Iterable[Tensor] = ()) -> dict[str, Any]:
-    """The state of every parameter that has stepped.
+    """Count the state of every parameter that has stepped, by bits.
 
     Args:
-        optimizer: After a step.
-        embeddings: Parameters whose bits are given apart.
+        optimizer: An optimizer that has stepped.
+        embeddings: Parameters whose bits are listed separately.
 
     Returns:
-        ``"tensors_by_state_bits"`` and ``"values_by_state_bits"``, ``{"8": n, "32": m}`` each, and
-        ``"embedding_state_bits"``, sorted.
+        ``"tensors_by_state_bits"`` and ``"values_by_state_bits"``, each as ``{"8": n, "32": m}``, and the sorted
+        ``"embedding_state_bits"``.
     """
     tensors: Counter[str] = Counter()
     values: Counter[str] = Counter()
@@ -148,12 +150,12 @@ def count_state_bits(optimizer: Optimizer, embeddings: Iterable[Tensor] = ()) ->
 
 
 def unquantised_reason(counts: dict[str, Any], bits: int, embedding_bits: int | None) -> str | None:
-    """What in :func:`count_state_bits` contradicts a ``bits``-bit optimizer; None when nothing does.
+    """Why :func:`count_state_bits` contradicts a ``bits``-bit optimizer; None if it does not.
 
     Args:
         counts: From :func:`count_state_bits`.
-        bits: Bits a value that some tensors must have.
-        embedding_bits: Bits that embeddings must have; None where it does not matter.
+        bits: Bits per value that some tensors must have.
+        embedding_bits: Bits that embeddings must have; None if it does not matter.
     """
     if str(bits) not in counts["tensors_by_state_bits"]:
         return f"no parameter has {bits}-bit state"

@@ -1,4 +1,4 @@
-"""The base class of the techniques that pick an implementation of the optimizer already there."""
+"""Base class of techniques that select an implementation of the existing optimizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["OptimizerFlagTechnique"]
 
 
 class OptimizerFlagTechnique(Technique):
-    """A technique that sets a flag of torch's optimizer, and shows by its operators that it steps accordingly."""
+    """A technique that sets a flag of torch's optimizer, and checks by the executed operators that it took effect."""
 
     stage = Stage.OPTIMIZER
     exactness = "rounding"
     conflicts = (Conflict(slot="optimizer implementation"),)
     implementation: ClassVar[Implementation]
-    operator: ClassVar[str]  # start of the aten operators that prove it
+    operator: ClassVar[str]  # prefix of the aten operators that prove it
 
     def reset(self) -> None:
         super().reset()
@@ -41,7 +41,7 @@ class OptimizerFlagTechnique(Technique):
         return changed
 
     def after_load(self, state: State) -> None:
-        self._set(state.optimizers[0])  # loading a checkpoint brings back the flags it was written with
+        self._set(state.optimizers[0])  # loading a checkpoint restores the flags it was written with
 
     def postpone(self) -> None:
         super().postpone()
@@ -52,10 +52,10 @@ class OptimizerFlagTechnique(Technique):
         try:
             return set_implementation(optimizer, self.implementation)
         except ValueError as error:
-            raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or take it out") from error
+            raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or remove it") from error
 
     def _before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Start recording when the update starts: Composer's closure holds the forward and backward pass."""
+        """Start recording at the update itself, because Composer's closure also runs the forward and backward pass."""
         if self._recorded:
             return None
         closure = kwargs.get("closure")
@@ -81,7 +81,7 @@ class OptimizerFlagTechnique(Technique):
 
     def verify(self, state: State) -> dict[str, Any]:
         if not self._recorded:
-            if state.precision == Precision.AMP_FP16:  # it skips steps whose gradients overflowed
+            if state.precision == Precision.AMP_FP16:  # it skips steps with overflowing gradients
                 return {}
             raise self.not_engaged("the optimizer it changed never stepped", "leave state.optimizers after INIT")
         for hook in self._hooks:
@@ -94,7 +94,7 @@ class OptimizerFlagTechnique(Technique):
         return {"operators_in_one_step": ran}
 
     def close(self) -> None:
-        self._after_step()  # a step that raised left the recorder on
+        self._after_step()  # the recorder is still active if a step raised
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""The base class of the techniques that swap the run's optimizer for another implementation or another rule."""
+"""Base class of techniques that replace the run's optimizer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["OptimizerSwapTechnique"]
 
 
 class OptimizerSwapTechnique(Technique):
-    """Swaps the optimizer at INIT, before Composer builds its schedulers on it, and shows that the new one steps.
+    """Replaces the optimizer at INIT, before Composer builds its schedulers, and checks that the new one steps.
 
-    A subclass defines :meth:`swap` through its function, and :meth:`effect`, what the state after the first step
-    shows. torch schedulers that the user built on the old optimizer are attached to the new one.
+    A subclass defines :meth:`swap`, which calls its function, and :meth:`effect`, which inspects the state after the
+    first step. torch schedulers that the user built on the old optimizer are attached to the new one.
     """
 
     stage = Stage.OPTIMIZER
@@ -43,18 +43,18 @@ class OptimizerSwapTechnique(Technique):
 
     @abstractmethod
     def swap(self, state: State) -> Optimizer:
-        """The new optimizer in place of ``state.optimizers[0]``, from the technique's function.
+        """Return the replacement of ``state.optimizers[0]``.
 
         Raises:
-            UnfitOptimizerError: It cannot be swapped. Nothing may have been changed then.
+            UnfitOptimizerError: It cannot be replaced. Nothing may have been changed in that case.
         """
 
     @abstractmethod
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
-        """Evidence from the state that a step has left.
+        """Return evidence from the optimizer's state after a step.
 
         Raises:
-            NotEngagedError: (through :meth:`not_engaged`) when it shows that the technique had no effect.
+            NotEngagedError: The state shows that the technique had no effect; raise :meth:`not_engaged`.
         """
 
     def engage(self, state: State) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class OptimizerSwapTechnique(Technique):
             raise TechniqueError(
                 self.name,
                 "the optimizer cannot be swapped under FSDP or tensor parallelism, whose shards it was not built for",
-                "leave parallelism_config out (DDP works), or take it out",
+                "remove parallelism_config (DDP works), or remove it",
             )
         if len(state.optimizers) != 1:
             raise TechniqueError(self.name, f"there are {len(state.optimizers)} optimizers", "give the Trainer one")
@@ -70,8 +70,8 @@ class OptimizerSwapTechnique(Technique):
         try:
             new = self.swap(state)
         except UnfitOptimizerError as error:
-            raise TechniqueError(self.name, error.reason, f"{error.fix}, or take it out") from error
-        if self._new is not new:  # engaging twice finds it swapped
+            raise TechniqueError(self.name, error.reason, f"{error.fix}, or remove it") from error
+        if self._new is not new:  # if the technique engages twice, the optimizer is already replaced
             self._old, self._new, self._label = old, new, label_of(new) or ""
             self._watch, self._old_watch = StepWatch(new), StepWatch(old)
             state.optimizers = new
@@ -86,7 +86,7 @@ class OptimizerSwapTechnique(Technique):
     def before_load(self, state: State) -> None:
         self._attach(state)
 
-    def fit_start(self, state: State) -> None:  # which may bring schedulers of its own
+    def fit_start(self, state: State) -> None:  # fit() may be called with new schedulers
         self._attach(state)
 
     def _attach(self, state: State) -> None:
@@ -97,7 +97,7 @@ class OptimizerSwapTechnique(Technique):
         except UnfitOptimizerError as error:
             raise TechniqueError(self.name, error.reason, error.fix) from error
         if not self._verified:
-            self._watch.reset()  # torch takes a step at learning rate 0 to prepare for loading or saving a state
+            self._watch.reset()  # torch steps at learning rate 0 to prepare for loading or saving a state
 
     def after_load(self, state: State) -> None:
         if self._new is not None:
@@ -110,10 +110,10 @@ class OptimizerSwapTechnique(Technique):
         fix = "leave state.optimizers as it is after INIT"
         if self._new is None or self._old is None:
             raise self.not_engaged("the optimizer was not swapped", "build the Trainer with torch.optim.AdamW")
-        if self._old_watch.steps and self._old is not self._new:  # the same: swapped earlier
-            raise self.not_engaged("the optimizer that it replaced is the one that steps", fix)
+        if self._old_watch.steps and self._old is not self._new:  # equal if it was replaced earlier
+            raise self.not_engaged("the replaced optimizer is still stepping", fix)
         if not self._watch.steps:
-            if state.precision.value == "amp_fp16":  # steps whose gradients overflowed are skipped
+            if state.precision.value == "amp_fp16":  # steps with overflowing gradients are skipped
                 return {"optimizer_steps": 0}
             raise self.not_engaged(f"{self._label} took no step", fix)
         if self._watch.moved == 0 and self.must_move:

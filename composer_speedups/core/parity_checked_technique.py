@@ -1,7 +1,7 @@
-"""Techniques that compute a model's result in another way, compared with the untouched model where that may differ.
+"""Techniques that change how a model computes its result, and the comparison with the untouched model.
 
-A model that is transformers' own in every module needs no comparison: the parity tests are the proof. For any other,
-the first micro-batch runs through the untouched model and through the changed one, before anything is trained.
+A model whose modules are all exactly transformers' own is not compared at run time: the parity tests cover it. For any
+other model, the first micro-batch runs through the untouched and the changed model before anything is trained.
 """
 
 from __future__ import annotations
@@ -27,38 +27,39 @@ from composer_speedups.families.stock import changes_to
 __all__ = ["Check", "ParityCheckedTechnique"]
 
 Check = Literal["auto", "always", "never"]
-_WAYS_OUT = "take it out for this model; or, if that is meant, set check: never"
+_WAYS_OUT = "remove it for this model, or set check: never if the difference is intended"
 _owners = itertools.count(1)
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 class ParityCheckedTechnique(Technique):
-    """A technique that can be taken out of a model and put back, and is compared with the untouched model.
+    """A technique that can be withdrawn from a model and reapplied, and that is compared with the untouched model.
 
     Raises:
-        CannotRunError: In the first micro-batch, when the changed model computes something else.
+        CannotRunError: In the first micro-batch, if the changed model's result differs.
     """
 
     not_recorded = (*Technique.not_recorded, "check")
 
     _: KW_ONLY
     check: Check = Field("auto")
-    """Compare loss, outputs and gradients of the first micro-batch with the untouched model's: where the model is not
-    transformers' own in every module (auto), always or never."""
+    """Compare loss, outputs and gradients of the first micro-batch with the untouched model's. auto: only if the model
+    is not exactly transformers' own."""
 
     def reset(self) -> None:
         super().reset()
-        self.owner = next(_owners)  # of what it changed in a model: an earlier Trainer's end must not undo it
-        self._because: str | None = None  # why a comparison is due; None when it is not, or is done
-        self._evaluated = False  # outputs were compared, in an evaluation
+        # marks its changes to the model, so that an earlier Trainer does not undo them when it closes
+        self.owner = next(_owners)
+        self._because: str | None = None  # why a comparison is due; None if none is due
+        self._evaluated = False  # the outputs were compared in an evaluation
 
     @abstractmethod
     def withdraw(self, state: State) -> None:
-        """Give the model back what it had; also when the Trainer closes."""
+        """Restore the model; also called when the Trainer closes."""
 
     @abstractmethod
     def reapply(self, state: State) -> None:
-        """Change the model again as :meth:`engage` did; ValueError when it no longer can be."""
+        """Change the model as :meth:`engage` did. Raises ValueError if that is no longer possible."""
 
     def close(self) -> None:
         state = self._state() if self._state is not None else None
@@ -67,11 +68,11 @@ class ParityCheckedTechnique(Technique):
 
     @property
     def compares_in_the_runs_precision(self) -> bool:
-        """Whether it is compared in the precision that it trains in, and not in float32."""
+        """Whether to compare in the precision of training instead of float32."""
         return False
 
     def own_batch(self, batch: Any) -> Any:
-        """A batch without what the technique itself put into it."""
+        """Return the batch without the entries that the technique itself added."""
         return batch
 
     def before_engaging(self, state: State) -> None:
@@ -85,10 +86,10 @@ class ParityCheckedTechnique(Technique):
 
 
 def compare_with_untouched(event: Event, state: State) -> None:
-    """Compare all techniques of a Trainer that are due at once; one by one only where something differs.
+    """Compare all techniques that are due at once, and one at a time only if the result differs.
 
     Raises:
-        CannotRunError: Names the technique, what differs, and how the model differs from transformers' own.
+        CannotRunError: Names the technique, the difference, and how the model deviates from transformers' own.
     """
     training = event == Event.BEFORE_FORWARD
     engaged = [t for t in techniques_of(state.algorithms) if isinstance(t, ParityCheckedTechnique) and t.engaged]
@@ -122,12 +123,12 @@ def compare_with_untouched(event: Event, state: State) -> None:
 
 
 def _find_the_cause(trial: _Trial, due: Sequence[ParityCheckedTechnique], untouched: Outcome) -> None:
-    """Put the techniques back in turn; one with which the model differs stays out."""
+    """Reapply the techniques one at a time, and leave out each one that makes the model differ."""
     for technique in due:
         try:
             technique.reapply(trial.state)
-        except ValueError as error:  # it builds on one that stays out
-            technique.unavailable(CannotRunError(technique.name, str(error), "take it out for this model"))
+        except ValueError as error:  # it depends on a technique that was left out
+            technique.unavailable(CannotRunError(technique.name, str(error), "remove it for this model"))
             continue
         apart = compare(untouched, trial.outcome(), trial.tolerance)
         if not trial.any_rank(apart.beyond is not None):
@@ -138,14 +139,14 @@ def _find_the_cause(trial: _Trial, due: Sequence[ParityCheckedTechnique], untouc
         technique.unavailable(
             CannotRunError(
                 technique.name,
-                f"the model does not compute what it does untouched: {reason} ({technique._because})",
+                f"its result differs from the untouched model's: {reason} ({technique._because})",
                 _WAYS_OUT,
             )
         )
 
 
 class _Trial:
-    """One micro-batch, run as often as is needed; of one that does not fit untouched, a part."""
+    """One micro-batch that runs several times. If it does not fit into memory untouched, only part of it is used."""
 
     def __init__(self, state: State, techniques: Sequence[ParityCheckedTechnique], *, gradients: bool) -> None:
         self.state = state
@@ -154,7 +155,7 @@ class _Trial:
             self._batch = technique.own_batch(self._batch)
         self._batch = _with_padding(self._batch)
         self._sharded = state.fsdp_config is not None or state.tp_config is not None
-        self._gradients = gradients and not self._sharded  # of a shard, autograd alone computes none
+        self._gradients = gradients and not self._sharded  # autograd alone does not compute gradients of FSDP shards
         self._with_loss = gradients
         self._model: Any = state.model if self._sharded else model_of(state)
         coarse = any(technique.compares_in_the_runs_precision for technique in techniques)
@@ -162,12 +163,12 @@ class _Trial:
 
     @property
     def _mask(self) -> Tensor | None:
-        """The batch's attention mask, (B, S); of several texts a sample one after another."""
+        """The batch's attention mask (B, S); with several texts per sample, their masks are concatenated along S."""
         mask = token_masks(self._batch).get("attention_mask")
         return None if mask is None else mask.flatten(1)
 
     def changed_and_untouched(self, techniques: Sequence[ParityCheckedTechnique]) -> tuple[Outcome, Outcome]:
-        """What the model computes now, and without the techniques, which are withdrawn afterwards."""
+        """Run the model with the techniques and then without them. They are withdrawn afterwards."""
         while True:
             try:
                 changed = self.outcome()
@@ -182,14 +183,14 @@ class _Trial:
                 if world_size() > 1 and not _loss_is_known(self._model):
                     raise torch.OutOfMemoryError(
                         f"the comparison with the untouched model ran out of memory ({first_line(error)}), and one of "
-                        f"{world_size()} ranks cannot repeat it in part, since the model's loss may gather samples "
+                        f"{world_size()} ranks cannot repeat it with fewer samples, since its loss may gather samples "
                         "from the others; lower the micro-batch, or set check: never"
                     ) from error
                 if not self._halve():
                     raise
 
     def _halve(self) -> bool:
-        """Keep the first half of the rows; whether that is possible."""
+        """Keep the first half of the rows, and return whether that was possible."""
         rows = 0 if self._mask is None else len(self._mask)
         if rows < 2 or any(not isinstance(v, Sequence | Tensor) or len(v) != rows for v in self._batch.values()):
             return False
@@ -201,11 +202,11 @@ class _Trial:
         return measure(self._model, self._call, self._mask, gradients=self._gradients)
 
     def any_rank(self, found: bool) -> bool:
-        """Whether it is so on any rank: all of them then do the same."""
+        """Whether ``found`` is true on any rank, so that all ranks continue in the same way."""
         return bool(max_over_ranks(self.state.device, int(found)))
 
     def _call(self) -> tuple[Any, Tensor | None]:
-        if self.tolerance is SIXTEEN_BITS:  # float32 is not what it computes in
+        if self.tolerance is SIXTEEN_BITS:  # the model does not compute in float32
             with get_precision_context(self.state.precision, self.state.precision_config):
                 return self._forward()
         return self._forward()
@@ -214,7 +215,7 @@ class _Trial:
         outputs = self._model(self._batch)
         if not self._with_loss:
             return outputs, None
-        with loss_of_this_rank():  # another rank may have fewer rows by now
+        with loss_of_this_rank():  # other ranks may have fewer rows by now
             found = model_of(self.state).loss(outputs, self._batch)
         if isinstance(found, Tensor):
             return outputs, found
@@ -223,15 +224,16 @@ class _Trial:
 
 
 def _loss_is_known(model: Any) -> bool:
-    """Whether the loss is of this package or of Composer, and asks :func:`.loss_ranks` before it gathers anything."""
+    """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
     methods = [type(each).loss for each in (model, getattr(model, "task", model))]
     return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)
 
 
 def _with_padding(batch: Any) -> Any:
-    """The batch with half of its first row as padding where it has none: a later one will, and a head may read it.
+    """Mask half of the first row if the batch has no padding, because later batches will have some and a head may read
+    it.
 
-    It stays as it is where something else in it goes with the slots, such as a label for each of them.
+    The batch is returned unchanged if other values in it have one entry per token, such as token labels.
     """
     if not isinstance(batch, dict):
         return batch

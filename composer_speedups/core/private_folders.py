@@ -1,4 +1,4 @@
-"""Folders of what Python executes, bytecode and compiled kernels: only the user can write to them."""
+"""Folders for files that Python executes, such as bytecode and compiled kernels. Only the user can write to them."""
 
 from __future__ import annotations
 
@@ -14,42 +14,43 @@ __all__ = ["cache_home", "make_own_folder", "make_private_folder", "others_can_w
 
 
 def cache_home() -> Path:
-    """Where this user's caches of composer_speedups are: in ``$XDG_CACHE_HOME``, by default ``~/.cache``.
+    """This user's cache folder: ``composer_speedups`` in ``$XDG_CACHE_HOME``, by default in ``~/.cache``.
 
     Raises:
         RuntimeError: The user has no home folder.
     """
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))  # the standard has relative ones ignored
+    # relative paths must be ignored according to the XDG specification
+    cache_home = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (cache_home if cache_home.is_absolute() else Path.home() / ".cache") / "composer_speedups"
 
 
 def make_own_folder(folder: Path, key: str, fix: str) -> Path:
-    """Create a folder, for its user alone, or check that nobody else can write to an existing one.
+    """Create a folder for this user alone, or check that no other user can write to an existing one.
 
     Args:
-        folder: Symbolic links are followed.
-        key: The config key that asks for it.
-        fix: What to do where others could write to it.
+        folder: The path; symbolic links are followed.
+        key: The config key that names it.
+        fix: What to do if others can write to it.
 
     Returns:
-        Its path without symbolic links, which others could turn elsewhere later.
+        The path without symbolic links, which could be redirected later.
 
     Raises:
-        ConfigError: Others could put code there.
-        OSError: It cannot be made.
+        ConfigError: Other users could put code into it.
+        OSError: It cannot be created.
     """
     real = Path(os.path.realpath(folder))
     _check(real, key, fix)
     for path in (*reversed(real.parents), real):
         path.mkdir(mode=0o700, exist_ok=True)
-    _check(real, key, fix)  # another process may have been faster
+    _check(real, key, fix)  # another process may have created it
     return real
 
 
 def make_private_folder(folder: Path, key: str, fix: str) -> Path:
-    """As :func:`make_own_folder`, for a folder whose mode this project decides: 0700.
+    """As :func:`make_own_folder`, but with mode 0700, for folders that only this project uses.
 
-    Then the modes of what it holds do not matter.
+    The modes of the files inside then do not matter.
     """
     real = make_own_folder(folder, key, fix)
     if stat.S_IMODE(real.stat().st_mode) != 0o700:
@@ -58,12 +59,13 @@ def make_private_folder(folder: Path, key: str, fix: str) -> Path:
 
 
 def others_can_write(path: Path) -> str | None:
-    """How users other than this one and root could write to a path without symbolic links; None where they cannot.
+    """Describe how users other than this one and root could write to a path without symbolic links; None if they
+    cannot.
 
-    Whoever can write to a parent can exchange what lies in it. Parents that do not exist yet are passed over.
+    Parents are checked too, because whoever can write to them can replace the folder. Missing parents are skipped.
     """
     me = os.geteuid()
-    trusted = {me, 0, os.stat("/").st_uid}  # in a user namespace, root's own folders show another number
+    trusted = {me, 0, os.stat("/").st_uid}  # in a user namespace, root's folders have another owner
     for place in (path, *path.parents):
         try:
             found = os.lstat(place)
@@ -74,7 +76,8 @@ def others_can_write(path: Path) -> str | None:
         if found.st_uid not in ({me} if place == path else trusted):
             return f"{place} belongs to {_name_of(found.st_uid)}"
         by_group = found.st_mode & stat.S_IWGRP and not _is_own_group(found.st_gid)
-        kept_apart = found.st_mode & stat.S_ISVTX and place != path  # as in /tmp: only owners rename what is theirs
+        # sticky, as /tmp: only owners can rename their files
+        kept_apart = found.st_mode & stat.S_ISVTX and place != path
         if (by_group or found.st_mode & stat.S_IWOTH) and not kept_apart:
             return f"{place} is writable by others (mode {stat.S_IMODE(found.st_mode):o})"
     return None
@@ -86,7 +89,7 @@ def _check(folder: Path, key: str, fix: str) -> None:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether it is the group of this user alone that many distributions make, where umask 002 is common."""
+    """Whether it is the user's private group, which many distributions create and use with umask 002."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

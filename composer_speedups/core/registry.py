@@ -1,6 +1,6 @@
-"""YAML name → class: the only place where train.py, the package's namespace and the tests look.
+"""YAML name → technique class, for train.py, the package's namespace and the tests.
 
-A technique is found by its folder (see :mod:`.catalogue`), so adding one changes no list.
+Techniques are discovered by their folders (see :mod:`.catalogue`), so adding one does not change any list.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ __all__ = ["build_techniques", "technique_class"]
 
 @cache
 def technique_class(name: str) -> type[Technique]:
-    """The class behind a YAML name.
+    """The class with a YAML name.
 
     Raises:
-        ConfigError: No technique has this name; the message gives the nearest one.
+        ConfigError: No technique has this name; the message suggests the closest one.
     """
     if name not in technique_names():
         raise ConfigError(f"unknown technique {name!r}{did_you_mean(name, technique_names())}")
@@ -42,15 +42,15 @@ def technique_class(name: str) -> type[Technique]:
 def build_techniques(
     settings: Mapping[str, Any], on_unavailable: str = "stop", origins: Origins | None = None
 ) -> list[Technique]:
-    """The ``algorithms`` section of a config as instances.
+    """Build the techniques of a config's ``algorithms`` section.
 
     Args:
-        settings: YAML name → settings, None for none.
-        on_unavailable: Default for those that do not set it themselves.
-        origins: Dotted key → what set it, named in errors.
+        settings: YAML name → settings, or None for the defaults.
+        on_unavailable: Default for techniques that do not set it themselves.
+        origins: Dotted key → where it was set, for error messages.
 
     Raises:
-        ConfigError: A name, a setting or a value that the technique does not take.
+        ConfigError: An unknown technique or setting, or an invalid value.
     """
 
     def where(key: str) -> str:
@@ -70,6 +70,6 @@ def build_techniques(
             built.append(cls(**{"on_unavailable": on_unavailable, **values}))  # type: ignore[arg-type]
         except UserError:
             raise
-        except ValueError as error:  # settings that cannot go together
+        except ValueError as error:  # settings that cannot be combined
             raise ConfigError(f"{where(section)}{section}: {error}") from error
     return built

@@ -1,4 +1,4 @@
-"""What a technique needs from the machine and the run, and the error that names the fix."""
+"""A technique's requirements on the machine and the run, each with the fix that its error names."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Requirement(NamedTuple):
 
 @dataclass(frozen=True)
 class Context:
-    """What is known of a run before its model is built; also what :class:`State` says at INIT.
+    """Properties of a run that are known before its model is built.
 
     Attributes:
         device: The rank's device.
         precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``.
         techniques: YAML names of the techniques that engage in this run.
-        ranks: Processes that train together.
-        microbatch_size: Rows a forward pass and device, ``"auto"``, or None for whole batches.
-        sharded: Whether FSDP or tensor parallelism shares the model out over the ranks.
+        ranks: Number of processes that train together.
+        microbatch_size: Samples per forward pass and device, ``"auto"``, or None for whole batches.
+        sharded: Whether FSDP or tensor parallelism shards the model across ranks.
     """
 
     device: torch.device
@@ -55,13 +55,13 @@ class Context:
 
     @property
     def autocast(self) -> bool:
-        """Whether the forward pass will run under autocast."""
+        """Whether the forward pass runs under autocast."""
         return self.precision != "fp32" or "mixed_precision" in self.techniques
 
 
 def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)) -> Requirement:
-    """A CUDA GPU of at least a compute capability, such as (8, 0) for Ampere."""
-    fix = "take the technique out"
+    """Require a CUDA GPU of a minimum compute capability, such as (8, 0) for Ampere."""
+    fix = "remove the technique"
     wanted = "a CUDA GPU"
     if capability > (0, 0):
         wanted += f" of compute capability {capability[0]}.{capability[1]} or newer"
@@ -73,15 +73,15 @@ def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)
 
 
 def needs_package(module: str, requirement: str) -> Requirement:
-    """An importable package."""
+    """Require an importable package."""
     found = importlib.util.find_spec(module) is not None
     return Requirement(found, f"the package {module!r} is not installed", f"pip install {requirement!r}")
 
 
 def needs_autocast(context: Context, what: str) -> Requirement:
-    """Mixed precision, from the ``mixed_precision`` technique or the Trainer's precision."""
+    """Require mixed precision, from the ``mixed_precision`` technique or the Trainer's precision."""
     return Requirement(
         context.autocast,
         f"{what} needs mixed precision, and this run is fp32",
-        "add mixed_precision, or take the technique out",
+        "add mixed_precision, or remove the technique",
     )

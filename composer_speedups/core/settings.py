@@ -1,4 +1,4 @@
-"""What a config key carries beside its type: bounds, a format, and the doc string written under it."""
+"""Metadata of config keys: bounds, formats, and the docstring below each field."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def key(
     Args:
         default, factory: As in :func:`dataclasses.field`.
         ge, gt, le, lt: Bounds of a number; NaN and infinity are always refused.
-        units: The value is one of Composer's time strings in these units; bounds hold for its number.
+        units: The value is a Composer time string in one of these units; bounds apply to its number.
         name: The value becomes part of a file name.
-        words: Strings allowed beside a number.
+        words: Strings allowed in addition to numbers.
     """
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     metadata = {k: v for k, v in bounds.items() if v is not None} | {"units": units, "name": name, "words": words}
@@ -47,7 +47,7 @@ def key(
 
 
 def check_value(field: dataclasses.Field[Any], value: Any) -> str | None:
-    """What is wrong with ``value`` for ``field``, as the end of a sentence; None when it is fine."""
+    """Describe why ``value`` is invalid for ``field``, as the end of a sentence; None if it is valid."""
     rules = field.metadata
     if value is None or not rules:
         return None
@@ -89,7 +89,7 @@ def _check_string(rules: Any, value: str) -> str | None:
 
 
 class Origins(dict[str, str]):
-    """Dotted key → the file or command line that set it; the file for a key that nobody set."""
+    """Dotted key → the file or command line that set it; the file for keys that were not set."""
 
     def __init__(self, otherwise: str) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Origins(dict[str, str]):
 
 
 def annotated(cls: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign, str]]:
-    """The annotated attributes of a class: name, statement, and the string literal under it as one line."""
+    """Yield the annotated attributes of a class: name, statement, and the string literal below it as one line."""
     for field, doc in zip(cls.body, cls.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
             string = doc.value.value if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) else ""
@@ -109,19 +109,19 @@ def annotated(cls: ast.ClassDef) -> Iterator[tuple[str, ast.AnnAssign, str]]:
 
 @cache
 def field_docs(cls: type) -> dict[str, str]:
-    """The string literal under each field of a dataclass, as one line each."""
+    """The string literal below each field of a dataclass, as one line each."""
     body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
     assert isinstance(body, ast.ClassDef)
     return {name: doc for name, _, doc in annotated(body) if doc}
 
 
 class Spelling(NamedTuple):
-    """How types are written: in ``--help``, or in the sentences of errors."""
+    """How types are written, in ``--help`` or in error messages."""
 
-    literal: Callable[[Sequence[Any]], str]  # from the values that are allowed
-    listed: str  # around a list's item
-    either: str  # between the types of a union
-    names: Mapping[Any, str] = {}  # of single types, where they are not Python's
+    literal: Callable[[Sequence[Any]], str]  # formats the allowed values
+    listed: str  # format of a list, with its item type
+    either: str  # separates the types of a union
+    names: Mapping[Any, str] = {}  # names of types that differ from Python's
 
     def of(self, hint: Any) -> str:
         options, origin = typing.get_args(hint), typing.get_origin(hint)
@@ -140,7 +140,7 @@ _IN_HELP = Spelling(lambda options: "|".join(map(str, options)), "list[{}]", "|"
 
 
 def key_line(name: str, hint: str, default: Any, rules: Mapping[str, Any]) -> str:
-    """A key for ``--help``: ``data.batch_size: int = 40  [>= 1]``."""
+    """Format a key for ``--help``, as in ``data.batch_size: int = 40  [>= 1]``."""
     shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     bounds = [f"{signs[k]} {v}" for k, v in rules.items() if k in signs]
@@ -150,6 +150,6 @@ def key_line(name: str, hint: str, default: Any, rules: Mapping[str, Any]) -> st
 
 
 def field_line(dotted: str, field: dataclasses.Field[Any], hint: Any) -> str:
-    """The :func:`key_line` of a dataclass's field."""
+    """Format a dataclass field with :func:`key_line`."""
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     return key_line(dotted, _IN_HELP.of(hint), default, field.metadata)

@@ -1,7 +1,7 @@
-"""The base class of all techniques, engaged or refused and never silently neither; and the one order they engage in.
+"""The base class of all techniques: each one engages or is refused, and all engage in one fixed order.
 
-Without the passes :func:`refuse_clashes` and :func:`sort_techniques`, which train.py gives to Composer's Trainer, the
-order still holds: whichever technique Composer runs first at INIT engages all of them.
+train.py passes :func:`refuse_conflicts` and :func:`sort_techniques` to Composer's Trainer as algorithm passes. Without
+them the order still holds, because the first technique that Composer runs at INIT engages all of them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "Variant",
     "conflicts_between",
     "engage_all",
-    "refuse_clashes",
+    "refuse_conflicts",
     "resume_error",
     "screen",
     "sort_techniques",
@@ -44,18 +44,18 @@ __all__ = [
 ]
 
 OnUnavailable = Literal["stop", "warn"]
-Exactness = Literal["exact", "rounding", "lower_precision", "recipe"]  # from the least change of numbers to the most
-FSDP = "FSDP"  # what a technique that needs whole weights is in conflict with
+Exactness = Literal["exact", "rounding", "lower_precision", "recipe"]  # from the smallest change to the largest
+FSDP = "FSDP"  # the ``other`` of a Conflict for techniques that need unsharded weights
 
 _BEFORE_FORWARD = (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD)
 
 
 class Stage(IntEnum):
-    """When a technique engages. Within a stage the YAML name decides, so that any list gives one order."""
+    """When a technique engages. Within a stage, techniques are ordered by their YAML names."""
 
     FLAGS = 0  # process-wide flags and precision
-    SURGERY = 1  # modules replaced
-    KERNELS = 2  # layers computed by kernels that build on what surgery did
+    SURGERY = 1  # replaces modules
+    KERNELS = 2  # runs layers with custom kernels; builds on SURGERY
     ADAPTERS = 3  # parameters frozen or added
     OPTIMIZER = 4  # sees the final parameters
     COMPILE = 5  # sees the final modules
@@ -64,13 +64,15 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True)
 class Conflict:
-    """What a technique cannot go with; one of the two states it.
+    """Another technique that cannot be combined with this one. One of the two declares it.
 
     Attributes:
         other: Name of the other technique, or :data:`FSDP`.
-        why: The reason, as the end of "NAME clashes with OTHER: …".
-        when: With which settings of the two, from the technique that states it and the other; None is with any.
-        slot: In place of ``other`` and ``why``: what this technique sets, and every other one with the same slot.
+        why: The reason, as the end of "NAME conflicts with OTHER: …".
+        when: Called with the technique that declares the conflict and with the other one; returns whether their
+            settings conflict. None means that they always do.
+        slot: Instead of ``other`` and ``why``: the part of the run that this technique sets. Techniques with the same
+            slot conflict with each other.
     """
 
     other: str | None = None
@@ -81,47 +83,48 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of a technique that are worth a trial when a run is tuned.
+    """Settings of a technique that tune should try.
 
     Attributes:
         settings: Constructor arguments.
-        beside: Techniques that come with it, since it needs or wants them, each with its settings.
-        device: ``cpu`` or ``cuda``, where it makes sense on one only.
-        fallback: Tried only where the variant before it is refused.
-        gain: Where it is not the technique's own.
+        with_techniques: Techniques that are added with it, because it needs them or profits from them, and their
+            settings.
+        device: ``cpu`` or ``cuda`` if the variant makes sense on one of them only.
+        fallback: Try this variant only if the previous one is refused.
+        gain: Expected gain, if it differs from the technique's.
     """
 
     settings: Mapping[str, Any] = field(default_factory=dict)
-    beside: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    with_techniques: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     device: str | None = None
     fallback: bool = False
     gain: float | None = None
 
 
 class Technique(Declared, Algorithm):
-    """A Composer algorithm that shows it took effect.
+    """A Composer algorithm that shows that it took effect.
 
-    A subclass declares its settings and the class attributes below, and defines the methods it needs. It hears exactly
-    the events of Composer whose methods it defines while it is in force: ``before_forward(self, state)``,
-    ``eval_batch_start(self, state)`` and so on, for any :class:`composer.Event` but INIT, at which it engages.
+    A subclass declares its settings and the class attributes below, and defines the methods it needs. While it is in
+    force, it receives exactly the Composer events for which it defines a method: ``before_forward(self, state)``,
+    ``eval_batch_start(self, state)`` and so on, for any :class:`composer.Event` except INIT, at which it engages.
     ``match`` and ``apply`` are final.
 
     Attributes:
-        name: The YAML name, and the folder's.
+        name: The YAML name, which is also the name of the folder.
         stage: When it engages.
-        exactness: What it does to the numbers; :meth:`exactness_with` where settings or device change that.
-        conflicts: What it cannot go with.
-        gain: Expected samples/s with it over those without it; decides which of tune's trials come first.
-        trials: What of it tune tries.
-        never_tried: Why tune tries nothing of it.
-        changes_structure: A checkpoint's weights fit no model without the technique.
-        computes_on_host: A part of the training step runs on the CPU.
-        fixed_shapes: It holds what was made for one shape of batch: the micro-batch must stay as it is.
-        checkpoint_fields: What :meth:`state_dict` holds, by name, each with its type. From a file that anybody may have
-            written, train.py takes nothing else.
+        exactness: How it changes the numerical result; see :meth:`exactness_with` if settings or the device matter.
+        conflicts: Techniques that it cannot be combined with.
+        gain: Expected speedup, which orders the trials of tune.
+        trials: Variants that tune tries.
+        never_tried: Why tune never tries it.
+        changes_structure: Checkpoints can be loaded only with this technique.
+        computes_on_host: Part of the training step runs on the CPU.
+        fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
+        checkpoint_fields: The keys and types of :meth:`state_dict`. train.py ignores everything else in a checkpoint,
+            because anyone may have written the file.
         engaged: None before INIT, then whether the technique is in force.
-        applied: Whether it changed the run at INIT; stays True when it later turns out to have had no effect.
-        evidence: What was replaced, seen or counted; goes to report.json.
+        applied: Whether it changed the run at INIT; stays True if it later turns out to have had no effect.
+        evidence: What was replaced, observed or counted; written to report.json.
         ended: In :meth:`verify`, whether training is over.
     """
 
@@ -144,15 +147,15 @@ class Technique(Declared, Algorithm):
 
     _: KW_ONLY
     on_unavailable: OnUnavailable = Field("stop")
-    """What cannot engage stops the run with a TechniqueError; or it warns, and the run goes on without it."""
+    """stop: a technique that cannot engage raises a TechniqueError; warn: the run continues without it."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for final in ("match", "apply", "run_event"):
             if final in vars(cls):
                 raise TypeError(
-                    f"{cls.__name__}.{final} is not heard of: a technique defines a method for each event that it "
-                    "hears, such as batch_end(self, state), and match and apply are final"
+                    f"{cls.__name__}.{final} would never be called: match and apply are final. Define a method for "
+                    "each event that the technique handles, such as batch_end(self, state)"
                 )
         cls._heard = frozenset(event for event in Event if hasattr(cls, event.value))
 
@@ -162,76 +165,76 @@ class Technique(Declared, Algorithm):
         self.evidence: dict[str, Any] = {}
         self.peers: list[str] = []
         self._verified = self._resumed = self._postponed = False
-        self._evidence_before: dict[str, Any] | None = None  # of the process that was interrupted
-        self._state: weakref.ref[State] | None = None  # of the Trainer it works in
+        self._evidence_before: dict[str, Any] | None = None  # from the process that was interrupted
+        self._state: weakref.ref[State] | None = None  # of the Trainer that it belongs to
         self._logger: weakref.ref[Logger] | None = None
 
-    # What a technique defines.
+    # Methods that a technique defines.
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
-        """What the technique needs, checkable before the model is built."""
+        """Requirements that can be checked before the model is built."""
         return ()
 
     @abstractmethod
     def engage(self, state: State) -> dict[str, Any]:
-        """Change ``state``; returns the first evidence. Raises TechniqueError when there is nothing to do."""
+        """Change ``state`` and return the first evidence. Raises TechniqueError if there is nothing to change."""
 
     @abstractmethod
     def verify(self, state: State) -> dict[str, Any]:
-        """Evidence of the effect; called twice: after the first trained batch, and at the end of training.
+        """Return evidence of the effect. Called after the first trained batch and at the end of training.
 
-        The first call comes after :meth:`postpone` a batch later, and the second once for each ``fit()``. It comes
-        after the technique's own ``batch_end``, and before its ``fit_end``.
+        After :meth:`postpone` the first call comes one batch later. The second call comes once per ``fit()``. Both come
+        after the technique's own ``batch_end`` and before its ``fit_end``.
 
         Raises:
-            NotEngagedError: (through :meth:`not_engaged`) when the technique had no effect.
+            NotEngagedError: The technique had no effect; raise :meth:`not_engaged`.
         """
 
     def before_engaging(self, state: State) -> None:
-        """Look at the model before any technique changes it."""
+        """Inspect the model before any technique changes it."""
 
     def before_first_forward(self, event: Event, state: State) -> None:
-        """Before any technique hears of a forward pass of the first trained batch, or of an evaluation before it."""
+        """Called before the first forward pass, and before any technique handles its events."""
 
     def watch(self, state: State) -> None:
-        """Look at the forward pass that comes next: each of the first trained batch, after ``before_forward``."""
+        """Start observing a forward pass of the first trained batch. Called after ``before_forward``."""
 
     def stop_watching(self, state: State) -> None:
-        """That forward pass is over; after ``after_forward``. One that raised leaves it to :meth:`close`."""
+        """Stop observing it, after ``after_forward``. If the forward pass raises, only :meth:`close` is called."""
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """The stock model's state dict from the trained model's; on rank 0, for a model that goes to ``folder``.
+        """Convert the trained model's state dict to that of the stock model. Called on rank 0.
 
-        For techniques that change what the weights are called or how many there are. They may write what else
-        belongs to the model beside ``folder``.
+        Techniques define this if they rename or add weights. They may write additional files next to ``folder``, to
+        which the model is exported.
         """
         return weights
 
     def close(self) -> None:
-        """Give back what outlives the Trainer; called when it closes, also after a run that raised."""
+        """Restore everything that outlives the Trainer. Called when the Trainer closes, also after an exception."""
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
-        """What it does to the numbers with these settings on a ``cpu`` or ``cuda`` device; None is the worse one."""
+        """The exactness with these settings on ``cpu`` or ``cuda``; ``None`` for the less exact of the two devices."""
         return cls.exactness
 
     @property
     def fixed_shapes(self) -> bool:
         return False
 
-    # What its methods call.
+    # Methods that a technique calls.
 
     def postpone(self) -> None:
-        """The first batch came to no step of the optimizer, and shows too little: verify after the next one."""
+        """Verify after the next batch, because the optimizer did not step in the first one."""
         self._postponed = not self._verified
 
     def unavailable(self, error: TechniqueError) -> None:
-        """Stop the run, or mark the technique as not in force and warn, as ``on_unavailable`` says."""
+        """Raise ``error``, or warn and mark the technique as not engaged, depending on ``on_unavailable``."""
         if self.on_unavailable == "stop":
             raise error
         if self.engaged is not False:
-            going_on = "although" if isinstance(error, NotEngagedError) else "without"
-            warnings.warn(f"going on {going_on} {error}", UserWarning, stacklevel=3)
+            continuing = "although" if isinstance(error, NotEngagedError) else "without"
+            warnings.warn(f"continuing {continuing} {error}", UserWarning, stacklevel=3)
         self.engaged = False
         self.evidence = {"unavailable": error.reason, "fix": error.fix}
 
@@ -239,20 +242,20 @@ class Technique(Declared, Algorithm):
         return NotEngagedError(self.name, f"was applied but did not take effect: {reason}", fix)
 
     @contextmanager
-    def refusals(self, fix: str = "take it out for this model") -> Iterator[None]:
-        """Within, a ValueError of the technique's function says that it cannot engage; it may begin with its name."""
+    def refusals(self, fix: str = "remove it for this model") -> Iterator[None]:
+        """Turn a ValueError of the technique's function into a TechniqueError, which says that it cannot engage."""
         try:
             yield
         except ValueError as error:
             raise TechniqueError(self.name, str(error).removeprefix(f"{self.name} "), fix) from error
 
     def log_metrics(self, metrics: dict[str, Any]) -> None:
-        """Log numbers under the technique's name."""
+        """Log metrics with the technique's name as the prefix."""
         logger = self._logger() if self._logger is not None else None
-        assert logger is not None, "an event is heard while the Trainer lives"
+        assert logger is not None, "events are handled only while the Trainer exists"
         logger.log_metrics({f"{self.name}/{key}": value for key, value in metrics.items()})
 
-    # What Composer calls.
+    # Methods that Composer calls.
 
     def match(self, event: Event, state: State) -> bool:
         if event in (Event.INIT, Event.AFTER_LOAD, Event.FIT_END) or self._hears(event):
@@ -270,7 +273,7 @@ class Technique(Declared, Algorithm):
         elif event == Event.AFTER_LOAD:
             self._check_resume(state)
         elif event in _BEFORE_FORWARD and first:
-            for technique in techniques_of(state.algorithms):  # all of them, before one prepares or watches the pass
+            for technique in techniques_of(state.algorithms):  # all of them, before any changes or observes the pass
                 technique.before_first_forward(event, state)
         try:
             if event == Event.FIT_END:
@@ -289,12 +292,12 @@ class Technique(Declared, Algorithm):
                 self._verify(state)
 
     def _hears(self, event: Event) -> bool:
-        in_force = self.engaged or (self.applied and event == Event.FIT_END)  # which gives back what FIT_START took
+        in_force = self.engaged or (self.applied and event == Event.FIT_END)  # FIT_END undoes what FIT_START did
         return bool(in_force) and event in self._heard
 
     def _verify_at_the_end(self, state: State) -> None:
         if not self._verified and self._evidence_before is not None:
-            self.evidence.update(self._evidence_before)  # resumed with nothing left to train
+            self.evidence.update(self._evidence_before)  # the resumed run had nothing left to train
         elif self.engaged:
             self._verify(state)
 
@@ -307,17 +310,17 @@ class Technique(Declared, Algorithm):
 
     @classmethod
     def required_on_load(cls) -> bool:
-        """Composer's word for :attr:`changes_structure`.
+        """Composer's name for :attr:`changes_structure`.
 
-        Composer adds such an algorithm by itself when a checkpoint was written with it, but looks for it among its
-        own only; for ours, :meth:`load_state_dict` and EngagementReport stop the run instead.
+        Composer adds such an algorithm automatically when a checkpoint was written with it, but it knows only its own
+        algorithms. For techniques, :meth:`load_state_dict` and EngagementReport stop the run instead.
         """
         return cls.changes_structure
 
-    # The Trainer that it belongs to, and the checkpoint that says which techniques it was written under.
+    # The Trainer that the technique belongs to, and resuming from a checkpoint.
 
     def begin(self, state: State) -> None:
-        """Belong to this Trainer; in another one than before, forget everything but the settings."""
+        """Attach to this Trainer. If the technique was used in another one, reset everything except its settings."""
         if self._state is not None and not self.belongs_to(state):
             self.close()
             self.reset()
@@ -348,16 +351,16 @@ def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
 
 
 def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[Algorithm]:
-    """Composer pass: the techniques in their one order, in the places that techniques held before."""
+    """Composer algorithm pass: put the techniques into their order, without moving other algorithms."""
     techniques = techniques_of(algorithms)
     if event.name.startswith("AFTER_") and event != Event.AFTER_LOAD:
-        techniques.reverse()  # what was opened last before is closed first after, as Composer does it
+        techniques.reverse()  # the last to start is the first to end, as in Composer
     ordered = iter(techniques)
     return [next(ordered) if isinstance(a, Technique) else a for a in algorithms]
 
 
 def conflicts_between(one: Any, other: Any) -> Iterator[tuple[Any, Any, Conflict]]:
-    """Each conflict of two techniques, or of their classes: who states it, the other, and the conflict itself."""
+    """Yield each conflict of two techniques or classes: the one that declares it, the other one, and the conflict."""
     for states, meets in ((one, other), (other, one)):
         for conflict in states.conflicts:
             shared = conflict.slot is not None and any(theirs.slot == conflict.slot for theirs in meets.conflicts)
@@ -366,8 +369,8 @@ def conflicts_between(one: Any, other: Any) -> Iterator[tuple[Any, Any, Conflict
                 yield states, meets, replace(conflict, why=why)
 
 
-def refuse_clashes(algorithms: Sequence[Algorithm], event: Event | None = None) -> Sequence[Algorithm]:
-    """Composer pass: stop when two techniques cannot go together.
+def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None) -> Sequence[Algorithm]:
+    """Composer algorithm pass: refuse techniques that cannot be combined.
 
     Raises:
         TechniqueError: Names both techniques and the fix.
@@ -375,31 +378,31 @@ def refuse_clashes(algorithms: Sequence[Algorithm], event: Event | None = None) 
     del event
     for one, other in combinations(techniques_of(algorithms), 2):
         if one.name == other.name:
-            raise TechniqueError(one.name, "is asked for twice", "name it once")
+            raise TechniqueError(one.name, "is listed twice", "list it once")
         for states, meets, conflict in conflicts_between(one, other):
             if conflict.when is None or conflict.when(states, meets):
                 raise TechniqueError(
-                    one.name, f"clashes with {other.name}: {conflict.why}", f"take {one.name} or {other.name} out"
+                    one.name, f"conflicts with {other.name}: {conflict.why}", f"remove {one.name} or {other.name}"
                 )
     return algorithms
 
 
 def screen(techniques: Sequence[Technique], context: Context) -> None:
-    """Check conflicts and requirements, before anything is built or changed.
+    """Check conflicts and requirements before anything is built or changed.
 
-    A technique whose requirements are not met raises, or warns and is marked unavailable when its
-    ``on_unavailable`` is ``"warn"``.
+    A technique with unmet requirements raises a TechniqueError. If its ``on_unavailable`` is ``"warn"``, it warns and
+    is marked as not engaged instead.
     """
-    refuse_clashes(techniques)
+    refuse_conflicts(techniques)
     for technique in techniques_of(techniques):
         try:
             for conflict in technique.conflicts:
                 if context.sharded and conflict.other == FSDP:
-                    raise TechniqueError(technique.name, conflict.why, "train without FSDP (DDP works), or take it out")
+                    raise TechniqueError(technique.name, conflict.why, "train without FSDP (DDP works), or remove it")
             for met, reason, fix in technique.requirements(context):
                 if not met:
                     stops = technique.on_unavailable == "stop"
-                    other = ", or set on_unavailable=warn to go on without it" if stops else ""
+                    other = ", or set on_unavailable=warn to continue without it" if stops else ""
                     raise TechniqueError(technique.name, reason, fix + other)
         except TechniqueError as error:
             technique.unavailable(error)
@@ -408,9 +411,9 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
 
 
 def engage_all(state: State) -> None:
-    """Engage every technique of ``state.algorithms`` in the one order; a second call does nothing."""
+    """Engage every technique of ``state.algorithms`` in their order; later calls do nothing."""
     techniques = techniques_of(state.algorithms)
-    for technique in reversed(techniques):  # it undoes what an earlier Trainer left, as closing that one would
+    for technique in reversed(techniques):  # in the order in which closing an earlier Trainer would undo them
         technique.begin(state)
     if all(t.engaged is not None for t in techniques):
         return
@@ -418,7 +421,7 @@ def engage_all(state: State) -> None:
     for technique in techniques:
         technique.before_engaging(state)
     state.callbacks.append(_TechniqueKeeper(techniques, state.algorithms))
-    # Composer seeds each rank differently: DDP then copies rank 0's new weights to all, FSDP takes a shard of each.
+    # Composer seeds each rank differently. DDP then broadcasts rank 0's new weights; FSDP keeps a shard of each rank's.
     same_draws = nullcontext() if state.fsdp_config is None else seed_context(state.rank_zero_seed)
     with same_draws:
         for technique in techniques:
@@ -432,7 +435,7 @@ def engage_all(state: State) -> None:
 
 
 def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
-    """The error of resuming under other techniques than the checkpoint's."""
+    """The error for resuming with techniques that differ from the checkpoint's."""
     return ConfigError(
         f"the checkpoint was written with techniques [{', '.join(recorded)}] and this run has "
         f"[{', '.join(current)}]; resume with the same ones, or load the weights only"
@@ -440,17 +443,17 @@ def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
 
 
 class _TechniqueKeeper(Callback):
-    """Closes techniques with the Trainer, in the reverse of the order they engaged in, and has checkpoints list them.
+    """Close techniques with the Trainer, in reverse order, and record them in checkpoints.
 
-    Algorithms have no close event, callbacks do. Nor is an algorithm told of a checkpoint that was written without it:
-    this is, where any technique was in force then.
+    It is a callback because Composer does not send a close event to algorithms, and does not call an algorithm's
+    ``load_state_dict`` if the checkpoint was written without that algorithm.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str]}
 
     def __init__(self, techniques: Sequence[Technique], algorithms: Sequence[Algorithm]) -> None:
         self._techniques = techniques
-        self._algorithms = algorithms  # the Trainer's own list: loading a checkpoint may add to it
+        self._algorithms = algorithms  # the Trainer's own list, to which loading a checkpoint may add
 
     def state_dict(self) -> dict[str, Any]:
         return {"techniques": sorted(map(repr, techniques_of(self._algorithms)))}
@@ -460,7 +463,7 @@ class _TechniqueKeeper(Callback):
             raise resume_error(recorded, current)
 
     def close(self, state: State, logger: Logger) -> None:
-        with ExitStack() as stack:  # the last engaged is undone first, and one that raises keeps no other from it
+        with ExitStack() as stack:  # closes in reverse order, and continues if one of them raises
             for technique in self._techniques:
-                if technique.belongs_to(state):  # not to a later Trainer, which closes it itself
+                if technique.belongs_to(state):  # a later Trainer closes its techniques itself
                     stack.callback(technique.close)

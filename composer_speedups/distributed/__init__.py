@@ -1,15 +1,15 @@
 """Training on several GPUs: DDP, FSDP, reductions of host scalars, balanced sampling.
 
-For a Composer Trainer of one's own; ``examples/own_trainer.py`` uses them all, and ``train.py`` is built on them:
+These can be used in your own Composer Trainer, as in ``examples/own_trainer.py``, and ``train.py`` is built on them:
 
-- :class:`OverlappedDDP`, a callback: DDP without copies of gradients, and optimizer steps that begin early.
-- :class:`BalancedSampler`: batches that the ranks share so that all have nearly equally many tokens.
-- :class:`FreezeGarbage`, a callback: no full garbage collections of what was imported.
-- :func:`share_cores`: torch's threads on the host.
-- :func:`reads_no_gradients`: lets a callback of one's own that hears AFTER_BACKWARD or AFTER_TRAIN_BATCH go with early
-  steps.
+- :class:`OverlappedDDP`, a callback: DDP without gradient copies, and optimizer steps that start early.
+- :class:`BalancedSampler`: batches shared between ranks so that all ranks have nearly the same number of tokens.
+- :class:`FreezeGarbage`, a callback: excludes imported objects from garbage collection.
+- :func:`share_cores`: sets the number of torch's threads on the host.
+- :func:`reads_no_gradients`: declares that your own callback for AFTER_BACKWARD or AFTER_TRAIN_BATCH does not read
+  gradients, so that optimizer steps may still start early.
 
-They are imported when first asked for: :class:`FSDPConfig`, the keys under ``trainer.fsdp``, should not wait for torch.
+They are imported on first use, so that :class:`FSDPConfig`, the keys under ``trainer.fsdp``, does not import torch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NAMES = {
 @dataclass
 class FSDPConfig:
     shard: Literal["grad_op", "full"] = "full"
-    """Gradients and optimizer state are shared out over the ranks (ZeRO-2), or the weights too (ZeRO-3)."""
+    """Shard gradients and optimizer state (grad_op, ZeRO-2), or also the weights (full, ZeRO-3)."""
     replicas: int = key(1, ge=1)
-    """Copies of the sharded model (HSDP): with the number of nodes, shards stay within a node."""
+    """Replicas of the sharded model (HSDP). With one replica per node, shards stay within their node."""
     cpu_offload: bool = False
-    """Keep the shards and the optimizer's state in host memory; needs GPUs, and is slow."""
+    """Keep shards and optimizer state in host memory. Needs GPUs, and is slow."""
 
 
 def __getattr__(name: str) -> Any:

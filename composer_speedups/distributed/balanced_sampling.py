@@ -1,4 +1,4 @@
-"""Each batch shared by the ranks so that all have nearly equally many tokens, and none waits long for another."""
+"""Share each batch between ranks so that all have nearly the same number of tokens and do not wait for each other."""
 
 from __future__ import annotations
 
@@ -16,27 +16,28 @@ Integers = npt.NDArray[Any]
 
 
 class BalancedSampler(DistributedSampler[int]):
-    """The epoch is shuffled and cut into batches; the reviews of each are dealt out to the ranks by length.
+    """Shuffles the epoch, cuts it into batches, and deals out the samples of each batch to the ranks by length.
 
-    From the longest to the shortest, there and back: with two ranks 0 1 1 0 0 1 …, so that shares are equal in reviews
-    and nearly in tokens, while the batch as a whole is what one process would draw. A rank's reviews keep the order of
-    the draw: parts of its share are random ones.
+    Samples are dealt from the longest to the shortest, back and forth: 0 1 1 0 0 1 … with two ranks. The ranks' shares
+    have the same number of samples and nearly the same number of tokens, and the batch as a whole is the one that a
+    single process would draw. Each rank's samples keep their random order, so its micro-batches are random.
 
-    The order depends on the seed and the epoch alone, so a resumed run goes on in it. Every review comes once an epoch.
-    What does not fill a batch comes last, or is left out with ``drop_last``. All ranks yield equally many rows: where
-    the last batch cannot be shared evenly, its first rows come twice, as in
-    :class:`torch.utils.data.DistributedSampler`. Composer knows it by that class and calls ``set_epoch``.
+    The order depends only on the seed and the epoch, so a resumed run continues it. Every sample occurs once per epoch.
+    An incomplete batch comes last, or is dropped with ``drop_last``. All ranks yield the same number of samples: if the
+    last batch cannot be divided evenly, its first samples are repeated, as in
+    :class:`torch.utils.data.DistributedSampler`. Composer recognizes the sampler by that base class and calls
+    ``set_epoch``.
 
     Args:
-        lengths: Tokens of each review, (reviews,).
-        batch_size: Reviews a batch, over all ranks together; a multiple of ``ranks``. The DataLoader takes
-            ``batch_size // ranks`` of each rank.
-        ranks, rank: How many processes share a batch, and which one this is.
+        lengths: Tokens of each sample, (samples,).
+        batch_size: Samples per batch over all ranks; a multiple of ``ranks``. Each rank's DataLoader uses a batch size
+            of ``batch_size // ranks``.
+        ranks, rank: Number of processes that share a batch, and the index of this one.
         seed: Seed of the shuffling.
-        drop_last: Leave out the reviews that do not fill a batch.
+        drop_last: Drop the last, incomplete batch.
 
     Raises:
-        ValueError: A batch that the ranks cannot share.
+        ValueError: ``batch_size`` is not a multiple of ``ranks``.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class BalancedSampler(DistributedSampler[int]):
         return iter(mine.tolist())
 
     def arranged(self, batches: Integers, generator: torch.Generator) -> Integers:
-        """The epoch's whole batches, (batches, reviews), in the order to train on."""
+        """The epoch's complete batches, (batches, samples), in training order."""
         return batches
 
     def _share(self, batches: Integers) -> Integers:

@@ -1,4 +1,4 @@
-"""Composer's training loop as it was tested with: a fingerprint of each method that others here build on."""
+"""Fingerprints of the methods of Composer's training loop that this package relies on and was tested with."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ TESTED: dict[str, dict[str, str]] = {
 
 
 def fingerprint(function: Any) -> str:
-    """Of the source of a function or class, without its comments, doc strings, layout and line numbers: 16 digits.
+    """A 16-digit hash of a function's or class's source, without comments, docstrings, layout and line numbers.
 
     Raises:
-        OSError: It has no source to read.
-        TypeError: It is no function or class.
+        OSError: The source is not available.
+        TypeError: It is neither a function nor a class.
     """
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return hashlib.sha256(repr(_plain(tree)).encode()).hexdigest()[:16]
 
 
 def _plain(node: Any) -> Any:
-    # Not ast.dump or ast.unparse: what they write differs between versions of Python.
+    # Not ast.dump or ast.unparse, whose output depends on the version of Python.
     if isinstance(node, list):
         return [_plain(each) for each in node if not _is_doc(each)]
     if isinstance(node, ast.AST):
@@ -53,7 +53,7 @@ def _is_doc(node: Any) -> bool:
 
 
 def unknown_methods(names: Iterable[str]) -> str | None:
-    """Which of these methods of Composer's Trainer are none that was tested; None when all are.
+    """Name the methods of Composer's Trainer that differ from all tested versions; None if there are none.
 
     Returns:
         Text such as ``composer 0.33.0's Trainer._train_batch, and it was tested with 0.32.1``.

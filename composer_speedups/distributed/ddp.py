@@ -1,4 +1,4 @@
-"""DDP that copies no gradients, and an optimizer that steps while the last gradients are on their way."""
+"""DDP without gradient copies, and optimizer steps that start while the last gradients are being reduced."""
 
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ __all__ = ["BUCKETS_SETTLED", "GradientSums", "OverlappedDDP", "ddp_of", "sums_o
 log = logging.getLogger(__name__)
 
 BUCKETS_SETTLED = 2
-"""Batches: DDP orders its buckets anew at the second one's forward pass. Techniques look at the step of the first."""
+"""Number of initial batches without overlap: DDP rebuilds its buckets in the second one, and techniques are
+verified in the first."""
 
 
 class OverlappedDDP(Callback):
-    """The DDP of :func:`ddp_of` in any Composer Trainer, and an optimizer that updates each bucket's parameters as soon
-    as their gradients have arrived, while the last ones are still being reduced.
+    """Uses the DDP of :func:`ddp_of` in any Composer Trainer, with an optimizer that updates each bucket's parameters
+    as soon as their gradients have been reduced, while the last ones are still in flight.
 
-    ``Trainer(callbacks=[OverlappedDDP()], …)``; one process, and FSDP, stay as they are. The weights are those of
-    Composer's own DDP: AdamW computes each one by itself. Steps overlap from the third batch on, with one
-    ``torch.optim.AdamW`` in fp32 or bf16, where nothing reads gradients between the backward pass and the step:
-    gradient clipping does, fp16's scaler, and what :func:`.reader_of_gradients` finds. Then steps are whole, the log
-    says so, and :attr:`GradientSums.reader` names what it is.
+    ``Trainer(callbacks=[OverlappedDDP()], …)``. It does not affect single processes and FSDP. The resulting weights
+    equal those of Composer's DDP, because AdamW updates each weight independently. Steps overlap from the third batch
+    on, with one ``torch.optim.AdamW`` in fp32 or bf16, and only if nothing reads gradients between the backward pass
+    and the step. Gradient clipping reads them, as do fp16's scaler and anything that :func:`.reader_of_gradients`
+    finds. In that case the optimizer steps once with all gradients, a log line says so, and :attr:`GradientSums.reader`
+    names the reader.
 
     Args:
-        bucket_mib: Size of DDP's buckets. Default 64.
+        bucket_mib: Size of DDP's buckets in MiB. Default 64.
 
     Source: ``torch.nn.parallel.DistributedDataParallel`` and its communication hooks.
     """
@@ -53,7 +55,8 @@ class OverlappedDDP(Callback):
         self._step_before: Any = None
 
     def after_load(self, state: State, logger: Logger) -> None:
-        if dist.get_world_size() > 1 and not state.fsdp_enabled:  # the Trainer wraps the model next, with no options
+        # the Trainer wraps the model next, and has no option for it
+        if dist.get_world_size() > 1 and not state.fsdp_enabled:
             self._composers = dist_strategy.DistributedDataParallel
             dist_strategy.DistributedDataParallel = self._wrap  # type: ignore[misc, assignment]
 
@@ -66,31 +69,31 @@ class OverlappedDDP(Callback):
         return ddp_of(module, bucket_cap_mb=self.bucket_mib, **settings)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._give_back()  # a model without trained parameters is not wrapped
+        self._give_back()  # models without trainable parameters are not wrapped
         sums = sums_of(state.model)
         if sums is None or self._stepping is not None:
             return
         sums.reader = _whole_steps_for(state)
         if sums.reader is None:
             self._stepping = state.optimizers[0]
-            self._step_before = vars(self._stepping).get("step")  # a scheduler's wrapper
-            # A bound method, which torch's schedulers wrap in turn.
+            self._step_before = vars(self._stepping).get("step")  # the wrapper of a torch scheduler
+            # A bound method, because torch's schedulers wrap it in turn.
             step = _by_buckets(sums, self._stepping.step, lambda closure: reader_of_gradients(state, closure))
             self._stepping.step = MethodType(step, self._stepping)  # type: ignore[method-assign]
 
     def before_forward(self, state: State, logger: Logger) -> None:
         if (sums := sums_of(state.model)) is not None:
-            sums.settle()  # before a pass adds to what another has left in the buckets
+            sums.settle()  # before the forward pass adds to gradients that are still in flight
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._step_as_before(state)
 
     def close(self, state: State, logger: Logger) -> None:
         self._give_back()
-        self._step_as_before(state)  # also after a run that raised
+        self._step_as_before(state)  # also after an exception
 
     def _step_as_before(self, state: State) -> None:
-        """What comes after ``fit`` may read gradients where it likes."""
+        """After ``fit``, gradients may be read at any time, so restore the original step."""
         if self._stepping is None:
             return
         if (sums := sums_of(state.model)) is not None:
@@ -104,23 +107,23 @@ class OverlappedDDP(Callback):
 
 
 def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
-    """The module under a DDP that sends and copies less than torch's defaults do.
+    """Wrap a module in a DDP that communicates and copies less than torch's defaults.
 
-    - ``gradient_as_bucket_view``: gradients stay in the buckets that ranks reduce, where DDP would copy each out again
-      when all is computed and nothing else is left to do; the memory is less by the gradients'.
-    - A hook, :class:`GradientSums`: a bucket is divided by the number of ranks as a whole, by NCCL itself where that
-      sends it, and not each gradient by itself before it is sent.
-    - Buckets of 64 MiB instead of 25: matrix products lose as much time as NCCL takes beside them, which is less per
-      byte the larger a bucket is.
-    - ``broadcast_buffers`` only where a buffer is state: rank 0 sends them at each forward pass, and the others wait.
-      BERT's are numbers of positions, which no checkpoint has.
+    - ``gradient_as_bucket_view``: gradients stay in the buckets that are reduced. By default DDP copies each of them
+      after the backward pass, when no computation is left to overlap with, and needs memory for a second copy.
+    - A communication hook, :class:`GradientSums`: NCCL averages whole buckets, instead of DDP dividing each gradient
+      separately before it is sent.
+    - Buckets of 64 MiB instead of 25: concurrent matmuls lose as much time as NCCL takes, which is less per byte for
+      larger buckets.
+    - ``broadcast_buffers`` only if a buffer is part of the state dict: otherwise rank 0 would broadcast buffers such as
+      BERT's position ids at each forward pass.
 
     Args:
-        module: On the device of this rank; the default process group is that of its ranks.
-        **settings: ``DistributedDataParallel``'s, over those above.
+        module: On this rank's device; uses the default process group.
+        **settings: Arguments of ``DistributedDataParallel``, which override those above.
 
     Returns:
-        Its gradients are there when a backward pass returns, as with any DDP, until :attr:`GradientSums.waits` of
+        A DDP whose gradients are complete when a backward pass returns, until :attr:`GradientSums.waits` of
         :func:`sums_of` is set to False.
     """
     has_state = not module.state_dict().keys().isdisjoint(name for name, _ in module.named_buffers())
@@ -133,38 +136,39 @@ def ddp_of(module: nn.Module, **settings: Any) -> DistributedDataParallel:
 
 
 def sums_of(model: Any) -> GradientSums | None:
-    """Those of a model that :func:`ddp_of` made; None for another."""
+    """The :class:`GradientSums` of a model from :func:`ddp_of`; None for other models."""
     return vars(model).get("gradient_sums")
 
 
 class GradientSums:
-    """DDP's buckets on their way between ranks, each waited for by itself.
+    """DDP's buckets in flight, each of which can be waited for separately.
 
-    DDP waits for all of them before a backward pass returns. The last ones, which hold the gradients of the embeddings,
-    are begun when nothing is left to compute. Unless :attr:`waits` they are left under way, and whoever reads the
-    gradients has to :meth:`settle` first.
+    DDP waits for all of them before a backward pass returns. The last buckets, which hold the gradients of the
+    embeddings, are sent when no computation is left to overlap with. If :attr:`waits` is False they stay in flight, and
+    :meth:`settle` must be called before the gradients are read.
 
     Args:
-        group: The ranks.
+        group: The process group.
 
     Attributes:
-        waits: Whether a backward pass ends with the gradients there; True at first.
-        overlapped_steps: Steps of an optimizer that began before the last gradients were there.
-        reader: What may read gradients between the backward pass and the step, so that steps are whole; None without.
+        waits: Whether a backward pass returns only when all gradients are complete; True at first.
+        overlapped_steps: Number of optimizer steps that started before the last gradients were complete.
+        reader: What may read gradients between the backward pass and the step and therefore prevents overlap; None if
+            nothing does.
     """
 
     def __init__(self, group: Any = None) -> None:
         self._group = group
-        self._under_way: list[tuple[list[Tensor], Any]] = []  # parameters of a bucket, and what to wait for
+        self._under_way: list[tuple[list[Tensor], Any]] = []  # parameters of a bucket, and the work to wait for
         self._sent: dict[int, int] = {}  # bytes of each bucket
         self.waits = True
         self.overlapped_steps = 0
         self.reader: str | None = None
 
     def send(self, state, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotations that are text
-        """The hook: begin to average a bucket over the ranks. For DDP it is done then."""
+        """The communication hook: start to average a bucket over the ranks, and report it to DDP as done."""
         gradients = bucket.buffer()
-        mean = distributed.ReduceOp.AVG  # NCCL multiplies as it reads
+        mean = distributed.ReduceOp.AVG  # NCCL scales while it reads
         if not gradients.is_cuda:
             mean = distributed.ReduceOp.SUM
             gradients.div_(distributed.get_world_size(self._group))
@@ -181,23 +185,24 @@ class GradientSums:
 
     @property
     def under_way(self) -> list[Tensor]:
-        """The parameters whose gradients are."""
+        """The parameters whose gradients are in flight."""
         return [parameter for parameters, _ in self._under_way for parameter in parameters]
 
     def settle(self) -> None:
-        """Have what is computed from here on wait for all buckets; the host waits itself only where it computes."""
+        """Make later computation wait for all buckets. The host itself waits only if it computes."""
         for _ in self.arriving():
             pass
 
     def arriving(self) -> Iterator[list[Tensor]]:
-        """The parameters of each bucket under way, in the order in which they were sent, once it is there."""
+        """Yield the parameters of each bucket in flight, in the order in which they were sent, when they are
+        complete."""
         under_way, self._under_way = self._under_way, []
         for parameters, work in under_way:
             work.wait()
             yield parameters
 
     def summary(self) -> dict[str, Any]:
-        """For report.json: what goes between ranks at a step, and how many steps did not wait for all of it."""
+        """For report.json: bytes reduced per step, and the number of steps that did not wait for all of them."""
         return {
             "buckets": len(self._sent),
             "mib_a_step": sum(self._sent.values()) / 2**20,
@@ -207,11 +212,11 @@ class GradientSums:
 
 
 def _whole_steps_for(state: State) -> str | None:
-    """What is known before the first batch to need all gradients at once."""
+    """A reason, known before the first batch, why a step needs all gradients at once."""
     if state.precision == Precision.AMP_FP16:
         return "fp16's gradient scaler"
     kinds = [type(optimizer) for optimizer in state.optimizers]
-    return None if kinds == [torch.optim.AdamW] else f"{', '.join(kind.__name__ for kind in kinds)}, which is no AdamW"
+    return None if kinds == [torch.optim.AdamW] else f"{', '.join(kind.__name__ for kind in kinds)}, which is not AdamW"
 
 
 def _by_buckets(
@@ -233,7 +238,7 @@ def _by_buckets(
             return loss
         step()
         whole_steps += 1
-        if whole_steps == BUCKETS_SETTLED:  # all that watches the first batches alone has gone
+        if whole_steps == BUCKETS_SETTLED:  # hooks that observe only the first batches have been removed
             sums.reader = reader(closure)
             sums.waits = sums.reader is not None
             if sums.reader:
@@ -245,7 +250,7 @@ def _by_buckets(
 
 @contextmanager
 def _parts(optimizer: Optimizer, sums: GradientSums) -> Iterator[Iterator[None]]:
-    """At each turn the optimizer has the parameters of another bucket, and their gradients are there."""
+    """For each bucket, limit the optimizer to the parameters whose gradients are complete."""
     groups = optimizer.param_groups
     wholes = [group["params"] for group in groups]
     group_of = {id(p): group for group, whole in zip(groups, wholes, strict=True) for p in whole}

@@ -1,8 +1,8 @@
-"""FSDP by a few keys: ZeRO-2, ZeRO-3, HSDP and CPU offload, over Composer's FSDP2.
+"""FSDP with a few config keys: ZeRO-2, ZeRO-3, HSDP and CPU offload, based on Composer's FSDP2.
 
-Composer 0.32's FSDP1 runs on GPUs only, wraps a Hugging Face model in one piece, and has no CPU offload. Its FSDP2
-(torch's ``fully_shard``) shards block by block, keeps names and dtypes of parameters, and runs over gloo too.
-``trainer.parallelism_config`` still reaches both.
+Composer 0.32's FSDP1 runs on GPUs only, wraps a Hugging Face model as one unit, and does not support CPU offload. Its
+FSDP2 (torch's ``fully_shard``) shards block by block, keeps the names and dtypes of parameters, and also runs with
+gloo. ``trainer.parallelism_config`` gives access to both.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ __all__ = [
 
 @dataclass
 class Sharding(FSDP2Config):
-    """Composer's FSDP2Config with copies of the sharded model, which Composer has for FSDP1 only.
+    """Composer's FSDP2Config with replicas of the sharded model, which Composer supports for FSDP1 only.
 
     Args:
-        replicas: Copies. The ranks of one copy are neighbours: with one copy a node, shards stay within the node.
+        replicas: Number of replicas. The ranks of a replica are consecutive: with one replica per node, shards stay
+            within the node.
         offload: Keep the shards in host memory; see :func:`offloading`.
     """
 
@@ -54,31 +55,33 @@ class Sharding(FSDP2Config):
 
     @property
     def data_parallel_replicate_degree(self) -> int | None:
-        """The first dimension of Composer's device mesh; None for a mesh of one dimension."""
+        """The first dimension of Composer's device mesh; None for a one-dimensional mesh."""
         return self.replicas if self.replicas > 1 else None
 
 
 def check_sharding(config: FSDPConfig, *, on_gpu: bool) -> None:
-    """Refuse what these ranks and this device cannot do.
+    """Refuse settings that these ranks or this device do not support.
 
     Raises:
         ConfigError: Names the key and the fix.
     """
     ranks, replicas = dist.get_world_size(), config.replicas
     if ranks % replicas:
-        raise ConfigError(f"trainer.fsdp.replicas: {ranks} ranks do not make {replicas} equal copies; use a divisor")
+        raise ConfigError(
+            f"trainer.fsdp.replicas: {ranks} ranks cannot be divided into {replicas} replicas; use a divisor"
+        )
     if config.cpu_offload and not on_gpu:
-        raise ConfigError("trainer.fsdp.cpu_offload: the weights are on the CPU already; leave it out")
+        raise ConfigError("trainer.fsdp.cpu_offload: the weights are already on the CPU; remove it")
 
 
 def fsdp_parallelism(config: FSDPConfig) -> dict[str, Any]:
-    """What goes to ``Trainer(parallelism_config=…)``."""
+    """The ``parallelism_config`` for Composer's Trainer."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "FSDP2 Config/APIs are experimental", UserWarning)
         shards = Sharding(
             reshard_after_forward=config.shard == "full",
-            state_dict_type="full",  # checkpoints and exports are those of one process
-            mixed_precision="FULL",  # autocast lowers what it lowers in one process, and nothing else is
+            state_dict_type="full",  # checkpoints and exports equal those of one process
+            mixed_precision="FULL",  # the precision is that of autocast, as in one process
             replicas=config.replicas,
             offload=config.cpu_offload,
         )
@@ -86,16 +89,16 @@ def fsdp_parallelism(config: FSDPConfig) -> dict[str, Any]:
 
 
 def sharded_blocks(model: nn.Module) -> None:
-    """Have Composer shard each of the encoder's blocks by itself; without it the model is gathered as a whole."""
+    """Make Composer shard each block of the encoder separately. Otherwise the whole model is gathered at once."""
     inner: Any = model.model
     blocks = set(map(id, repeated_blocks(inner).values()))
     inner.fsdp_wrap_fn = lambda module: id(module) in blocks
 
 
 def offloading(config: Any) -> AbstractContextManager[None]:
-    """Around Composer's wrapping of the model: with ``Sharding(offload=True)`` the shards go to host memory.
+    """Wrap Composer's wrapping of the model: with ``Sharding(offload=True)`` the shards are kept in host memory.
 
-    Composer passes no offload policy on to ``fully_shard``.
+    Composer does not pass an offload policy to ``fully_shard``.
     """
     if not getattr(config, "offload", False):
         return nullcontext()
@@ -103,15 +106,15 @@ def offloading(config: Any) -> AbstractContextManager[None]:
 
 
 class GradientClipping(algorithms.GradientClipping):
-    """Composer's, which under FSDP2 clips the gradient of all shards together to its global L2 norm.
+    """Composer's gradient clipping, which under FSDP2 clips by the global L2 norm over all shards.
 
-    Composer's own looks for FSDP1's modules there and, finding none, clips nothing. The name is Composer's too, since
-    checkpoints record it: a run may go on with shards or without. The norm is summed on the run's device, since shards
-    in host memory have no collective operations there.
+    Composer's own version looks for FSDP1 modules and clips nothing under FSDP2. The class has Composer's name, because
+    checkpoints record it and a run may resume with or without sharding. The norm is reduced on the run's device,
+    because collectives are not available for shards in host memory.
 
     Attributes:
-        norm: The gradient's norm before the last clipping, a scalar on the run's device; None before the first, and
-            under FSDP1, where Composer keeps it to itself.
+        norm: The gradient norm before the latest clipping, a scalar on the run's device; None before the first one, and
+            under FSDP1.
     """
 
     norm: Tensor | None = None

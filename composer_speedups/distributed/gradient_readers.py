@@ -1,4 +1,4 @@
-"""What may read gradients between the backward pass and the optimizer's step, so that they have to be there by then."""
+"""Find code that may read gradients between the backward pass and the optimizer's step, and so needs them complete."""
 
 from __future__ import annotations
 
@@ -16,31 +16,32 @@ from composer_speedups.distributed.composer_loop import unknown_methods
 
 __all__ = ["reader_of_gradients", "reads_no_gradients"]
 
-_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)  # between the two
-_METHODS = ("_train_batch", "_train_microbatches", "_train_microbatch")  # of the Trainer: what runs between the two
+_EVENTS = (Event.AFTER_BACKWARD, Event.AFTER_TRAIN_BATCH)  # events between the two
+# methods of the Trainer that run between the two
+_METHODS = ("_train_batch", "_train_microbatches", "_train_microbatch")
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def reads_no_gradients(method: Method) -> Method:
-    """Declare that a method which runs between the backward pass and the step reads no gradient's values.
+    """Declare that a method which runs between the backward pass and the step does not read gradients.
 
-    For a callback's ``after_backward`` or ``after_train_batch`` and for methods of a Trainer of one's own. A subclass
-    that overrides the method declares it anew, or is taken to read them.
+    For ``after_backward`` and ``after_train_batch`` of a callback, and for methods of your own Trainer. A subclass that
+    overrides the method must declare it again.
     """
     method.reads_gradients = False  # type: ignore[attr-defined]
     return method
 
 
 def reader_of_gradients(state: State, closure: Callable[[], Any] | None) -> str | None:
-    """The first thing found that may read gradients before the optimizer's step; None when nothing does.
+    """Describe the first thing found that may read gradients before the optimizer's step; None if nothing does.
 
-    Looked at are the code of Composer's training loop, the Trainer's own methods, all algorithms and callbacks that
-    hear an event between, and hooks on parameters, optimizers and their steps.
+    It inspects the code of Composer's training loop, the Trainer's methods, all algorithms and callbacks that handle an
+    event between the two, and hooks on parameters, optimizers and their steps.
 
     Args:
-        state: Of the Trainer, with all that is registered.
-        closure: What Composer's loop gave the optimizer's step.
+        state: The Trainer's state with everything registered.
+        closure: The closure that Composer's loop passes to the optimizer's step.
     """
     return next(_readers(state, closure), None)
 
@@ -70,7 +71,7 @@ def _may_read(method: Any, composers: Any) -> bool:
 
 
 def _hears(algorithm: Algorithm, state: State) -> bool:
-    # Others may match by anything; ours by the events that they hear, always the same.
+    # Other algorithms may match any event; techniques handle a fixed set.
     return not isinstance(algorithm, Technique) or any(algorithm.match(event, state) for event in _EVENTS)
 
 

@@ -1,4 +1,4 @@
-"""The host beside the GPUs: torch's threads on it, and Python's garbage collection, for which all other ranks wait."""
+"""Host settings that matter with several ranks: torch's CPU threads and Python's garbage collection."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["FreezeGarbage", "share_cores"]
 
 
 def share_cores(*, computes: bool) -> None:
-    """Set the threads of torch's operations on the CPU, in this process, for good.
+    """Set the number of threads of torch's CPU operations, permanently for this process.
 
-    torch wakes a thread for each core wherever more than 32,768 numbers are touched, the token ids of 129 reviews
-    among them, and each rank does: with as many ranks as GPUs they are in one another's way, and copying a batch takes
-    longer than computing it. Where ``OMP_NUM_THREADS`` is set, it stands. Call it before the Trainer is made.
+    torch uses a thread per core for every operation on more than 32,768 elements, such as the token ids of 129 samples
+    of 256 tokens. With one rank per GPU the threads of all ranks compete, and copying a batch takes longer than
+    computing it. If ``OMP_NUM_THREADS`` is set, nothing is changed. Call it before the Trainer is built.
 
     Args:
-        computes: Whether the training step computes on the host, so that the ranks of this node share its cores;
-            otherwise one thread copies the batches.
+        computes: Whether the training step runs on the CPU. If so, the ranks of this node share its cores; otherwise
+            one thread copies the batches.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return
@@ -37,12 +37,11 @@ def _at_first() -> int:
 
 
 class FreezeGarbage(Callback):
-    """Takes all objects that exist when training starts out of Python's garbage collection, until the Trainer closes.
+    """Excludes all objects that exist when training starts from Python's garbage collection, until the Trainer closes.
 
-    Importing torch, Composer and transformers makes a million objects that live on. A full collection looks at all of
-    them, for 0.4 s in some training step, and all other ranks wait for the one that collects. What training itself
-    makes is collected as before. Where something is frozen already, as ``train.py`` freezes what it has imported,
-    nothing is changed.
+    Importing torch, Composer and transformers creates a million permanent objects. A full collection visits all of
+    them, which takes 0.4 s in some training step while all other ranks wait. Objects that training creates are
+    collected as usual. If objects are already frozen, as by ``train.py``, nothing is changed.
 
     ``Trainer(callbacks=[FreezeGarbage()], …)``. Source: ``gc.freeze``.
     """
@@ -52,7 +51,7 @@ class FreezeGarbage(Callback):
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if gc.get_freeze_count() == 0:
-            gc.collect()  # so that no garbage is kept
+            gc.collect()  # so that no garbage is frozen
             gc.freeze()
             self._froze = True
 

@@ -1,11 +1,11 @@
-"""Numbers that Composer's training loop reads back each batch, without the host waiting for more than it reads.
+"""Read the scalars of Composer's training loop without making the host wait for unrelated GPU work.
 
-Composer's ``Trainer`` makes small tensors on the device for five numbers: the loss, the rows of the batch, its
-samples and tokens, its time, and whether the epoch or the evaluation is over. It then reads them with ``.item()``,
-which waits for everything that was launched before. The loss is known when the forward pass is done, so a copy of it
-is sent to the host from there, past the backward pass and the optimizer's step. The others come from the host, and stay
-there. Several ranks reduce all of them with gloo, on the host too: with the default process group where it has a CPU
-backend, or else with a group of their own.
+Composer's ``Trainer`` creates small tensors on the device for five values: the loss, the number of rows, the numbers of
+samples and tokens, the time, and whether the epoch or the evaluation is over. It reads them with ``.item()``, which
+waits for everything launched before. The loss is known after the forward pass, so it is copied to the host from there,
+concurrently with the backward pass and the optimizer's step. The other values are created on the host and stay there.
+Several ranks reduce all of them on the host with gloo: with the default process group if it has a CPU backend,
+otherwise with an additional group.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ __all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "co
 
 
 class Copies(Protocol):
-    """How numbers get to the host; tests give their own."""
+    """How scalars are copied to the host; replaced in tests."""
 
     def mark(self) -> Any:
-        """A point of the device's work, which is over when all that was launched so far is."""
+        """Mark a point in the device's work, which is reached when everything launched so far is done."""
 
     def send(self, value: Tensor, mark: Any) -> Any:
-        """Copy a scalar that exists from ``mark`` on."""
+        """Start to copy a scalar that exists from ``mark`` on."""
 
     def receive(self, sent: Any) -> float:
-        """Wait for the copy, and for nothing else."""
+        """Wait for this copy only."""
 
     def busy(self) -> bool:
         """Whether the device still has work to do."""
 
 
 class CUDACopies:
-    """Copies to pinned memory on a stream of their own."""
+    """Copies to pinned memory on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +68,7 @@ class CUDACopies:
             host.copy_(value.float(), non_blocking=True)
             done = torch.cuda.Event()
             done.record(self._stream)
-        return host, done, value  # the value's memory must not be given to others before it is read
+        return host, done, value  # the value's memory must not be reused before it is copied
 
     def receive(self, sent: tuple[Tensor, torch.cuda.Event, Tensor]) -> float:
         host, done, _ = sent
@@ -80,7 +80,7 @@ class CUDACopies:
 
 
 class HostCopies:
-    """:class:`Copies` where numbers are on the host already."""
+    """:class:`Copies` for scalars that are already on the host."""
 
     def mark(self) -> None:
         return None
@@ -96,27 +96,27 @@ class HostCopies:
 
 
 def copies_for(device: torch.device) -> Copies:
-    """How numbers get from a device to the host without waiting for what is launched after them."""
+    """The copies for a device, which do not wait for work launched later."""
     return CUDACopies(device) if device.type == "cuda" else HostCopies()
 
 
 class Readback:
-    """What is on its way to the host.
+    """The scalars being copied to the host.
 
     Attributes:
-        reads: Losses read, one a batch, or as many as the model names.
-        ahead: How many of them were read while the device was still at work on the batch.
-        first: The first such loss, and the device's own sum to compare it with; None before.
+        reads: Number of losses read: one per batch, or as many as the model names.
+        ahead: How many of them were read while the device was still computing the batch.
+        first: The first of these losses, and the device's own sum to compare it with; None before.
     """
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
         self.reads = self.ahead = 0
         self.first: tuple[float, Tensor] | None = None
-        self._known: Any = None  # from here on the losses of this micro-batch exist
+        self._known: Any = None  # the losses of this micro-batch exist from here on
 
     def forget(self) -> None:
-        """A micro-batch begins."""
+        """Start a micro-batch."""
         self._known = None
 
     def begin_backward(self) -> None:
@@ -126,7 +126,7 @@ class Readback:
         return self.copies.send(value, self.copies.mark() if self._known is None else self._known)
 
     def receive(self, sent: list[Any]) -> float:
-        total = torch.zeros((), dtype=torch.float32)  # as on the device: float32, one after the other
+        total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
         for each in sent:
             total += self.copies.receive(each)
         self.reads += 1
@@ -134,16 +134,16 @@ class Readback:
         return float(total)
 
     def compare(self, value: float, on_device: Tensor) -> None:
-        """Keep the first value read beside what the device has then."""
+        """Compare the first value read with the device's own value."""
         if self.first is None:
             self.first = value, on_device.detach().clone()
 
 
-_PLAIN: Any = torch._C._disabled_torch_function_impl  # what is computed from such a tensor is a plain one
+_PLAIN: Any = torch._C._disabled_torch_function_impl  # results of operations on such a tensor are plain tensors
 
 
 class _Loss(Tensor):
-    """Composer's loss of a micro-batch, which says when its backward pass begins."""
+    """Composer's loss of a micro-batch, which notices when its backward pass begins."""
 
     __torch_function__ = _PLAIN
     readback: Readback
@@ -154,7 +154,7 @@ class _Loss(Tensor):
 
 
 class _Total(Tensor):
-    """Composer's sum of a batch's losses, read by what was sent to the host of each."""
+    """Composer's sum of a batch's losses, computed from the values that were copied to the host."""
 
     __torch_function__ = _PLAIN
     readback: Readback
@@ -168,13 +168,13 @@ class _Total(Tensor):
         return self
 
     def item(self) -> float:
-        """This rank's."""
+        """This rank's sum."""
         if self.value is None:
             self.value = self.readback.receive(self.sent)
         return self.value
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        """All ranks' sum, which Composer asks for once it has had the devices add this tensor up."""
+        """The sum over all ranks, which Composer requests after it has reduced this tensor."""
         total = torch.full(self.shape, self.item(), dtype=self.dtype)
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=host_group())
@@ -183,14 +183,14 @@ class _Total(Tensor):
 
 
 class Interception:
-    """Stands for a device's ``tensor_to_device``: serves Composer's training loop, and nobody else.
+    """Replaces a device's ``tensor_to_device`` and handles the calls of Composer's training loop only.
 
-    It knows that loop by its functions' frames, and relies on what they do with what they are given; so it serves only
-    the versions of Composer whose source it was tested with, see :mod:`.composer_loop`.
+    It recognizes that loop by the stack frames of its functions, and depends on how they use the values. It therefore
+    supports only the versions of Composer whose source it was tested with; see :mod:`.composer_loop`.
 
     Args:
-        device: Of the Trainer.
-        readback: Where its numbers go.
+        device: The Trainer's device.
+        readback: Copies its scalars.
 
     Raises:
         ValueError: Another version of Composer's loop.
@@ -218,12 +218,12 @@ class Interception:
         return tensor if from_host and ranks_meet_on_host() else self._original(tensor)
 
     def _move(self, tensor: Tensor) -> Tensor:
-        if float(tensor) == 0:  # as all of them are: filled there, it waits for no copy from pageable memory
+        if float(tensor) == 0:  # created on the device, since a copy from pageable memory would make the host wait
             return torch.zeros_like(tensor, device=torch_device(self._device))
         return self._original(tensor)
 
     def install(self) -> None:
-        """Serve the device, and have the ranks reduce host tensors on the host.
+        """Install it on the device, and make ranks reduce host tensors on the host.
 
         Raises:
             ValueError: They cannot; see :func:`.open_host_group`.
@@ -243,9 +243,9 @@ class Interception:
 
 
 class _HostReductions:
-    """``composer.utils.dist`` as Composer's Trainer sees it, with host tensors reduced by the host's own group.
+    """``composer.utils.dist`` for Composer's Trainer, with host tensors reduced by the host's process group.
 
-    Without one, NCCL refuses a host tensor, so that no Trainer gets anything else than before.
+    NCCL refuses host tensors, so nothing else in a Trainer could have relied on them.
     """
 
     def __getattr__(self, name: str) -> Any:

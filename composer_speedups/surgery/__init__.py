@@ -1,1 +1,1 @@
-"""Changing modules, classes and optimizers in place."""
+"""In-place changes of modules, classes and optimizers."""

@@ -1,7 +1,7 @@
-"""Changing the class of modules in place, so that everything about them but their ``forward`` stays.
+"""Change the class of modules in place, so that only their ``forward`` changes.
 
-Assigning ``__class__`` keeps the module object: its parameters (and so tied weights, the optimizer's groups,
-``requires_grad``, dtype and device), buffers, hooks, train/eval mode and name cannot change.
+Assigning ``__class__`` keeps the module object: its parameters (with tied weights, parameter groups, ``requires_grad``,
+dtype and device), buffers, hooks, train/eval mode and name do not change.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def swap_class(
     new: type[nn.Module],
     only: Callable[[nn.Module], bool] = lambda _: True,
 ) -> list[str]:
-    """Turn every module of exactly class ``old`` into ``new``.
+    """Change every module of exactly class ``old`` to class ``new``.
 
-    Subclasses of ``old`` are left alone: they have a ``forward`` of their own.
+    Modules of subclasses of ``old`` are not changed, because they may define their own ``forward``.
 
     Args:
         model: Changed in place.
-        old: The class looked for.
+        old: The class to replace.
         new: A subclass of ``old`` that adds no parameters, buffers or constructor state.
-        only: Leaves alone the modules for which it is false; by default, none.
+        only: Returns whether to change a module; by default all are changed.
 
     Returns:
-        The names of the modules changed, in ``named_modules`` order; empty when there were none.
+        The names of the changed modules in ``named_modules`` order; empty if there are none.
     """
     if not issubclass(new, old):
         raise ValueError(f"{new.__name__} must be a subclass of {old.__name__} to take over its state")
@@ -45,17 +45,16 @@ def swap_class(
 
 
 class _Derived(type):
-    """The class of classes that no module has by their names: a pickle holds what they are derived from."""
+    """Metaclass of classes created at run time. Modules of such classes are pickled as their stock class."""
 
 
 _MADE: dict[Any, type[Any]] = {}
 
 
 def derived_class(mixin: Any, stock: Any) -> type[Any]:
-    """The subclass of both, with the methods of ``mixin`` first; the same one at every call.
+    """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
 
-    It is called as the stock class is, with the mixin's attribute ``prefix`` before it. It and its modules can be
-    copied and pickled.
+    Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
@@ -64,7 +63,7 @@ def derived_class(mixin: Any, stock: Any) -> type[Any]:
 
 
 def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
-    """The class that :func:`derived_class` was given."""
+    """The stock class that a class from :func:`derived_class` was made from."""
     stock: type[nn.Module] = vars(derived)["_derived_from"][1]
     return stock
 

@@ -1,7 +1,6 @@
-"""One way to change the implementation of a torch optimizer: by its own ``foreach`` and ``fused`` flags.
+"""Change the implementation of a torch optimizer with its ``foreach`` and ``fused`` flags.
 
-The optimizer object, its parameter groups and its state stay, so schedulers (Composer's and torch's) and
-checkpoints do not notice.
+The optimizer object, its parameter groups and its state stay, so schedulers and checkpoints are not affected.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def set_implementation(optimizer: torch.optim.Optimizer, implementation: Impleme
         implementation: ``"foreach"`` or ``"fused"``.
 
     Returns:
-        ``{"optimizer", "groups", "before"}``: class name, number of groups, and what they used.
+        ``{"optimizer", "groups", "before"}``: the class name, the number of groups, and their previous implementation.
 
     Raises:
-        ValueError: The optimizer does not have it, or its parameters do not allow it.
+        ValueError: The optimizer does not have it, or its parameters do not support it.
     """
     name = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if implementation not in optimizer.defaults or not name.startswith("torch.optim."):
@@ -51,7 +50,7 @@ def _implementation(group: dict[str, Any]) -> str:
 
 
 def _move_step_counts(optimizer: torch.optim.Optimizer, *, fused: bool) -> None:
-    """The fused kernels read step counts on the parameter's device, the others on the CPU."""
+    """Move step counts to the parameters' device for fused kernels, and to the CPU for the others."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})

@@ -1,7 +1,7 @@
-"""One way to put another optimizer in AdamW's place: the same parameters, groups, rates and weight decay.
+"""Replace AdamW by another optimizer with the same parameters, groups, learning rates and weight decay.
 
-A swapped optimizer carries a label in its groups, and so in its checkpoints: the state of another optimizer is
-refused in one line when it is loaded, where torch would take it and fail, or train on nonsense, later.
+A replacement has a label in its groups and therefore in its checkpoints. Loading the state of another optimizer is
+refused in one line, while torch would accept it and fail later, or train with a meaningless state.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ __all__ = [
     "swap_optimizer",
 ]
 
-LABEL = "swapped_to"  # the key in every group that says which optimizer it belongs to
+LABEL = "swapped_to"  # group key with the optimizer's label
 
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups], Optimizer]
 
 _CARRIED = ("params", "lr", "betas", "eps", "weight_decay")
-_IMPLEMENTATION = ("foreach", "fused", "capturable", "decoupled_weight_decay")  # no part of the maths
+_IMPLEMENTATION = ("foreach", "fused", "capturable", "decoupled_weight_decay")  # settings that do not affect the result
 _OTHER_MATHS = ("amsgrad", "maximize", "differentiable")
 
 
 class UnfitOptimizerError(ValueError):
-    """An optimizer that cannot be swapped, or a state that cannot be loaded; the message is "reason; fix"."""
+    """An optimizer cannot be replaced, or a state cannot be loaded. The message has the form "reason; fix"."""
 
     def __init__(self, reason: str, fix: str) -> None:
         self.reason, self.fix = reason, fix
@@ -44,19 +44,20 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
     """Build another optimizer over the parameters of ``old``, in the same groups.
 
     Args:
-        old: ``torch.optim.AdamW`` (or ``Adam`` where that is the same, or Composer's ``DecoupledAdamW``) that has
-            not stepped yet. It is left as it is and must not step any more.
-        label: Names the new optimizer with every setting that its state depends on, ``"Adafactor"`` say.
-        factory: Gets a list of groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (torch's
-            meaning of each) and returns the new optimizer with as many groups in that order. Groups may be empty.
+        old: ``torch.optim.AdamW`` (``Adam`` if its settings make it equivalent, or Composer's ``DecoupledAdamW``) that
+            has not stepped yet. It is not changed and must not step afterwards.
+        label: Names the new optimizer and every setting that its state depends on, for example ``"Adafactor"``.
+        factory: Receives a list of groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay`` (with
+            torch's meaning) and returns the new optimizer with the same number of groups in that order. Groups may be
+            empty.
 
     Returns:
-        The new optimizer; ``old`` itself if it has that label already. Each group keeps ``lr``, ``initial_lr``,
-        ``weight_decay`` and keys of the user's own. Closures run with gradients on, also where the new class
-        calls them without.
+        The new optimizer, or ``old`` itself if it already has that label. Each group keeps ``lr``, ``initial_lr``,
+        ``weight_decay`` and additional keys. Closures run with gradients enabled, even if the new class calls them
+        without.
 
     Raises:
-        UnfitOptimizerError: ``old`` is something else, has state, or has a setting that would be lost.
+        UnfitOptimizerError: ``old`` is another kind of optimizer, has state, or has a setting that would be lost.
     """
     if label_of(old) == label:
         return old
@@ -74,27 +75,27 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
 
 
 def label_of(optimizer: Optimizer) -> str | None:
-    """The label of a swapped optimizer; None for any other."""
+    """The label of a replacement; None for any other optimizer."""
     return next((group.get(LABEL) for group in optimizer.param_groups), None)
 
 
 def check_label(optimizer: Optimizer, label: str) -> None:
-    """Check after loading a state, for optimizers whose ``load_state_dict`` runs no hooks.
+    """Check a state after loading it, for optimizers whose ``load_state_dict`` does not run hooks.
 
     Raises:
-        UnfitOptimizerError: The state loaded was another optimizer's.
+        UnfitOptimizerError: The state was written by another optimizer.
     """
     _check_groups(optimizer.param_groups, label)
 
 
 def attach_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer) -> list[str]:
-    """Make torch schedulers built on ``old`` set the rates of ``new``; those inside others too.
+    """Make torch schedulers that were built on ``old``, nested ones included, set the learning rates of ``new``.
 
     Returns:
-        Class names of the schedulers changed.
+        Class names of the changed schedulers.
 
     Raises:
-        UnfitOptimizerError: One of them cycles momentum, which ``new`` keeps elsewhere or does not have.
+        UnfitOptimizerError: A scheduler cycles momentum, which ``new`` does not have or stores differently.
     """
     attached = []
     for scheduler in _with_inner(schedulers):
@@ -103,13 +104,13 @@ def attach_schedulers(schedulers: Iterable[Any], old: Optimizer, new: Optimizer)
         name = type(scheduler).__name__
         if getattr(scheduler, "cycle_momentum", False) and "betas" not in new.param_groups[0]:
             raise UnfitOptimizerError(
-                f"{name} cycles betas, which {type(new).__qualname__} has not", "set cycle_momentum=False"
+                f"{name} cycles betas, which {type(new).__qualname__} does not have", "set cycle_momentum=False"
             )
         scheduler.optimizer = new
         attached.append(name)
     if attached and not hasattr(new.step, "_wrapped_by_lr_sched"):
-        # Schedulers mark the optimizer they are built on and warn about one without the mark; this one, dropped
-        # at once, marks it and leaves the rates as they are.
+        # Schedulers mark their optimizer and warn about one without the mark. This temporary scheduler sets it, and
+        # does not change learning rates.
         ConstantLR(new, factor=1.0, total_iters=0)
     return attached
 
@@ -125,12 +126,14 @@ def _check_source(old: Optimizer, label: str) -> None:
     name = f"{type(old).__module__}.{type(old).__qualname__}"
     if label_of(old) is not None:
         raise UnfitOptimizerError(
-            f"the optimizer is {label_of(old)} already, and {label} is asked for", "swap a fresh torch.optim.AdamW"
+            f"the optimizer is already {label_of(old)}, and {label} was requested", "pass a new torch.optim.AdamW"
         )
     if type(old) not in (Adam, AdamW) and not _is_decoupled_adamw(old):
-        raise UnfitOptimizerError(f"{name} is not AdamW, whose settings it takes over", fix)
+        raise UnfitOptimizerError(f"{name} is not AdamW, whose settings are needed", fix)
     if any(len(state) for state in old.state.values()):
-        raise UnfitOptimizerError(f"{name} has stepped already and its state would be lost", "swap it before training")
+        raise UnfitOptimizerError(
+            f"{name} has already stepped, and its state would be lost", "replace it before training"
+        )
     for group in old.param_groups:
         decoupled = type(old) is not Adam or group.get("decoupled_weight_decay", False)
         if group["weight_decay"] and not decoupled:
@@ -146,7 +149,7 @@ def _check_source(old: Optimizer, label: str) -> None:
 
 
 def _is_decoupled_adamw(optimizer: Optimizer) -> bool:
-    """Whether it is Composer's; Composer need not be installed."""
+    """Whether it is Composer's DecoupledAdamW. Composer need not be installed."""
     kind = type(optimizer)
     return kind.__name__ == "DecoupledAdamW" and kind.__module__.startswith("composer.optim.")
 
@@ -155,10 +158,10 @@ def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
     carried = {key: group[key] for key in _CARRIED}
     carried["params"] = list(carried["params"])
     if _is_decoupled_adamw(old) and carried["weight_decay"]:
-        # It decays by weight_decay · lr / initial_lr, AdamW by weight_decay · lr.
+        # DecoupledAdamW decays by weight_decay · lr / initial_lr, AdamW by weight_decay · lr.
         if not group["initial_lr"]:
             raise UnfitOptimizerError(
-                "DecoupledAdamW with a learning rate of 0 decays weights by what no other optimizer can",
+                "DecoupledAdamW with a learning rate of 0 decays weights in a way that no other optimizer can",
                 "use torch.optim.AdamW",
             )
         carried["weight_decay"] /= group["initial_lr"]
@@ -166,7 +169,8 @@ def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
 
 
 def _closure_with_gradients(_optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Composer's closure holds forward and backward; some optimizers call it under ``no_grad``."""
+    """Run a closure with gradients enabled. Composer's closure runs forward and backward, and some optimizers call it
+    under ``no_grad``."""
     if callable(kwargs.get("closure")):
         kwargs = {**kwargs, "closure": torch.enable_grad()(kwargs["closure"])}
     elif len(args) > 1 and callable(args[1]):
@@ -178,6 +182,6 @@ def _check_groups(groups: Groups, label: str) -> None:
     found = {group.get(LABEL) or "another optimizer" for group in groups if group["params"]}
     if found - {label}:
         raise UnfitOptimizerError(
-            f"the state loaded is that of {', '.join(sorted(found))}, and this optimizer is {label}",
+            f"the loaded state belongs to {', '.join(sorted(found))}, and this optimizer is {label}",
             "load a state written by the same one, or the model's weights only",
         )

@@ -1,4 +1,4 @@
-"""Parameters that change place in an optimizer whose groups, settings and schedulers stay."""
+"""Replace parameters in an optimizer while its groups, settings and schedulers stay."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def replace_parameters(
     *,
     for_untrained: Literal["no group", "first group"] = "no group",
 ) -> None:
-    """Put new parameters where old ones were: same group, so same learning rate and weight decay.
+    """Replace old parameters by new ones in the same groups, with the same learning rate and weight decay.
 
-    The number of groups, their order and their dicts stay, even of an empty one: schedulers count them. An old
-    parameter's state (its moments) goes to the only one that takes its place, and is dropped where there are several
-    or none. A second call changes nothing.
+    The number of groups, their order and their dicts do not change, because schedulers count them; a group may become
+    empty. An old parameter's state (its moments) is passed on if exactly one new parameter replaces it, and dropped
+    otherwise. A second call changes nothing.
 
     Args:
         optimizers: One, several or None; changed in place.
-        replacements: Old parameter → the new ones that take its place, those that an optimizer holds already left out;
-            none for one that just leaves.
-        names: New parameter → its name, for optimizers made from named parameters.
-        for_untrained: Where new parameters go whose old one is in no group.
+        replacements: Old parameter → the new ones; an empty list removes it. Parameters that an optimizer already has
+            are skipped.
+        names: New parameter → its name, for optimizers that were built from named parameters.
+        for_untrained: The group for new parameters whose old one is in no group.
     """
     if optimizers is None:
         return
@@ -45,7 +45,7 @@ def replace_parameters(
         group["params"][:] = [new for old in olds for new in heirs.get(old, [old])]
         if index == 0 and for_untrained == "first group":
             group["params"] += homeless
-        if "param_names" in group:  # torch keeps them where the optimizer was given named parameters
+        if "param_names" in group:  # torch records names if the optimizer was built from named parameters
             known = {**names, **dict(zip(olds, group["param_names"], strict=True))}
             group["param_names"] = [known[p] for p in group["params"]]
         for old in olds:

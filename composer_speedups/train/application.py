@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def main(arguments: list[str]) -> None:
-    """Train as a command line says.
+    """Run the training program.
 
     Raises:
-        UserError: A mistyped key, a value that does not fit, or a technique that cannot engage.
+        UserError: An unknown key, an invalid value, or a technique that cannot engage.
     """
     clock = StartupClock()
     watch_launcher()
-    config, origins = read_command_line(arguments)  # a mistyped key is answered before torch is imported
+    config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
     clock.lap("config")
     with kept_bytecode(config), early_work(planned_run(config)) as early:
         train(config, origins, clock, early)
@@ -70,7 +70,7 @@ def train(
     cpu = look_at_cpu()
     device = open_device(config.trainer)
     for asked in (techniques, baseline_techniques(config)):
-        screen(asked, context_of(config.trainer, device))  # before any memory is taken
+        screen(asked, context_of(config.trainer, device))  # before any GPU memory is allocated
     join_ranks(config.trainer, device)
     clock.lap("device")
 
@@ -102,6 +102,6 @@ def train(
 
 
 def command() -> None:
-    """``composer train.py``, ``python -m composer_speedups.train`` and ``composer-speedups-train``."""
+    """Entry point of ``composer train.py``, ``python -m composer_speedups.train`` and ``composer-speedups-train``."""
     with exit_codes():
         main(sys.argv[1:])

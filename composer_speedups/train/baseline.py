@@ -1,4 +1,4 @@
-"""The run's techniques against others, in turns on the same data: how many times as fast they are on this machine."""
+"""Compare the speed of the run's techniques with that of another set, in alternating turns on the same data."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ _TURNS = 5
 
 
 def baseline_techniques(config: Config) -> list[Technique]:
-    """Those of ``baseline.algorithms``; none without a baseline."""
+    """The techniques of ``baseline.algorithms``; empty without a baseline."""
     return [] if config.baseline is None else build_techniques(config.baseline.algorithms, config.on_unavailable)
 
 
 def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
-    """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, in turns.
+    """Train ``baseline.batches`` batches with ``baseline.algorithms`` and as many with ``algorithms``, in alternating
+    turns.
 
-    Both train models of their own, which are then thrown away, on the run's data. In turns, so that another load on
-    the machine slows both alike. The random state is another one afterwards.
+    Each set trains its own temporary model on the run's data. Turns alternate so that other load on the machine slows
+    both sets equally. The random state changes.
 
     Returns:
         ``algorithms`` (names), ``batches``, ``samples_per_sec`` of the baseline and ``run_samples_per_sec`` of the
@@ -70,13 +71,14 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
 
 
 def _short_trainer(config: Config, techniques: list[Technique], device: Device) -> Trainer:
-    from composer_speedups.train.trainer import build_trainer  # at the top, it would make the longest chain of imports
+    # imported here, because at the top it would create the longest chain of imports
+    from composer_speedups.train.trainer import build_trainer
 
     short = dataclasses.replace(
         config,
         run_name=f"{config.run_name}-baseline",
         trainer=dataclasses.replace(config.trainer, progress_bar=False),
-        scheduler=dataclasses.replace(config.scheduler, warmup="1ba"),  # a fraction of a turn could be no batch at all
+        scheduler=dataclasses.replace(config.scheduler, warmup="1ba"),  # a fraction of a turn could be zero batches
         checkpoint=CheckpointConfig(),
         callbacks=CallbacksConfig(memory=None),
         loggers=LoggersConfig(),
@@ -90,6 +92,7 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
 
 
 def steady_rate(batches: Sequence[Batch], turn: int) -> float:
-    """Samples/s of one rank over steady batches, without the first of each turn, which reads again what was read."""
+    """Samples/s of one rank over steady batches, without the first batch of each turn, which skips data trained
+    before."""
     steady = [batch for i, batch in enumerate(batches) if batch.steady and i % turn] or batches
     return sum(batch.samples for batch in steady) / sum(batch.seconds for batch in steady)

@@ -33,23 +33,23 @@ usage: composer train.py -f FILE [key=value ...]
 Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names: a YAML file, or one that comes with the
 package, without its .yaml, as in -f quickstart or -f glue/mrpc. Later key=value pairs override FILE; values are YAML:
 data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
-algorithms.tf32_matmul=null (takes it out). composer-speedups-train takes the same arguments.
---print-config prints the whole config that the arguments ask for, as YAML, and trains nothing.
+algorithms.tf32_matmul=null (removes it). composer-speedups-train takes the same arguments.
+--print-config prints the complete config as YAML and trains nothing.
 
-exit status: 0 done; 1 the run failed; 2 a bad config, dataset or technique, said on one line;
-143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint where checkpoint.interval is set.
+exit status: 0 done; 1 the run failed; 2 invalid config, dataset or technique, with a one-line message;
+143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint if checkpoint.interval is set.
 """
 _PRINT_CONFIG = "--print-config"
-_TECHNIQUES = "techniques (keys of algorithms; each takes an on_unavailable of its own too):"
+_TECHNIQUES = "techniques (keys of algorithms; each also has its own on_unavailable):"
 
 
 def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
-    """The config that the arguments ask for and where each key came from.
+    """Read the config from the command line, with the origin of each key.
 
-    ``--help`` prints every key and ``--print-config`` this config, and both exit with 0.
+    ``--help`` prints every key, ``--print-config`` prints the config, and both exit with status 0.
 
     Raises:
-        ConfigError: One line about the argument, the key or the file.
+        ConfigError: Names the argument, the key or the file.
     """
     command = parse_command_line([a for a in arguments if a != _PRINT_CONFIG])
     if command.help:
@@ -64,16 +64,15 @@ def read_command_line(arguments: Sequence[str]) -> tuple[Config, Origins]:
 
 @contextlib.contextmanager
 def exit_codes(program: str = "train.py") -> Iterator[None]:
-    """A user's mistake becomes one line on stderr, which begins with ``program``, and exit status 2.
+    """Turn errors into one line on stderr, which begins with ``program``, and an exit status.
 
-    A run that failed is one line and 1: a technique had no effect, its first batches showed that it cannot run, the
-    loss was no number, a data worker died, or a file could not be written for want of space. One that a signal ended
-    after a checkpoint is one line, and 128 and the signal. Any other exception keeps its traceback and Python's
-    status 1.
+    User errors exit with 2. A run that fails exits with 1: a technique had no effect or cannot run, the loss was NaN or
+    infinite, a data worker died, or the disk is full. A run that a signal ended after a checkpoint exits with 128 plus
+    the signal's number. Other exceptions keep their traceback and exit with Python's status 1.
     """
     try:
         yield
-        gc.freeze()  # else the interpreter looks through a million objects before it ends, for seconds
+        gc.freeze()  # otherwise the interpreter visits a million objects before it exits, which takes seconds
     except Interrupted as stop:
         print(f"{program}: {stop}", file=sys.stderr, flush=True)
         gc.freeze()
@@ -86,12 +85,12 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             error = WriteError(f"the disk is full: {reason}; free some space")
         print(f"{program}: {error}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # Composer's clean-up at exit would only add tracebacks of a Trainer that was never finished.
+        # Composer's clean-up at exit would only add tracebacks of an unfinished Trainer.
         os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)
 
 
 def help_text() -> str:
-    """Usage, every key with its type, default and doc line, and every technique with its settings."""
+    """The usage, every key with its type, default and doc line, and every technique with its settings."""
     return "\n".join([_USAGE, "keys:", *_keys(), "", _TECHNIQUES, *_techniques(), ""])
 
 

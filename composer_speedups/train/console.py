@@ -1,4 +1,4 @@
-"""What a run prints while it goes on: five lines before training, then a progress bar or, in a log file, lines."""
+"""Console output of a run: five lines before training, then a progress bar, or lines in a log file."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingProgress", "describe_run"]
 
-_RECENT = 50  # batches whose rate gives the time left
-_BETWEEN_LINES = (0.1, 5.0)  # least progress and seconds between two lines of a log file
+_RECENT = 50  # number of batches whose rate determines the time left
+_BETWEEN_LINES = (0.1, 5.0)  # minimum progress and seconds between two lines of a log file
 _EVALUATION = "metrics/eval/"
 
 
 def describe_run(
     config: Config, model: FinetuneModel, data: Data, techniques: list[Technique], folder: str, device: str
 ) -> str:
-    """Five lines: model, data, techniques, batch, and where the results go. ``--print-config`` prints every key.
+    """Five lines: model, data, techniques, batch, and the folder of the results. ``--print-config`` prints every key.
 
     Args:
-        config: Of the run.
-        model: Before it is sharded.
-        data: Of the run.
-        techniques: Those that the run asks for.
-        folder: The run's.
-        device: Its name.
+        config: The run's config.
+        model: The model before it is sharded.
+        data: The run's data.
+        techniques: The requested techniques.
+        folder: The run's folder.
+        device: The device's name.
     """
     parameters = sum(p.numel() for p in model.parameters())
     asked = [t.name for t in techniques if t.engaged is not False]
@@ -83,22 +83,23 @@ def _amount(count: float) -> str:
 
 
 class TrainingProgress(LoggerDestination):
-    """On a terminal, a progress bar with epoch, samples/s, loss and time left; elsewhere a line every tenth of the run.
+    """Shows a progress bar with epoch, samples/s, loss and time left on a terminal, and a line per tenth of the run
+    elsewhere.
 
-    Each evaluation leaves a line with its metrics under the names of the report. Epochs count from 1. The time left is
-    that at the rate of the last 50 batches. Only rank 0 prints. It replaces Composer's ProgressBarLogger, which prints
-    the whole config, counts epochs from 0 and cuts metric names off.
+    Each evaluation prints a line with its metrics, named as in the report. Epochs count from 1. The time left is based
+    on the rate of the last 50 batches. Only rank 0 prints. It replaces Composer's ProgressBarLogger, which prints the
+    whole config, counts epochs from 0 and truncates metric names.
 
     Args:
-        stream: Where to print; None takes stderr.
-        now: The clock, in seconds; tests give their own.
+        stream: Where to print; None for stderr.
+        now: Returns the time in seconds; replaced in tests.
     """
 
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.stream, self._now = stream or sys.stderr, now
         self._bar: tqdm[Any] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # time, fraction of the run
-        self._printed = (-1.0, -1.0)  # fraction and time of the last line
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # (time, fraction of the run)
+        self._printed = (-1.0, -1.0)  # fraction and time of the last printed line
         self._rate: float | None = None
         self._loss: float | None = None
         self._metrics: dict[str, float] = {}
@@ -119,7 +120,7 @@ class TrainingProgress(LoggerDestination):
             self._bar = tqdm(
                 total=1.0,
                 initial=_fraction(state),
-                bar_format="training {percentage:3.0f}%|{bar:20}| {desc}",  # {postfix} would begin with a comma
+                bar_format="training {percentage:3.0f}%|{bar:20}| {desc}",  # a {postfix} would begin with a comma
                 file=self.stream,
                 dynamic_ncols=True,
             )
@@ -181,12 +182,12 @@ class TrainingProgress(LoggerDestination):
 def _is_terminal(stream: TextIO) -> bool:
     try:
         return os.isatty(stream.fileno())
-    except (OSError, ValueError):  # of a test's or a notebook's own
+    except (OSError, ValueError):  # a stream of a test or a notebook
         return False
 
 
 def _fraction(state: State) -> float:
-    """How much of the run is trained, 0 to 1; within an epoch too where its length is known."""
+    """The trained fraction of the run, 0 to 1, including the current epoch if its length is known."""
     assert state.max_duration is not None
     done = float(state.timestamp.get(state.max_duration.unit).value)
     if state.max_duration.unit == TimeUnit.EPOCH and state.dataloader_len is not None:
@@ -195,7 +196,7 @@ def _fraction(state: State) -> float:
 
 
 def _position(state: State, *, over: bool = False) -> str:
-    """``epoch 1/2, batch 340``; ``over`` says that an epoch that has just ended is meant, not the next one."""
+    """Format ``epoch 1/2, batch 340``; ``over`` selects the epoch that has just ended instead of the next one."""
     batch = f"batch {state.timestamp.batch.value:,}"
     if state.max_duration is None or state.max_duration.unit != TimeUnit.EPOCH:
         return batch
@@ -205,7 +206,7 @@ def _position(state: State, *, over: bool = False) -> str:
 
 
 def _clock(seconds: float) -> str:
-    """``0:07``, ``12:40``, ``3:05:00``."""
+    """Format seconds as ``0:07``, ``12:40`` or ``3:05:00``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

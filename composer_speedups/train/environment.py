@@ -1,4 +1,4 @@
-"""What a run ran on: hardware, versions, commit. Goes into every report and every benchmark row."""
+"""The environment of a run: hardware, versions, commit. Part of every report and benchmark row."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ _PACKAGES = {
     "triton": "triton",
 }
 
-_GPU_STATE = {  # name in a report → nvidia-smi's
+_GPU_STATE = {  # name in a report → name in nvidia-smi's query
     "driver": "driver_version",
     "gpu_power_limit_watts": "power.limit",
     "gpu_sm_clock_mhz": "clocks.sm",
     "gpu_max_sm_clock_mhz": "clocks.max.sm",
 }
 
-_CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # new rows beside it change no code
+_CODE = ("--", ":(top)", ":(top,exclude)benchmarks/results")  # untracked and changed files here do not affect the code
 
 
 def environment() -> dict[str, Any]:
-    """GPU, driver, CPU, versions, and the commit of the code in use (None outside a git checkout)."""
+    """GPU, driver, CPU, versions, and the commit of the code (None outside a git checkout)."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", None) if gpu else None
-    named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for a copy of the code without its git history
+    named = os.environ.get("COMPOSER_SPEEDUPS_COMMIT")  # for copies of the code without its git history
     commit = named or _git("rev-parse", "HEAD")
     return {
         "gpu": gpu,
@@ -54,7 +54,7 @@ def environment() -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """``NVIDIA H200``, or the processor with the threads that torch has there."""
+    """The GPU's name, such as ``NVIDIA H200``, or the processor's name with torch's number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -62,16 +62,16 @@ def device_name(device: torch.device) -> str:
 
 
 def gpu_state(identity: str | None = None) -> dict[str, Any]:
-    """Driver, power limit and SM clocks as nvidia-smi has them now; None for what it does not say.
+    """Driver version, power limit and SM clocks from nvidia-smi; None for values that it does not report.
 
-    At the end of a run the clock is close to the one that the run had.
+    At the end of a run the clocks are close to those during training.
 
     Args:
-        identity: UUID or number of the GPU; None takes the first.
+        identity: UUID or index of the GPU; None for the first.
     """
     command = ("nvidia-smi", f"--query-gpu={','.join(_GPU_STATE.values())}", "--format=csv,noheader,nounits")
     said = _run(*command, f"--id={identity}") if identity is not None else None
-    said = said or _run(*command)  # a part of a GPU has an identity that nvidia-smi's query does not take
+    said = said or _run(*command)  # nvidia-smi does not accept the identity of a MIG instance
     fields = [field.strip() for field in (said or "").split(",")]
     if len(fields) != len(_GPU_STATE):
         return dict.fromkeys(_GPU_STATE)
@@ -80,7 +80,7 @@ def gpu_state(identity: str | None = None) -> dict[str, Any]:
 
 
 def _number(text: str) -> float | None:
-    """None where it says [N/A] or the like."""
+    """Parse a number; None for [N/A] and similar values."""
     try:
         return float(text)
     except ValueError:
@@ -107,5 +107,5 @@ def _git(*arguments: str) -> str | None:
 
 
 def _run(*command: str) -> str | None:
-    """The first line of its output; None where there is none."""
+    """The first line of a command's output; None if it fails or prints nothing."""
     return (command_output(*command) or "").split("\n")[0] or None

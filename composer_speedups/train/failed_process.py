@@ -1,4 +1,4 @@
-"""What the exit status and the output of a training process that failed say of why."""
+"""Find the cause of a failed training process from its exit status and output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 __all__ = ["own_line", "ran_out_of_memory", "where"]
 
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # by the kernel, which has no other way to say so
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
 _SIGNS = (
     "out of memory",  # train.py's own line, and those of torch and CUDA
     "outofmemoryerror",  # torch's class, in a traceback
@@ -17,15 +17,16 @@ _SIGNS = (
 
 
 def ran_out_of_memory(status: int, output: str) -> bool:
-    """Whether memory ran out, the GPU's or the host's; a process that its caller killed is taken for one, too."""
+    """Whether the GPU's or the host's memory ran out. A process killed by its caller is counted too."""
     output = output.lower()
     return status in _KILLED or any(sign in output for sign in _SIGNS)
 
 
 def own_line(output: str) -> str:
-    """train.py's own line, without its name, or else the last line that says anything; empty where none does.
+    """train.py's own error line without its prefix, or else the last nonempty line of the output; empty if there is
+    none.
 
-    The stacks that faulthandler leaves say nothing here; who called ``abort`` has said why before.
+    Stacks printed by faulthandler are ignored: the caller of ``abort`` has printed the reason before them.
     """
     before, fatal, stacks = output.partition("Fatal Python error: ")
     kind = stacks.partition("\n")[0]
@@ -36,9 +37,9 @@ def own_line(output: str) -> str:
 
 
 def where(output: str) -> str:
-    """``", at FILE:LINE in FUNCTION"``, from the main thread's stack that faulthandler left; empty where it left none.
+    """``", at FILE:LINE in FUNCTION"``, from faulthandler's stack of the main thread; empty if there is none.
 
-    The innermost call is named, and the one of this package that led there.
+    It names the innermost call, and the call of this package that led to it.
     """
     stack = re.search(r"^Current thread .*\n((?:  File .*\n?)+)", output, re.MULTILINE)
     frames = re.findall(r'File "(.*)", line (\d+) in (.*)', stack[1]) if stack else []

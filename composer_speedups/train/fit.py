@@ -1,4 +1,4 @@
-"""Training from start to end, whatever ends it: signals, dead workers, a lack of memory."""
+"""Run training until it ends, fails or is stopped: signals, dead workers, out of memory."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, o
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGINT inside a ``with`` block, for training to end after a whole batch.
+    """Records SIGTERM and SIGINT inside a ``with`` block, so that training ends after a complete batch.
 
-    Before training, and in a run without checkpoints, they end the process at once. After training, they are ignored:
-    the report takes a moment. A second Ctrl-C always ends the process at once. Composer's launcher passes a Ctrl-C on
-    as a SIGTERM too, which therefore is no second one.
+    Before training, and in a run without checkpoints, signals end the process immediately. After training they are
+    ignored, because writing the report takes only a moment. A second Ctrl-C always ends the process immediately.
+    Composer's launcher forwards a Ctrl-C as a SIGTERM as well, which does not count as a second one.
 
-    With several ranks, all stop after the same batch once one of them got a signal.
+    With several ranks, all of them stop after the same batch once one of them has received a signal.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set handlers
             self._before = {signum: signal.signal(signum, self._note) for signum in _SIGNALS}
         return self
 
@@ -66,15 +66,15 @@ class StopSignals:
         self._phase = "after the batch"
 
     def at_once(self) -> None:
-        """Training has failed: there is no end of the batch to wait for."""
+        """From now on, end immediately: training has failed, and the batch will not end."""
         self._phase = "at once"
 
     def ignore(self) -> None:
-        """Training is over."""
+        """From now on, ignore signals: training is over."""
         self._phase = "never"
 
     def agreed(self, device: Device) -> int | None:
-        """The signal that any rank received so far; every rank must call. ``device`` is where ranks talk."""
+        """The signal that any rank has received so far. Collective; ``device`` is used for the reduction."""
         return max_over_ranks(device, self.received or 0) or None
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
@@ -86,29 +86,30 @@ class StopSignals:
         self.received = self.received or signum
         name = signal.Signals(signum).name
         if dist.get_global_rank() == 0 and self._phase == "after the batch":
-            # not print: the signal may have come in the middle of one
+            # not print, which the signal may have interrupted
             os.write(
                 2, f"\n{name}: finishing the batch and writing a checkpoint; Ctrl-C (again) stops at once\n".encode()
             )
 
 
 def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
-    """``trainer.fit()``, also where a resumed run has nothing left to train, of which Composer makes an error.
+    """``trainer.fit()``, also for a resumed run with nothing left to train, which is an error in Composer.
 
     Raises:
         RunFailedError: See :func:`failed_run`.
-        Interrupted: A signal ended it; the loggers have written what they had.
+        Interrupted: A signal ended training; the loggers have been flushed.
     """
     state = trainer.state
     assert state.max_duration is not None
     with warnings.catch_warnings():
-        # From a checkpoint of an epoch's last batch, Composer goes through the rest of that epoch: no batch at all.
+        # Resuming from a checkpoint of an epoch's last batch, Composer iterates over the rest of that epoch, which is
+        # empty.
         warnings.filterwarnings("ignore", message="No batches were trained for global rank")
-        warnings.filterwarnings("ignore", message="Cannot split .* of length")  # a batch below the micro-batch's size
+        warnings.filterwarnings("ignore", message="Cannot split .* of length")  # a batch smaller than the micro-batch
         warnings.filterwarnings("ignore", message="The ``compute`` method of metric .* was called before")
         try:
             with failed_run(trainer, stop):
-                trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # RunHistory stops it
+                trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # raised by RunHistory
         except Interrupted:
             end_evaluation_workers(trainer)
             trainer.close()
@@ -117,9 +118,9 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
 
 
 def end_evaluation_workers(trainer: Trainer) -> None:
-    """End the persistent workers of evaluation loaders. Composer ends those of the training loader only.
+    """End the persistent workers of evaluation loaders. Composer ends only those of the training loader.
 
-    With pinned memory torch would otherwise wait five seconds for each of them when the process ends.
+    With pinned memory, torch would otherwise wait five seconds for each of them at exit.
     """
     for evaluator in trainer.state.evaluators:
         iterator = getattr(evaluator.dataloader.dataloader, "_iterator", None)
@@ -130,43 +131,43 @@ def end_evaluation_workers(trainer: Trainer) -> None:
 
 @contextlib.contextmanager
 def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[None]:
-    """Around ``trainer.fit()``: when it raises, the Trainer's callbacks and loggers are closed, other ranks or not.
+    """Close the Trainer's callbacks and loggers if ``trainer.fit()`` raises, without waiting for other ranks.
 
-    Signals to ``stop`` then end the process at once, whatever a logger waits for.
+    From then on, signals to ``stop`` end the process immediately, even if a logger blocks.
 
     Raises:
-        RunFailedError: In place of torch's error, where a data worker died or memory ran out. Other errors are
-            themselves.
+        RunFailedError: Replaces torch's error if a data worker died or memory ran out. Other errors are passed on.
     """
     try:
         yield
     except (EOFError, MemoryError, OSError, RuntimeError, UserError) as error:
         _hear_no_more_of_workers()
         for worker in multiprocessing.active_children():
-            worker.kill()  # one that hangs would outlive the run
+            worker.kill()  # a worker that hangs would outlive the run
         if stop is not None:
             stop.at_once()
-        trainer.engine.close()  # Trainer.close() would wait for ranks that may be gone
+        trainer.engine.close()  # Trainer.close() would wait for ranks that may have died
         if (line := _explained(error)) is not None:
             raise RunFailedError(line) from error
         raise
 
 
 def _hear_no_more_of_workers() -> None:
-    """torch's handler raises at whatever line is running when a worker ends, and one death may be told twice."""
+    """Disable torch's handler, which raises in any line when a worker ends and may report one death twice."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def _explained(error: Exception) -> str | None:
     said = first_line(error).rstrip(". ")
-    if said.startswith("DataLoader worker"):  # torch's, from the signal of a child's death or from its queue
+    if said.startswith("DataLoader worker"):  # raised by torch, by the signal handler or by the worker's queue
         return f"data.workers: {said}; {_WORKER_FIX}"
-    if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):  # while it handed a batch over
+    # it died while it transferred a batch
+    if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):
         return f"data.workers: a DataLoader worker died ({said}); {_WORKER_FIX}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
         if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZES):
-            return f"{fix[0]} ({said})"  # of MicrobatchTrainer, which knows what would fit
+            return f"{fix[0]} ({said})"  # MicrobatchTrainer's message names a size that fits
         return f"out of memory: {said}; lower data.batch_size, data.max_length or trainer.microbatch_size"
     return None
 

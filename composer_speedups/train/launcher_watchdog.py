@@ -1,4 +1,4 @@
-"""A rank whose launcher was killed: nobody is left to end it, so it ends itself."""
+"""End a rank whose launcher was killed, because nothing else would end it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import psutil
 
 __all__ = ["watch_launcher"]
 
-_LOOK = 1.0  # seconds between two looks
-_GRACE = 30.0  # seconds for a batch and a checkpoint; as long as Composer's launcher gives its ranks
+_LOOK = 1.0  # seconds between two checks
+_GRACE = 30.0  # seconds for a batch and a checkpoint, as in Composer's launcher
 _PROGRAMS = ("composer", "torchrun")
 _MODULES = ("composer.cli.launcher", "torch.distributed.run", "torch.distributed.launch")
 
 
 def watch_launcher(look: float = _LOOK, grace: float = _GRACE) -> bool:
-    """Where a launcher started this process as one of its ranks, end this process soon after the launcher's own end.
+    """If a launcher started this process as one of its ranks, end this process soon after the launcher ends.
 
-    It ends as on SIGTERM: after the batch, with a checkpoint if the run writes any; at the latest after ``grace``
-    seconds. Composer's launcher dies of a SIGTERM itself and leaves its ranks behind, as any launcher does on SIGKILL.
-    DataLoader workers look for their parent themselves.
+    The process ends as on SIGTERM: after the batch, with a checkpoint if the run writes any, and after ``grace``
+    seconds at the latest. Composer's launcher leaves its ranks running when it is killed by SIGTERM, as any launcher
+    does on SIGKILL. DataLoader workers watch their parent themselves.
 
     Returns:
         Whether there is a launcher to watch.
@@ -37,7 +37,7 @@ def watch_launcher(look: float = _LOOK, grace: float = _GRACE) -> bool:
 
 
 def _is_launcher(pid: int) -> bool:
-    """By its command line: a shell that started a rank may end before it."""
+    """Recognize a launcher by its command line. A shell that started a rank may end before it."""
     try:
         arguments = psutil.Process(pid).cmdline()
     except psutil.Error:
@@ -48,7 +48,7 @@ def _is_launcher(pid: int) -> bool:
 def _watch(launcher: int, look: float, grace: float) -> None:
     while os.getppid() == launcher:
         time.sleep(look)
-    with contextlib.suppress(OSError):  # whoever read it may be gone as well
+    with contextlib.suppress(OSError):  # the reader of stderr may be gone as well
         os.write(2, b"train.py: the launcher (process %d) ended before its ranks, so this rank stops\n" % launcher)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace)

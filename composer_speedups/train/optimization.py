@@ -18,10 +18,10 @@ __all__ = ["build_optimizer", "build_scheduler"]
 
 
 def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """torch's AdamW, one parameter at a time: faster implementations are techniques."""
+    """Build torch's AdamW with its per-parameter loop; faster implementations are techniques."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups: list[dict[str, Any]] = [{"params": trained}]
-    if not config.decay_bias_and_norm:  # both are vectors
+    if not config.decay_bias_and_norm:  # biases and norm weights are vectors
         groups = [
             {"params": [p for p in trained if p.ndim > 1]},
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
@@ -38,7 +38,7 @@ def build_optimizer(model: torch.nn.Module, config: OptimizerConfig) -> torch.op
 
 
 def build_scheduler(config: SchedulerConfig) -> ComposerScheduler:
-    """Linear warm-up, then the shape that the config names."""
+    """Build a linear warm-up, followed by the schedule that the config names."""
     if config.name == "cosine":
         return CosineAnnealingWithWarmupScheduler(config.warmup, alpha_f=config.final_fraction)
     if config.name == "linear":

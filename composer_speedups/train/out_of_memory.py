@@ -1,4 +1,4 @@
-"""Out of memory → smaller micro-batches, the same effective batch, and a record that says so."""
+"""On out of memory, reduce the micro-batch size while keeping the effective batch, and record the change."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["MicrobatchHistory", "MicrobatchTrainer"]
 
 
 class MicrobatchTrainer(Trainer):
-    """Composer's Trainer, which halves its micro-batch when a batch does not fit, and trains that batch again.
+    """A Composer Trainer that halves its micro-batch size when a batch does not fit, and trains that batch again.
 
-    Composer does so with ``device_train_microbatch_size="auto"``, which asks all ranks after every forward pass
-    whether one ran out and so makes the host wait for the GPU. Here nothing is asked until memory runs out, and a
-    size given as a number may shrink too. The gradient is the mean over the whole batch at any size: Composer weighs
-    each micro-batch by its reviews, or by its masked tokens with ``by_tokens``. Dropout draws other numbers, as it
-    does under any other micro-batch.
+    Composer's ``device_train_microbatch_size="auto"`` asks all ranks after every forward pass whether one ran out of
+    memory, which makes the host wait for the GPU. This Trainer does nothing until memory runs out, and also reduces
+    sizes given as numbers. The gradient is the mean over the whole batch at any size: Composer weights each micro-batch
+    by its samples, or by its masked tokens with ``by_tokens``. Dropout masks differ, as with any other micro-batch
+    size.
 
-    It stops, with the size to set, where going on would not be the same run: on several ranks (the others wait in the
-    collective operations of the batch), with captured graphs, at one review, or once the optimizer's own update has
-    run out, which may have changed some weights already. A loss over a whole batch, that of in-batch negatives, has no
-    micro-batches: it stops then, too, and names ``model.gradient_cache``.
+    It stops, and names the size to set, if continuing would change the run: with several ranks (which wait in
+    collectives of the batch), with captured graphs, with a micro-batch of one sample, and if the optimizer's update ran
+    out of memory, since some weights may already have changed. A loss over the whole batch, such as one with in-batch
+    negatives, cannot be divided: it stops as well, and names ``model.gradient_cache``.
 
     Attributes:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
-        by_tokens: Weigh micro-batches by their loss-generating tokens once there are several.
+        by_tokens: Weight micro-batches by their loss-generating tokens when there are several.
     """
 
     on_out_of_memory: Literal["halve", "stop"] = "halve"
@@ -52,7 +52,7 @@ class MicrobatchTrainer(Trainer):
     def _train_microbatches(
         self, microbatches: Any, total_loss_dict: dict[str, torch.Tensor], ddp_sync: bool = True
     ) -> torch.Tensor:
-        batch = self.state.batch  # Composer puts each micro-batch in its place
+        batch = self.state.batch  # Composer replaces the batch by each micro-batch
         while True:
             try:
                 return super()._train_microbatches(microbatches, total_loss_dict, ddp_sync)
@@ -62,7 +62,7 @@ class MicrobatchTrainer(Trainer):
                 assert self._train_data_spec is not None
                 rows = self._train_data_spec.get_num_samples_in_batch(batch)
                 size = _half_of(self.state, int(rows), self.on_out_of_memory, error)
-            # Only now, outside the handler, is the failed pass's memory no longer held by its traceback.
+            # Here, outside the handler, the traceback no longer keeps the failed pass's memory alive.
             self._shrink(size)
             self.state.batch = batch
             for loss in total_loss_dict.values():
@@ -70,7 +70,7 @@ class MicrobatchTrainer(Trainer):
             microbatches = self._train_data_spec.split_batch(batch, size)
 
     def go_on(self) -> None:
-        """After a checkpoint was loaded: with the size that its run had come to."""
+        """After loading a checkpoint, continue with the micro-batch size of its run."""
         for history in (c for c in self.state.callbacks if isinstance(c, MicrobatchHistory)):
             if history.changes and not self.state.auto_microbatching:
                 self.state.device_train_microbatch_size = history.changes[-1]["to"]
@@ -80,7 +80,7 @@ class MicrobatchTrainer(Trainer):
         state = self.state
         warnings.warn(
             f"trainer.microbatch_size: out of memory with {state.device_train_microbatch_size} samples per forward "
-            f"pass in batch {state.timestamp.batch.value}; going on with {size}, the effective batch stays the same",
+            f"pass in batch {state.timestamp.batch.value}; continuing with {size}, with the same effective batch",
             UserWarning,
             stacklevel=4,
         )
@@ -95,10 +95,10 @@ _Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": Annotat
 
 
 class MicrobatchHistory(Callback):
-    """Keeps each change of the micro-batch size, Composer's automatic ones too.
+    """Records each change of the micro-batch size, including Composer's automatic ones.
 
     Attributes:
-        changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` counts the batches trained before.
+        changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` is the number of batches trained before.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {
@@ -127,10 +127,10 @@ class MicrobatchHistory(Callback):
 
 
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
-    """The size to go on with, in a batch of ``rows``.
+    """The micro-batch size to continue with, for a batch of ``rows``.
 
     Raises:
-        torch.OutOfMemoryError: There is none; the last line of the message says why and what to set.
+        torch.OutOfMemoryError: There is none. The last line of the message states the reason and what to set.
     """
     first = next(iter(str(error).strip().splitlines()), "CUDA out of memory")
     model = model_of(state)
@@ -143,11 +143,11 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     fixed = [t.name for t in techniques_of(state.algorithms) if t.engaged and t.fixed_shapes]
     fix = f"set trainer.microbatch_size={half}"
     if rows == 1:
-        reason, fix = "1 is the minimum", "lower data.max_length, or take a smaller model"
+        reason, fix = "1 is the minimum", "lower data.max_length, or use a smaller model"
     elif ranks > 1:
-        reason, fix = f"{ranks} ranks cannot repeat a batch that one could not end", f"{fix}, or auto"
+        reason, fix = f"{ranks} ranks cannot repeat a batch that failed on one of them", f"{fix}, or auto"
     elif state.fsdp_config is not None:
-        reason = "FSDP cannot repeat a batch that it did not end"
+        reason = "FSDP cannot repeat a batch that failed"
     elif fixed:
         reason = f"{fixed[0]} replays graphs of that size"
     elif wanted == "stop":
@@ -160,7 +160,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
 
 
 def _without_micro_batches(task: Task, state: State, rows: int) -> str:
-    """What to set where each sample of a batch takes part in the loss of the others."""
+    """The setting to change if the loss of a sample depends on the other samples of the batch."""
     held = getattr(task, "gradient_cache", None)
     texts = held or state.batch["input_ids"][..., 0].numel()
     fix = "lower data.batch_size or data.max_length"
@@ -168,6 +168,6 @@ def _without_micro_batches(task: Task, state: State, rows: int) -> str:
         fix = f"set model.gradient_cache={texts // 2}"
     beside = "" if held is None else f" with model.gradient_cache={held}"
     return (
-        f"data.batch_size: {rows} samples a rank do not fit{beside}, and their loss needs the whole batch, which "
-        f"micro-batches would divide; {fix}"
+        f"data.batch_size: {rows} samples per rank do not fit{beside}, and their loss needs the whole batch, which "
+        f"micro-batches would split; {fix}"
     )

@@ -1,4 +1,4 @@
-"""runs/<name>/report.json, the summary table on the console, and the plot beside them."""
+"""runs/<name>/report.json, the summary table on the console, and the plot."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ __all__ = [
 def write_report(
     trainer: Trainer, config: Config, folder: RunFolder, baseline: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write report.json and throughput.png, and print the summary; rank 0 does, every rank may call.
+    """Write report.json and throughput.png and print the summary, on rank 0. Every rank may call it.
 
     Args:
-        trainer: After ``fit``.
-        config: Of the run.
+        trainer: The Trainer after ``fit``.
+        config: The run's config.
         folder: The run's folder.
         baseline: See :func:`.measure_baseline`.
 
@@ -77,7 +77,7 @@ def write_report(
 def build_report(
     state: State, config: Config, wall_seconds: float, baseline: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Everything the run measured, as report.json holds it."""
+    """Collect everything that the run measured, for report.json."""
     throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
     engagement, startup = _callback(state, EngagementReport), _callback(state, StartupTimes)
     history = _callback(state, RunHistory) or RunHistory()
@@ -99,7 +99,7 @@ def build_report(
             "batches": state.timestamp.batch.value,
             "samples": state.timestamp.sample.value,
             "tokens": state.timestamp.token.value,
-            # FSDP leaves each rank a flattened shard with padding: no count of it would be the model's.
+            # FSDP leaves each rank with flattened, padded shards, whose number of elements is not the model's.
             "parameters": None if state.fsdp_enabled else sum(p.numel() for p in state.model.parameters()),
             "microbatch_size": state.device_train_microbatch_size,
             "microbatch_chosen": _chooser(state, changes),
@@ -120,13 +120,13 @@ def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
 
 
 def summary_table(report: dict[str, Any], folder: str) -> str:
-    """The report as a table for the console, at most 100 columns wide."""
+    """Format the report as a table for the console, at most 100 columns wide."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
     ddp = report["ddp"] or {}
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""
     rows = [
         ("samples/s", throughput.get("samples_per_sec"), f"steady state, data wait included{ranks}"),
-        ("tokens/s", throughput.get("tokens_per_sec"), "real ones; padding left out"),
+        ("tokens/s", throughput.get("tokens_per_sec"), "without padding"),
         ("padding", throughput.get("padding_fraction"), "of all positions"),
         ("MFU", throughput.get("mfu"), _peak(throughput.get("peak"))),
         ("step", throughput.get("step_seconds"), "s, mean"),
@@ -141,14 +141,14 @@ def summary_table(report: dict[str, Any], folder: str) -> str:
             f"GiB {'of the GPU' if report['environment']['gpu'] else 'resident'}",
         ),
         *((name.replace("_", " "), value, "") for name, value in metrics.items()),
-        ("gradients", ddp.get("mib_a_step"), f"MiB that ranks add up a step, {_overlap(ddp, report['training'])}"),
+        ("gradients", ddp.get("mib_a_step"), f"MiB reduced per step, {_overlap(ddp, report['training'])}"),
         (
             "microbatch",
             report["training"]["microbatch_size"],
             f"samples per forward pass and device, chosen {report['training']['microbatch_chosen']}",
         ),
         ("start-up", report["startup"].get("to_first_step_seconds"), _phases(report["startup"])),
-        ("wall time", report["wall_seconds"], f"s, start of the process to now{_resumed(report.get('resumed'))}"),
+        ("wall time", report["wall_seconds"], f"s, from the start of the process{_resumed(report.get('resumed'))}"),
     ]
     lines = ["", f"{report['run_name']}: {folder}/report.json"]
     lines += [f"  {name:<15} {_number(value):>10}  {note}".rstrip() for name, value, note in rows if value is not None]
@@ -178,14 +178,14 @@ def _against_baseline(report: dict[str, Any]) -> str:
 
 
 def _phases(startup: dict[str, float]) -> str:
-    """The largest parts of the start-up."""
+    """The longest phases of the start-up."""
     parts = {name.removesuffix("_seconds"): s for name, s in startup.items() if name != "to_first_step_seconds"}
     largest = sorted(parts, key=parts.__getitem__, reverse=True)[:4]
     return f"s to the end of the first step: {', '.join(f'{name} {parts[name]:.1f}' for name in largest)}"
 
 
 def _overlap(ddp: dict[str, Any], training: dict[str, Any]) -> str:
-    return f"beside the optimizer's update in {ddp.get('overlapped_steps')} of {training['batches']} batches"
+    return f"overlapping the optimizer's update in {ddp.get('overlapped_steps')} of {training['batches']} batches"
 
 
 def _resumed(entries: list[dict[str, Any]] | None) -> str:
@@ -205,7 +205,7 @@ def _number(value: float) -> str:
 
 
 def _guarded(state: State) -> dict[str, Any]:
-    """What those that watch over losses, weights and the loss scale have counted."""
+    """The counts of the callbacks that guard losses, weights and the loss scale."""
     guards = (_callback(state, cls) for cls in (FiniteLoss, LossScaleMonitor, DivergenceGuard))
     return {name: value for guard in guards if guard for name, value in guard.summary().items()}
 
@@ -217,14 +217,14 @@ def _callback(state: State, cls: type) -> Any:
 def plot_run(
     monitor: ThroughputMonitor, curves: LearningCurves | None, title: str, path: Path, *, world: int = 1
 ) -> None:
-    """Draw samples/s over the batches, and below it training loss and accuracy, and write a PNG.
+    """Draw samples/s per batch, and below it training loss and accuracy, and write a PNG.
 
     Args:
         monitor: After ``fit``.
         curves: After ``fit``; None draws samples/s only.
-        title: Of the picture.
+        title: Title of the picture.
         path: The PNG.
-        world: Ranks that trained; each batch's rate is multiplied by it.
+        world: Number of ranks; each batch's rate is multiplied by it.
     """
     figure = Figure(figsize=(9, 4 if curves is None else 6.5), dpi=120, layout="constrained")
     panels = figure.subplots(1 if curves is None else 2, 1, sharex=True, squeeze=False)[:, 0]
@@ -243,7 +243,7 @@ def plot_run(
 
 
 def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
-    """Each batch and the moving average, what was no steady state, and the evaluations."""
+    """Draw each batch, the moving average, batches outside the steady state, and evaluations."""
     batches = monitor.batches
     index = [b.index for b in batches]
 
@@ -274,7 +274,8 @@ def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
 
 
 def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
-    """The training loss of each batch and its mean; loss and accuracy of evaluations, the latter on its own axis."""
+    """Draw each batch's training loss and its mean, and loss and accuracy of evaluations, with accuracy on its own
+    axis."""
     batches, losses = list(curves.losses), list(curves.losses.values())
     means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
     axes.plot(batches, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
@@ -287,22 +288,23 @@ def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
         right.plot([*found], [*found.values()], "s--", color="tab:green", clip_on=False)
         right.set(ylabel="accuracy", ylim=(0, 1))
         right.spines["top"].set_visible(False)
-        axes.plot([], [], "s--", color="tab:green", label="validation accuracy")  # for the one legend
+        axes.plot([], [], "s--", color="tab:green", label="validation accuracy")  # for one legend of both axes
     _legend_on_the_right(axes, gap=0.08)
 
 
 def _legend_on_the_right(axes: Axes, gap: float = 0.0) -> None:
-    """To the right of the panel, where it covers no curve; ``gap`` leaves room for an axis there, in panel widths."""
+    """Put the legend to the right of the panel, where it covers no curve; ``gap`` leaves room for an axis, in panel
+    widths."""
     axes.legend(loc="upper left", bbox_to_anchor=(1.01 + gap, 1.0), fontsize=8, frameon=False)
 
 
 class StartupTimes(Callback):
     """Logs ``startup/<phase>_seconds`` and ``startup/to_first_step_seconds`` after the first trained batch.
 
-    The GPU has finished the batch by then: the one synchronisation of it, not part of a steady step.
+    It synchronizes with the GPU once, outside the steady state.
 
     Args:
-        clock: Running since the start of the process.
+        clock: Started with the process.
     """
 
     def __init__(self, clock: StartupClock) -> None:

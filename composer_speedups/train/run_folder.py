@@ -1,4 +1,4 @@
-"""The folder of a run: claimed once, never overwritten, gone on with where the config is the same."""
+"""The folder of a run: used by one process at a time, never overwritten, and resumed if the config is the same."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_speedups.train.config.schema import Config
 __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_whole"]
 
 _LOAD = "checkpoint.load"
-# Keys that change neither the weights nor what the report compares; a section stands for all that it holds.
+# Keys that affect neither the weights nor the values that reports compare. A section stands for all its keys.
 _FREE = (
     "runs_folder bytecode export plot baseline callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
@@ -36,24 +36,25 @@ _MISSING = object()
 
 
 class RunFolder:
-    """``runs/<run_name>``, held by this process inside a ``with`` block.
+    """``runs/<run_name>``, locked by this process inside a ``with`` block.
 
-    A run of this name that was interrupted goes on in its folder from its newest whole checkpoint, where
-    ``checkpoint.autoresume`` says so and the config is the same; so does a run whose ``checkpoint.load`` lies inside
-    the folder. Any other earlier run of the name is moved to ``<run_name>.<its date>``, and back where this one ends
-    with an error before it has written anything; one still going is refused. On ranks other than 0 nothing is touched.
+    An interrupted run of this name resumes in its folder from its newest complete checkpoint if
+    ``checkpoint.autoresume`` is set and the config is the same. So does a run whose ``checkpoint.load`` lies inside the
+    folder. Any other earlier run of the name is moved to ``<run_name>.<its date>``, and back if this one fails before
+    it has written anything. A run that is still going is refused. Only rank 0 changes files.
 
     Args:
-        config: Of the run.
-        named: Whether its name was given: under the default one, jobs that have nothing to do with each other meet.
+        config: The run's config.
+        named: Whether the name was set explicitly; unrelated jobs share the default name.
 
     Attributes:
-        load: The checkpoint to load, the one found or ``checkpoint.load``; None for none. Agreed among the ranks.
+        load: The checkpoint to load: the one found in the folder, or ``checkpoint.load``; None for none. The same on
+            all ranks.
         resumed: Whether it was found in the folder.
-        starts: How many processes have worked in the folder, this one included.
+        starts: Number of processes that have worked in the folder, including this one.
 
     Raises:
-        ConfigError: The folder cannot be written, another process is using it, its run was interrupted under another
+        ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
             config, or the checkpoint is refused.
     """
 
@@ -62,13 +63,13 @@ class RunFolder:
         self.load, self.resumed, self.starts = config.checkpoint.load, False, 1
         self._named = named
         self._lock: IO[str] | None = None
-        self._earlier: Path | None = None  # where an earlier run was moved
+        self._earlier: Path | None = None  # where an earlier run was moved to
         if dist.get_global_rank() == 0:
             try:
                 self._claim(config)
             except OSError as error:
                 raise ConfigError(
-                    f"runs_folder: {with_working_directory(self.path)} cannot be written ({error.strerror}); choose "
+                    f"runs_folder: {with_working_directory(self.path)} is not writable ({error.strerror}); choose "
                     "another folder"
                 ) from error
         agreed = [(self.load, self.resumed, self.starts)]
@@ -95,11 +96,11 @@ class RunFolder:
         self.path.mkdir(exist_ok=True)
         if goes_on:
             self._go_on(_date_of(self.path))
-            print(f"{config.run_name}: goes on from {self.load}", flush=True)
+            print(f"{config.run_name}: resumes from {self.load}", flush=True)
         save_config(config, self._config)
 
     def _find(self, config: Config) -> bool:
-        """Whether the run goes on in its folder; sets what it loads. Nothing is changed here."""
+        """Set the checkpoint to load, and return whether the run resumes in its folder. Does not change files."""
         settings, load = config.checkpoint, config.checkpoint.load
         inside = load is not None and self.path.resolve() in Path(load).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
@@ -121,13 +122,14 @@ class RunFolder:
         return inside
 
     def _go_on(self, date: str) -> None:
-        """Take away what was half-written, and put aside what a run from here on does not lead to."""
+        """Delete partial files, and move aside files that are newer than the checkpoint."""
         remove_unfinished(self.path)
         remove_partials(self._checkpoints)
         report = self.path / "report.json"
-        if report.exists():  # it has finished before; until it has again, it is interrupted
+        if report.exists():  # the run had finished; until it finishes again, it counts as interrupted
             report.rename(_free_name(self.path / "report.json", date))
-        for path in checkpoints_after(Path(str(self.load)).resolve()):  # damaged ones, when it was found
+        # checkpoints that were damaged when it was found
+        for path in checkpoints_after(Path(str(self.load)).resolve()):
             path.rename(_free_name(path, date))
         self.starts = 1 + len(list(self.path.glob("log-rank0*.txt")))
 
@@ -145,7 +147,7 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and self._earlier is not None and [*self.path.iterdir()] == [self._config]:
             self._config.unlink()
-            self._earlier.rename(self.path)  # takes the place of an empty folder
+            self._earlier.rename(self.path)  # replaces an empty folder
         if self._lock is not None:
             self._lock.close()
 
@@ -154,10 +156,10 @@ class RunFolder:
 
 
 def newest_whole(folder: Path, *, trust: bool) -> Path | None:
-    """The newest checkpoint that is not damaged; a warning names each newer one that is.
+    """The newest undamaged checkpoint. A warning names each newer damaged one.
 
     Raises:
-        ConfigError: The newest whole one holds what no checkpoint of ours does.
+        ConfigError: The newest undamaged one contains something that this program does not write.
     """
     for path in checkpoints_in(folder):
         try:
@@ -174,7 +176,7 @@ def _formatted(pattern: str, run_name: str) -> str:
         return partial_format(pattern, run_name=run_name, rank=0, local_rank=0, node_rank=0)
     except (AttributeError, LookupError, ValueError) as error:
         raise ConfigError(
-            f"{_LOAD} is no file: {pattern}; what braces hold is run_name, rank, local_rank or node_rank"
+            f"{_LOAD} is not a file: {pattern}; braces may hold run_name, rank, local_rank or node_rank"
         ) from error
 
 
@@ -188,28 +190,27 @@ def _free_name(path: Path, date: str) -> Path:
 
 
 def check_same_run(config: Config, stored: Path) -> None:
-    """Refuse to go on with a run under another config.
+    """Refuse to resume a run under another config.
 
-    Both are compared as runs write them down (see :func:`.written`): ``${oc.env:NAME}`` is the same whatever the
-    environment holds, and so is an address with another password.
+    Configs are compared as they are written to disk (see :func:`.written`): ``${oc.env:NAME}`` equals itself for any
+    value of the variable, and so does an address with another password.
 
     Args:
-        config: Of now.
+        config: The current config.
         stored: The config.yaml of the interrupted run.
 
     Raises:
-        ConfigError: A key that matters differs; it is named with both values. A longer ``trainer.max_duration`` is no
-            difference.
+        ConfigError: Names the key that differs and both values. A longer ``trainer.max_duration`` is allowed.
     """
-    way_out = "to go on, give what it had; or another run_name, or checkpoint.autoresume=false to start anew"
+    way_out = "to resume, set the same value; or choose another run_name, or checkpoint.autoresume=false to start over"
     try:
         before = _read(stored)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
         raise ConfigError(
-            f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; give another "
-            "run_name, or checkpoint.autoresume=false to start anew"
+            f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; choose another "
+            "run_name, or checkpoint.autoresume=false to start over"
         ) from error
-    # Earlier versions stored what interpolations stood for.
+    # Earlier versions stored the values of interpolations.
     now, resolved = dict(_flat(written(config))), dict(_flat(mask(asdict(config))))
     defaults = dict(_flat(asdict(Config())))
     for name in sorted(before.keys() | now.keys()):
@@ -219,13 +220,13 @@ def check_same_run(config: Config, stored: Path) -> None:
         if name == "trainer.max_duration" and _longer(old, new):
             continue
         raise ConfigError(
-            f"run_name: {config.run_name!r} was interrupted under another config, {name}={_format(old)} and not "
+            f"run_name: {config.run_name!r} was interrupted under another config: {name} was {_format(old)} and is "
             f"{_format(new)}; {way_out}"
         )
 
 
 def began_with_same_load(config: Config, stored: Path) -> bool:
-    """Whether the interrupted run was begun with the same ``checkpoint.load``; not where its file cannot be read."""
+    """Whether the interrupted run was started with the same ``checkpoint.load``; False if its file cannot be read."""
     try:
         before = _read(stored).get("checkpoint.load")
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
@@ -234,7 +235,7 @@ def began_with_same_load(config: Config, stored: Path) -> bool:
 
 
 def _read(stored: Path) -> dict[str, Any]:
-    return dict(_flat(mask(yaml.safe_load(stored.read_text()))))  # earlier versions masked nothing
+    return dict(_flat(mask(yaml.safe_load(stored.read_text()))))  # earlier versions did not mask credentials
 
 
 def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

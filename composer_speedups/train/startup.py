@@ -1,6 +1,6 @@
-"""From the start of the process to the first trained step: what takes the time, and what shortens it.
+"""Measure and shorten the time from the start of the process to the first trained step.
 
-Nothing here imports torch at once: the clock starts, and the imports are prepared, before anything else is loaded.
+Importing this module does not import torch, because it runs before anything else is loaded.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _OWN_HOME = "set XDG_CACHE_HOME to a folder that only you can write to (chmod 70
 
 
 class StartupClock:
-    """Seconds from the start of the process, split into phases that leave nothing out.
+    """Seconds since the start of the process, split into consecutive phases.
 
     Args:
-        now: The clock, in seconds since the epoch; tests give their own.
-        started: When the process started, by the same clock. Default: as the system says.
+        now: Returns the time in seconds since the epoch; replaced in tests.
+        started: When the process started, by the same clock. Default: from the operating system.
     """
 
     def __init__(self, now: Callable[[], float] = time.time, started: float | None = None) -> None:
@@ -45,7 +45,7 @@ class StartupClock:
         self.lap("interpreter")
 
     def lap(self, phase: str) -> None:
-        """Everything since the last lap belongs to ``phase``."""
+        """Attribute the time since the last lap to ``phase``."""
         now = self._now()
         self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._since
         self._since = now
@@ -60,10 +60,11 @@ class StartupClock:
 
 @contextlib.contextmanager
 def without_gc() -> Iterator[None]:
-    """No garbage collection inside: imports make a million objects that live on, and each pass looks at all of them.
+    """Disable garbage collection inside the block, because imports create a million permanent objects that each pass
+    visits.
 
-    Where torch is imported inside, none of what is there by the end is ever looked at again. Otherwise a pass of 0.4 s
-    would come in some training step, for which all other ranks wait.
+    If torch is imported inside, all objects that exist at the end are frozen. Otherwise a full collection would take
+    0.4 s in some training step, while all other ranks wait.
     """
     enabled, first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()
@@ -78,27 +79,27 @@ def without_gc() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kept_bytecode(config: Config) -> Iterator[bool]:
-    """Keep the packages' bytecode in a folder of the user's own where the environment keeps none.
+    """Keep the packages' bytecode in a folder of the user if the environment does not keep any.
 
-    In many images PYTHONDONTWRITEBYTECODE is set, or the packages cannot be written to, and each process compiles
-    the source of all it imports anew. Inside, and in processes started there, Python reads and writes bytecode in
-    ``~/.cache/composer_speedups/bytecode`` instead (see :func:`.cache_home`): the second run finds what the first one
-    left. Nobody else may be able to write there, for Python runs what it finds. Nothing changes with ``bytecode:
-    false``, with a prefix of the user's own, with bytecode in its usual place, once torch is loaded, or where the
-    folder cannot be made.
+    Many images set PYTHONDONTWRITEBYTECODE or have read-only packages, so that each process compiles all imported
+    source code again. Inside the block, and in child processes, Python reads and writes bytecode in
+    ``~/.cache/composer_speedups/bytecode`` (see :func:`.cache_home`), which makes the next run start faster. Only the
+    user may have write access to it, because Python executes its contents. It has no effect with ``bytecode: false``,
+    with a pycache prefix set by the user, if the packages have bytecode, after torch was imported, or if the folder
+    cannot be created.
 
     Yields:
-        Whether it is in force.
+        Whether it is active.
 
     Raises:
-        ConfigError: Others could put code into the folder.
+        ConfigError: Other users could put code into the folder.
     """
     if not config.bytecode or sys.pycache_prefix is not None or "torch" in sys.modules or not _lacks_bytecode():
         yield False
         return
     try:
         folder = str(make_private_folder(cache_home() / "bytecode", "bytecode", _OWN_HOME))
-    except (OSError, RuntimeError):  # no home folder, or one that cannot be written to
+    except (OSError, RuntimeError):  # there is no home folder, or it is not writable
         yield False
         return
     flags = sys.dont_write_bytecode, sys.pycache_prefix
@@ -118,7 +119,7 @@ def kept_bytecode(config: Config) -> Iterator[bool]:
 
 
 def _lacks_bytecode() -> bool:
-    """Whether torch, the largest of the packages, has no bytecode, and Python would not write it."""
+    """Whether torch, the largest package, has no bytecode and Python would not write it."""
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return False
@@ -127,10 +128,10 @@ def _lacks_bytecode() -> bool:
 
 
 def open_early(config: Config, early: EarlyWork | None = None) -> None:
-    """Start what waits on something else than the interpreter, while the interpreter goes on importing.
+    """Start initialization that does not need the interpreter, while the interpreter continues to import.
 
-    On a GPU: the CUDA context of this rank, and what techniques want started there. What fails here is left to the
-    code that needs it, which says so. No tensor is made.
+    On a GPU: this rank's CUDA context, and the work that techniques start there. Failures are ignored here and reported
+    by the code that needs the result. No tensor is created.
     """
     import torch
 
@@ -142,18 +143,18 @@ def open_early(config: Config, early: EarlyWork | None = None) -> None:
 
 
 def planned_run(config: Config) -> PlannedRun:
-    """What techniques may know of the run before torch is imported."""
+    """The properties of the run that techniques may use before torch is imported."""
     model = {"name": config.model.name, "size": config.model.size, "dropout": config.model.dropout}
     return PlannedRun(config.algorithms, model, config.trainer.precision, config.trainer.device)
 
 
 def look_at_cpu() -> threading.Thread:
-    """Have Composer find out the processor's name, which its Trainer waits for: a process that takes a second.
+    """Let Composer look up the processor's name, which takes a second and which its Trainer waits for.
 
     Returns:
-        The thread that waits for it; join it before building a Trainer, which would start a second process.
+        The thread of the look-up. Join it before building a Trainer, which would otherwise look it up again.
     """
-    from composer.utils.collect_env import get_cpu_model  # keeps what it found
+    from composer.utils.collect_env import get_cpu_model  # caches the result
 
     thread = threading.Thread(target=get_cpu_model, daemon=True)
     thread.start()
@@ -164,4 +165,4 @@ def _open_gpu(index: int) -> None:
     import torch
 
     with contextlib.suppress(RuntimeError, AssertionError):
-        torch.cuda.synchronize(index)  # opens the context, and lets other threads run meanwhile
+        torch.cuda.synchronize(index)  # creates the context, and releases the GIL meanwhile

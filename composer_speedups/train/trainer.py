@@ -1,4 +1,4 @@
-"""Config → Composer Trainer, with what watches the run and writes it down; nothing of an engine of our own."""
+"""Build Composer's Trainer from the config, with the callbacks that observe and record the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from composer_speedups.callbacks.wandb_axes import WandbAxes
 from composer_speedups.core.errors import ConfigError, UserError, first_line, masked_command_line
 from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float32Matmuls
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import Technique, refuse_clashes, sort_techniques
+from composer_speedups.core.technique import Technique, refuse_conflicts, sort_techniques
 from composer_speedups.core.trainer_state import torch_device
 from composer_speedups.data.loader import Data
 from composer_speedups.distributed.ddp import OverlappedDDP
@@ -60,26 +60,28 @@ __all__ = [
 
 
 def open_device(config: TrainerConfig) -> Device:
-    """The device to train on, with TF32 off: Composer turns it on, and fp32 should mean float32.
+    """The device to train on, with TF32 off. Composer turns TF32 on, but fp32 should mean float32.
 
-    A technique turns it on where it is asked for; without one :class:`Float32Matmuls` keeps it off whatever other
-    Trainers of the process do.
+    A technique turns TF32 on if requested; otherwise :class:`Float32Matmuls` keeps it off, whatever other Trainers of
+    the process do.
 
     Raises:
-        ConfigError: Fewer GPUs than ranks, or none, where one is asked for or where Composer's mixed precision, FSDP or
-            automatic micro-batches need it.
+        ConfigError: There are fewer GPUs than ranks, or none although ``trainer.device``, Composer's mixed precision,
+            FSDP or automatic micro-batches need one.
     """
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
     if config.device != "cpu" and torch.cuda.is_available():
         ranks, gpus = dist.get_local_world_size(), torch.cuda.device_count()
         if ranks > gpus:
-            raise ConfigError(f"trainer.device: {ranks} ranks need a GPU each, and there are {gpus}; lower composer -n")
+            raise ConfigError(
+                f"trainer.device: {ranks} ranks need one GPU each, and there are {gpus}; lower composer -n"
+            )
         if config.fsdp is not None:
             check_sharding(config.fsdp, on_gpu=True)
         device = DeviceGPU(allow_tf32=False)
         if dist.get_world_size() == ranks or os.environ.get("GLOO_SOCKET_IFNAME"):
-            # So that numbers of the host need no GPU to be added up. Across nodes gloo has to be told the interface.
+            # Allows host tensors to be reduced on the host. Across nodes, gloo must be told the network interface.
             device.dist_backend = "cpu:gloo,cuda:nccl"
         return device
     if config.precision != "fp32":
@@ -94,13 +96,13 @@ def open_device(config: TrainerConfig) -> Device:
 
 
 def join_ranks(config: TrainerConfig, device: Device) -> None:
-    """Meet the other ranks, before any of them reads data; one process alone does where its model is sharded."""
+    """Join the process group before any rank reads data. A single process joins one only if its model is sharded."""
     if dist.get_world_size() > 1 or config.fsdp or config.parallelism_config:
         dist.initialize_dist(device, config.dist_timeout)
 
 
 def context_of(config: TrainerConfig, device: Device) -> Context:
-    """What techniques may ask about the run before its model is built."""
+    """The properties of the run that techniques may check before the model is built."""
     return Context(
         torch_device(device),
         config.precision,
@@ -120,30 +122,30 @@ def build_trainer(
     callbacks: Sequence[Callback] = (),
     stop: StopSignals | None = None,
 ) -> Trainer:
-    """Composer's Trainer with the config's settings; techniques engage while it is built.
+    """Build Composer's Trainer with the config's settings; techniques engage meanwhile.
 
     Args:
-        config: Of the run.
-        model: Its model.
-        data: Its data.
-        techniques: Those of ``config.algorithms``.
-        device: Where to train.
-        folder: Where checkpoints and logs go; None for a config that asks for neither.
-        callbacks: They come after those of the config.
-        stop: Training ends with a checkpoint when it asks for that.
+        config: The run's config.
+        model: The model.
+        data: The data.
+        techniques: The techniques of ``config.algorithms``.
+        device: The device to train on.
+        folder: Folder of checkpoints and logs; None if the config requests neither.
+        callbacks: Additional callbacks, which come after those of the config.
+        stop: Requests the end of training after a checkpoint.
 
     Raises:
-        ConfigError: The checkpoint to load is malformed, does not fit the run, was written by other techniques, or
-            holds what would execute something.
+        ConfigError: The checkpoint to load is malformed, does not fit the run, was written with other techniques, or
+            contains something that would be executed.
     """
     settings, checkpoint, stop = config.trainer, config.checkpoint, stop or StopSignals()
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
     share_cores(computes=torch_device(device).type == "cpu" or offloads)
     everyone = [*callbacks_of(config, techniques), *callbacks]
-    if checkpoint.interval is not None and folder is not None:  # last: it saves what the others have seen
+    if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
-    # Where the loss is a mean over labelled tokens, samples differ in how many they have. Counting them waits for the
-    # GPU, so one whole batch on one rank, which is its own mean, is left out.
+    # If the loss is a mean over labelled tokens, samples differ in their number of them. Counting them waits for the
+    # GPU, so it is skipped for a single whole batch on one rank, whose mean needs no weights.
     by_tokens = model.task.loss_per_token
     several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
@@ -164,11 +166,11 @@ def build_trainer(
             optimizers=build_optimizer(model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
             algorithms=algorithms,
-            algorithm_passes=[refuse_clashes, sort_techniques],
+            algorithm_passes=[refuse_conflicts, sort_techniques],
             callbacks=everyone,
             loggers=[*progress, *([] if folder is None else loggers_of(config, folder))],
             run_name=config.run_name,
-            progress_bar=False,  # TrainingProgress in its place
+            progress_bar=False,  # TrainingProgress replaces it
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
@@ -177,11 +179,12 @@ def build_trainer(
             dist_timeout=settings.dist_timeout,
             seed=config.seed,
             deterministic_mode=settings.deterministic,
-            # Not Composer's autoresume: it takes the latest file unseen, whole or not, and unpickles whatever it holds.
+            # Not Composer's autoresume, which takes the latest file without checking that it is complete, and unpickles
+            # anything.
             load_path=None if folder is None else folder.load,
             load_weights_only=checkpoint.weights_only and folder is not None and not folder.resumed,
         )
-    # Half a batch would be another loss where its samples take part in one another's.
+    # Halving the batch would change a loss in which samples interact.
     trainer.on_out_of_memory = "stop" if model.task.needs_whole_batch else settings.on_out_of_memory
     trainer.by_tokens = by_tokens
     trainer.go_on()
@@ -193,30 +196,30 @@ def build_trainer(
 
 def _trainer(with_wandb: bool, **settings: Any) -> MicrobatchTrainer:
     try:
-        with masked_command_line() if with_wandb else contextlib.nullcontext():  # wandb keeps it with the run
+        with masked_command_line() if with_wandb else contextlib.nullcontext():  # wandb records it with the run
             return MicrobatchTrainer(**settings)
-    except Exception as error:  # by its module: importing wandb takes a second
+    except Exception as error:  # compared by module name, since importing wandb takes a second
         if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
             raise
         raise ConfigError(
-            f"loggers.wandb: Weights & Biases cannot begin a run ({first_line(error)}); "
-            "mend its keys, or set mode=offline"
+            f"loggers.wandb: Weights & Biases cannot start a run ({first_line(error)}); "
+            "fix its keys, or set mode=offline"
         ) from error
 
 
 def _check_rates(trainer: Trainer, wanted: float) -> None:
-    """A checkpoint brings its schedule's rate along; another one in the config would do nothing."""
+    """A checkpoint restores its schedule's learning rate, so another one in the config would have no effect."""
     for group in (group for optimizer in trainer.state.optimizers for group in optimizer.param_groups):
         rate = float(group.get("initial_lr", wanted))
         if not math.isclose(rate, wanted, rel_tol=1e-6):
             raise ConfigError(
-                f"optimizer.lr: the checkpoint goes on with {rate:g} and not {wanted:g}; give that, or set "
-                "checkpoint.weights_only=true to begin a schedule of its own with the weights alone"
+                f"optimizer.lr: the checkpoint continues with {rate:g} instead of {wanted:g}; set that, or "
+                "checkpoint.weights_only=true to start a new schedule from the weights"
             )
 
 
 def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
-    """Those that the config names, and those that every run has."""
+    """The callbacks that the config names, and those of every run."""
     callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory(), OverlappedDDP()]
     setters = [t for t in techniques if isinstance(t, FlagTechnique) and t.flag is MATMUL_PRECISION]
     if all(t.engaged is False for t in setters):
@@ -237,7 +240,7 @@ def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callba
 
 
 def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
-    """Those that the config names, with their files in the run's folder."""
+    """The loggers that the config names, with their files in the run's folder."""
     loggers: list[LoggerDestination] = []
     if (wandb := config.loggers.wandb) is not None:
         loggers.append(
@@ -246,13 +249,13 @@ def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
                 entity=wandb.entity,
                 group=wandb.group,
                 tags=wandb.tags,
-                # Absolute: its files are written by a process that may have begun in another folder.
+                # Absolute, because wandb's writing process may have been started in another folder.
                 init_kwargs={"mode": wandb.mode, "dir": str(folder.path.absolute())},
             )
         )
     if (tensorboard := config.loggers.tensorboard) is not None:
         loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
-        again = f".{folder.starts}" if folder.starts > 1 else ""  # one that was interrupted keeps its own
+        again = f".{folder.starts}" if folder.starts > 1 else ""  # the log of an interrupted process is kept
         loggers.append(FileLogger(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
     return loggers

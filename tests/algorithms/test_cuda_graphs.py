@@ -14,7 +14,7 @@ from composer_speedups import CUDAGraphs, TorchCompile, apply_cuda_graphs
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import CaptureError, GraphedCalls
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context
-from composer_speedups.core.technique import refuse_clashes, screen
+from composer_speedups.core.technique import refuse_conflicts, screen
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.rerun import CannotRecord, Rerun, graphed
 from tests.reference.loop import gradients
@@ -150,7 +150,7 @@ def test_it_is_refused_without_a_gpu_and_with_automatic_microbatches() -> None:
     assert "automatic micro-batches" in unmet[2][1]
 
 
-def test_a_compile_mode_with_graphs_of_its_own_clashes() -> None:
-    with pytest.raises(TechniqueError, match=r"clashes with cuda_graphs: modes reduce-overhead.*capture graphs"):
+def test_a_compile_mode_with_graphs_of_its_own_conflicts() -> None:
+    with pytest.raises(TechniqueError, match=r"conflicts with cuda_graphs: modes reduce-overhead.*capture graphs"):
         screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
-    refuse_clashes([CUDAGraphs(), TorchCompile()])
+    refuse_conflicts([CUDAGraphs(), TorchCompile()])

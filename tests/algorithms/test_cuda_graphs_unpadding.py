@@ -9,7 +9,7 @@ import torch
 
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.core.technique import refuse_clashes
+from composer_speedups.core.technique import refuse_conflicts
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import Rerun
@@ -104,4 +104,4 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
 
 
 def test_the_two_go_together() -> None:
-    refuse_clashes([CUDAGraphs(), Unpadding()])
+    refuse_conflicts([CUDAGraphs(), Unpadding()])

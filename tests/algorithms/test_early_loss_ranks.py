@@ -105,7 +105,7 @@ def _refused_on_both() -> list[str]:
     torch.distributed.is_gloo_available = available
     trainer_state.socket.gethostbyname = lambda _: "127.0.1.1"  # type: ignore[attr-defined]
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    with pytest.warns(UserWarning, match="going on without early_loss"):
+    with pytest.warns(UserWarning, match="continuing without early_loss"):
         train("tensor", 4, [EarlyLoss(on_unavailable="warn")])
     with pytest.raises(TechniqueError) as error:
         train("tensor", 4, [EarlyLoss()])
@@ -113,11 +113,11 @@ def _refused_on_both() -> list[str]:
 
 
 def test_all_ranks_refuse_where_one_cannot_connect() -> None:
-    lacking = "early_loss: 2 ranks have only their GPUs to add up numbers on, since"
-    name = "this host's name resolves to 127.0.1.1, which other nodes do not reach; set GLOO_SOCKET_IFNAME to the"
+    lacking = "early_loss: 2 ranks can reduce only tensors on their GPUs, since"
+    name = "this host's name resolves to 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the"
     other, without = on_ranks(_refused_on_both)
-    assert other[0] == f"{lacking} another rank cannot connect; see what it says"
-    assert without[0] == f"{lacking} torch was built without gloo; take it out"
+    assert other[0] == f"{lacking} another rank cannot connect; see its message"
+    assert without[0] == f"{lacking} torch was built without gloo; remove it"
     assert other[1].startswith(f"{lacking} {name}")
     assert without[1] == other[1]
 

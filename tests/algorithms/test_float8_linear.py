@@ -221,7 +221,7 @@ def test_requirements_name_what_is_missing() -> None:
         apply_float8_linear(tiny_bert())
     with pytest.raises(ValueError, match="recipe must be one of"):
         apply_float8_linear(tiny_bert(), "blockwise")  # type: ignore[arg-type]
-    with pytest.raises(TechniqueError, match=r"at least min_features=1000; take it out"):
+    with pytest.raises(TechniqueError, match=r"at least min_features=1000; remove it"):
         make_trainer([bf16(), Float8Linear(min_features=1000, emulate=True)])
 
 

@@ -190,7 +190,7 @@ def test_it_is_not_engaged_where_the_stock_layers_ran() -> None:
     technique = FusedLayers(on_unavailable="warn")
     trainer = make_trainer([technique, Unpadding(on_unavailable="warn")], batches=plain_batches(2), model=model)
     model.config._attn_implementation = "eager"  # the encoder then leaves every batch padded
-    with pytest.warns(UserWarning, match="going on although"):
+    with pytest.warns(UserWarning, match="continuing although"):
         trainer.fit()
     trainer.close()
     assert technique.engaged is False

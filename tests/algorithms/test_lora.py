@@ -188,7 +188,7 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
         apply_lora(Plain())
     with pytest.raises(ValueError, match=r"modules_to_save: the model has no module 'haed'.*inner, head"):
         apply_lora(Plain(), targets="all-linear", modules_to_save=["haed"])
-    with pytest.raises(TechniqueError, match=r"lora: targets: no module is called 'q_proj'.*; take it out"):
+    with pytest.raises(TechniqueError, match=r"lora: targets: no module is called 'q_proj'.*; remove it"):
         make_trainer([LoRA(targets=["q_proj"])])
     untouched = tiny_bert()
     with pytest.raises(ValueError, match="no module"):

@@ -42,7 +42,7 @@ def test_the_cpu_is_refused_unless_allowed() -> None:
     with pytest.raises(TechniqueError, match=r"bf16 needs a CUDA GPU .* this run is on the cpu"):
         make_trainer([MixedPrecision("bf16")])
     technique = MixedPrecision("bf16", on_unavailable="warn")
-    with pytest.warns(UserWarning, match="going on without mixed_precision"):
+    with pytest.warns(UserWarning, match="continuing without mixed_precision"):
         trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()

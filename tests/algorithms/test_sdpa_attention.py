@@ -84,7 +84,7 @@ def test_a_model_without_sdpa_is_refused_at_init_by_its_class(config: Any, backe
         make_trainer([SDPAAttention(backend)], model=model)
     assert model.config._attn_implementation == "eager"
     technique = SDPAAttention(backend, on_unavailable="warn")
-    with pytest.warns(UserWarning, match=f"going on without sdpa_attention: {name} does not support"):
+    with pytest.warns(UserWarning, match=f"continuing without sdpa_attention: {name} does not support"):
         make_trainer([technique], model=model).close()
     assert technique.engaged is False
 

@@ -151,5 +151,5 @@ def test_mistakes_are_answered() -> None:
     chunked.config.chunk_size_feed_forward = 4
     with pytest.raises(ValueError, match="chunk_size_feed_forward to 0"):
         apply_sparse_upcycling(chunked)
-    with pytest.raises(TechniqueError, match=r"sparse_upcycling: .*every=5 takes none of them; take it out"):
+    with pytest.raises(TechniqueError, match=r"sparse_upcycling: .*every=5 takes none of them; remove it"):
         make_trainer([SparseUpcycling(every=5)])

@@ -158,7 +158,7 @@ def test_a_process_that_compiles_nothing_is_refused_before_anything_runs(
     technique = TorchCompile(backend="aot_eager", on_unavailable="warn")
     with (
         torch._dynamo.config.patch(disable=True),
-        pytest.warns(UserWarning, match=r"going on without torch_compile: torch\._dynamo\.config\.disable is set"),
+        pytest.warns(UserWarning, match=r"continuing without torch_compile: torch\._dynamo\.config\.disable is set"),
     ):
         make_trainer([technique]).close()
     assert technique.engaged is False

@@ -132,13 +132,13 @@ def test_question_answering_is_refused_in_one_line_and_left_alone(family: Family
         make_trainer([Unpadding()], model=model)
     head = type(model).__name__
     assert str(error.value) == (
-        f"unpadding: cannot serve {head}, whose loss is over padding positions too; take it out for this model"
+        f"unpadding: cannot serve {head}, whose loss is over padding positions too; remove it for this model"
     )
     assert any(type(m) is encoder for m in model.modules())
     assert not unpadded_encoders(model)
 
 
-def test_sdpa_clashes() -> None:
+def test_sdpa_conflicts() -> None:
     with pytest.raises(TechniqueError, match="unpadding brings its own"):
         make_trainer([Unpadding(), SDPAAttention()])
 

@@ -51,7 +51,7 @@ def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
     runs_of(monkeypatch, stop_after=4)
     with pytest.raises(KeyboardInterrupt):
         run()
-    assert "resume=true goes on from results/cpu/table.jsonl" in capsys.readouterr().err
+    assert "resume=true continues from results/cpu/table.jsonl" in capsys.readouterr().err
     first = [json.loads(line) for line in ROWS.read_text().splitlines()]
     assert [(row["arm"], row["repeats"]) for row in first] == [("plain", 2), ("+ x", 1), ("+ y", 1)]
     seen = runs_of(monkeypatch, rate=200.0)

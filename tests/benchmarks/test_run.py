@@ -19,7 +19,7 @@ from benchmarks.peers.job import read_arguments
 from benchmarks.rows import error_report
 from benchmarks.worker import Worker, Workers
 from composer_speedups.core.registry import build_techniques
-from composer_speedups.core.technique import refuse_clashes, techniques_of
+from composer_speedups.core.technique import refuse_conflicts, techniques_of
 from composer_speedups.train.cli import read_command_line
 from tests.conftest import ROOT
 from tests.helpers.forks import Fork
@@ -191,7 +191,7 @@ def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, m
     for arm in runner.arms_of(read):
         read_config = read_arguments if arm.peer else read_command_line
         config, _ = read_config(["-f", str(ROOT / read["base"]), *arm.overrides])
-        refuse_clashes(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
+        refuse_conflicts(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
 
 
 def test_the_command_leaves_rows_a_page_and_a_chart(

@@ -73,7 +73,7 @@ def test_an_arm_is_named_by_what_is_in_force() -> None:
 
 
 def test_what_did_not_engage_is_no_part_of_the_arm() -> None:
-    with pytest.warns(UserWarning, match="going on without tf32_matmul"):
+    with pytest.warns(UserWarning, match="continuing without tf32_matmul"):
         trainer = make_trainer([TF32Matmul(on_unavailable="warn"), FusedOptimizer()], callbacks=[RunSummary()])
     trainer.fit()
     (logger,) = trainer.logger.destinations

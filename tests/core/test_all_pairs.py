@@ -1,4 +1,4 @@
-"""Any order gives one run; every pair trains or is refused by name; clashes stop before anything is built."""
+"""Any order gives one run; every pair trains or is refused by name; conflicts stop before anything is built."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_speedups.core.technique import (
     Stage,
     Technique,
     conflicts_between,
-    refuse_clashes,
+    refuse_conflicts,
     screen,
     sort_techniques,
     techniques_of,
@@ -89,7 +89,7 @@ def test_all_together_in_any_order_give_one_run() -> None:
     for order, kwargs in [
         (names, {}),
         (names[::-1], {}),
-        (names[2:] + names[:2], {"algorithm_passes": [refuse_clashes, sort_techniques]}),
+        (names[2:] + names[:2], {"algorithm_passes": [refuse_conflicts, sort_techniques]}),
     ]:
         techniques = [build(name) for name in order]
         results.append(final_weights(trained(techniques, model=tiny_bert(dropout=0.1), **kwargs)))
@@ -170,7 +170,7 @@ def test_a_clash_names_both_and_the_fix() -> None:
     message = str(error.value)
     assert "foreach_optimizer" in message
     assert "fused_optimizer" in message
-    assert "take" in message
+    assert "remove" in message
     with pytest.raises(TechniqueError, match="twice"):
         screen([FusedOptimizer(), FusedOptimizer()], CPU)
 
@@ -182,25 +182,25 @@ def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[s
     for reason in (conflict.why for conflict in named if conflict.when is None):
         for techniques in ([build(pair[0]), build(pair[1])], [build(pair[1]), build(pair[0])]):
             with pytest.raises(TechniqueError) as error:
-                refuse_clashes(techniques)
+                refuse_conflicts(techniques)
             assert all(name in str(error.value) for name in (*pair, reason))
 
 
 def test_a_clash_stops_an_ordinary_trainer_too() -> None:
-    with pytest.raises(TechniqueError, match="clashes with fused_optimizer"):
+    with pytest.raises(TechniqueError, match="conflicts with fused_optimizer"):
         make_trainer([FusedOptimizer(), ForEachOptimizer()])
 
 
 @pytest.mark.parametrize("technique", [FastLayerNorm, TF32Matmul])
 def test_going_on_without_is_advised_only_where_it_is_not_set(technique: Any) -> None:
     with pytest.raises(
-        TechniqueError, match=r"take the technique out, or set on_unavailable=warn to go on without it$"
+        TechniqueError, match=r"remove the technique, or set on_unavailable=warn to continue without it$"
     ):
         screen([technique()], CPU)
     warning = technique(on_unavailable="warn")
-    with pytest.warns(UserWarning, match=r"going on without .*take the technique out$"):
+    with pytest.warns(UserWarning, match=r"continuing without .*remove the technique$"):
         screen([warning], CPU)
-    assert warning.evidence["fix"].endswith("take the technique out")
+    assert warning.evidence["fix"].endswith("remove the technique")
 
 
 def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
@@ -209,7 +209,7 @@ def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
     screen([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)], CPU)
     unavailable = MixedPrecision("fp16", on_unavailable="warn")
     with (
-        pytest.warns(UserWarning, match="going on without mixed_precision"),
+        pytest.warns(UserWarning, match="continuing without mixed_precision"),
         pytest.raises(TechniqueError, match="fast_layernorm"),
     ):
         screen([FastLayerNorm(), unavailable], CPU)
@@ -219,7 +219,7 @@ def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
 def test_warn_trains_without_the_technique_and_says_so() -> None:
     technique = build("tf32_matmul")
     technique.on_unavailable = "warn"
-    with pytest.warns(UserWarning, match=r"going on without tf32_matmul: .*CUDA GPU") as warned:
+    with pytest.warns(UserWarning, match=r"continuing without tf32_matmul: .*CUDA GPU") as warned:
         trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()
@@ -229,7 +229,7 @@ def test_warn_trains_without_the_technique_and_says_so() -> None:
 
 
 def test_stop_is_the_default_and_other_words_are_refused() -> None:
-    with pytest.raises(TechniqueError, match=r"tf32_matmul: .*CUDA GPU.*; take the technique out"):
+    with pytest.raises(TechniqueError, match=r"tf32_matmul: .*CUDA GPU.*; remove the technique"):
         make_trainer([build("tf32_matmul")])
     wrong: Any = "ignore"
     with pytest.raises(ValueError, match="on_unavailable"):

@@ -28,7 +28,7 @@ PARTS = [
     "When it will not help",
     "Exactness",
     "Requirements",
-    "Clashes",
+    "Conflicts",
     "Attribution",
 ]
 
@@ -141,7 +141,7 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
         assert f"| `{description.name}` | `{description.class_name}" in text
     code = blocks(text, "python")
     assert code
-    with pytest.warns(UserWarning, match="going on without"):  # what needs a GPU
+    with pytest.warns(UserWarning, match="continuing without"):  # what needs a GPU
         exec(code[0], names)
     names["trainer"].close()
     engaged = {technique.name for technique in names["trainer"].state.algorithms if technique.engaged}

@@ -294,7 +294,7 @@ def test_attention_of_ones_own_is_not_replaced_without_a_word(technique: Any) ->
     AttentionMaskInterface.register("sharp", eager_mask)
     model = tiny_bert()
     model.set_attn_implementation("sharp")
-    with pytest.raises(CannotRunError, match=r"does not compute what it does untouched.*attention is 'sharp'"):
+    with pytest.raises(CannotRunError, match=r"its result differs from the untouched model's.*attention is 'sharp'"):
         trained([technique()], model=model)
 
 
@@ -382,12 +382,12 @@ def test_peft_in_a_trainer_is_refused_by_name_and_trains_alike_without_fusing() 
         return {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
 
     with pytest.raises(
-        TechniqueError, match=r"fused_layers: .*self\.query is a peft Linear.*; take it out for this model"
+        TechniqueError, match=r"fused_layers: .*self\.query is a peft Linear.*; remove it for this model"
     ):
         weights(Unpadding(8), FusedLayers())
     expected = weights()
     unpadding, fused = Unpadding(8), FusedLayers(on_unavailable="warn")
-    with pytest.warns(UserWarning, match="going on without fused_layers"):
+    with pytest.warns(UserWarning, match="continuing without fused_layers"):
         found = weights(unpadding, fused)
     assert_near(found, expected, what="weights")
     assert "peft" in unpadding.evidence["compared_with_untouched"]["because"]
@@ -543,19 +543,20 @@ FIRST_WITHOUT_PADDING = [batch([16, 16]), batch([16, 3])]
 @pytest.mark.parametrize(
     ("build", "batches", "said"),
     [
-        (lambda: Pooling(plain_mean), [INPUTS], "the loss is .* and not "),
-        (lambda: Pooling(plain_max), [INPUTS], "the loss is .* and not "),
-        (lambda: Pooling(last_slot), [INPUTS], "the loss is .* and not "),
+        (lambda: Pooling(plain_mean), [INPUTS], "the loss is .* instead of "),
+        (lambda: Pooling(plain_max), [INPUTS], "the loss is .* instead of "),
+        (lambda: Pooling(last_slot), [INPUTS], "the loss is .* instead of "),
         (lambda: Pooling(gradient_alone), [INPUTS], r"the gradient of \S+ differs by [\d.]+% on the first batch"),
-        (lambda: Pooling(plain_mean), FIRST_WITHOUT_PADDING, "the loss is .* and not "),
-        (Normed, [INPUTS], "the loss is .* and not "),
+        (lambda: Pooling(plain_mean), FIRST_WITHOUT_PADDING, "the loss is .* instead of "),
+        (Normed, [INPUTS], "the loss is .* instead of "),
     ],
     ids=["mean", "max", "last slot", "gradient alone", "no padding in the first batch", "batch norm"],
 )
 def test_a_head_that_reads_padding_is_refused(build: Callable[[], Any], batches: list[Batch], said: str) -> None:
     trainer = make_trainer([Unpadding(8)], model=Mine(build()), batches=batches)
     before = copy.deepcopy(trainer.state.model.state_dict())
-    with pytest.raises(CannotRunError, match=rf"unpadding: .* compute what it does untouched: {said}.*check: never"):
+    differs = rf"unpadding: its result differs from the untouched model's: {said}.*check: never"
+    with pytest.raises(CannotRunError, match=differs):
         trainer.fit()
     assert not unpadded_encoders(trainer.state.model)
     torch.testing.assert_close(trainer.state.model.state_dict(), before, rtol=0, atol=0)
@@ -583,8 +584,8 @@ def test_a_head_that_reads_real_tokens_trains_as_untouched() -> None:
 def test_with_warn_the_model_trains_untouched_and_says_so() -> None:
     techniques = Unpadding(8, on_unavailable="warn"), FusedLayers(on_unavailable="warn")
     with (
-        pytest.warns(UserWarning, match="does not compute what it does untouched"),
-        pytest.warns(UserWarning, match="going on without fused_layers"),
+        pytest.warns(UserWarning, match="its result differs from the untouched model's"),
+        pytest.warns(UserWarning, match="continuing without fused_layers"),
     ):
         found = trained(techniques, model=Mine(Pooling(plain_mean)))
     expected = trained(model=Mine(Pooling(plain_mean)))
@@ -629,7 +630,7 @@ def test_a_batch_that_does_not_fit_untouched_is_compared_in_part() -> None:
     trained([unpadding], model=Mine(Large(masked_mean)), batches=[INPUTS])
     assert rows == [4, 4, 2, 2, 4]
     assert "largest_gradient_difference" in unpadding.evidence["compared_with_untouched"]
-    with pytest.raises(CannotRunError, match="does not compute what it does untouched"):
+    with pytest.raises(CannotRunError, match="its result differs from the untouched model's"):
         trained([Unpadding(8)], model=Mine(Large(plain_mean)), batches=[INPUTS])
 
 

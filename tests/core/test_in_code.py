@@ -27,7 +27,7 @@ from composer_speedups import TorchCompile
 from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import technique_class
-from composer_speedups.core.technique import Technique, refuse_clashes
+from composer_speedups.core.technique import Technique, refuse_conflicts
 from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.settings import ENTRIES, Case
@@ -127,7 +127,7 @@ def test_what_makes_sense_on_a_stock_model_engages() -> None:
 
 
 def test_everything_that_runs_here_together_on_a_stock_bert() -> None:
-    """Techniques of every helper at once, as many as do not clash; and their reverse order."""
+    """Techniques of every helper at once, as many as do not conflict; and their reverse order."""
     together: list[Technique] = []
     for name, entry in sorted(ENTRIES.items()):
         if entry.variants and entry.stock_checkpoint and technique_class(name).exactness != "recipe":
@@ -144,7 +144,7 @@ def _first(name: str) -> Technique:
 
 def _with(techniques: list[Technique], another: Technique) -> list[Technique]:
     try:
-        refuse_clashes([*techniques, another])
+        refuse_conflicts([*techniques, another])
     except TechniqueError:
         return techniques
     return [*techniques, another]

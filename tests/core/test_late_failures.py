@@ -75,7 +75,7 @@ def test_with_warn_attention_is_what_it_was(applied_before: bool, monkeypatch: p
     model, technique = tiny_bert(), SDPAAttention("efficient", on_unavailable="warn")
     if applied_before:
         apply_sdpa_attention(model, "efficient")
-    with pytest.warns(UserWarning, match="going on without sdpa_attention: the efficient kernel cannot run"):
+    with pytest.warns(UserWarning, match="continuing without sdpa_attention: the efficient kernel cannot run"):
         trainer = trained([technique], model=model)
     assert technique.engaged is False
     assert technique.evidence["going_on_with"] == "eager"
@@ -91,7 +91,7 @@ def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> N
     technique = Float8Linear(emulate=True, on_unavailable="warn")
     trainer = make_trainer([MixedPrecision(**bf16), technique])  # type: ignore[arg-type]
     monkeypatch.setattr(RowPaddedFloat8Linear, "forward", fail)
-    with pytest.warns(UserWarning, match="going on without float8_linear: a float8 matmul cannot run here"):
+    with pytest.warns(UserWarning, match="continuing without float8_linear: a float8 matmul cannot run here"):
         trainer.fit()
     trainer.close()
     assert technique.engaged is False
@@ -126,7 +126,7 @@ def test_a_capture_that_fails_is_a_failed_run() -> None:
 @pytest.mark.usefixtures("no_capture")
 def test_with_warn_a_capture_that_fails_leaves_the_model_its_own_forward() -> None:
     technique = CUDAGraphs(on_unavailable="warn")
-    with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
+    with pytest.warns(UserWarning, match="continuing without cuda_graphs: the step cannot be captured"):
         trainer = trained([technique])
     assert technique.engaged is False
     assert "cannot be captured" in technique.evidence["unavailable"]

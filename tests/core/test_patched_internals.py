@@ -86,7 +86,7 @@ def test_another_loop_is_refused_by_its_version_and_method(monkeypatch: pytest.M
         patch.setattr(Trainer, "_train_batch", _train_batch)
         with pytest.raises(TechniqueError, match=r"early_loss: .*composer 0\.32\.1's Trainer\._train_batch"):
             make_trainer([EarlyLoss()])
-        with pytest.warns(UserWarning, match="going on without early_loss"):
+        with pytest.warns(UserWarning, match="continuing without early_loss"):
             trainer = make_trainer([technique := EarlyLoss(on_unavailable="warn")])
     trainer.fit()
     trainer.close()

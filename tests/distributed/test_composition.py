@@ -41,7 +41,7 @@ def test_ranks_train_as_one_process_does_or_it_is_refused(case: Case, found: dic
     assert len(expected) == 4
     for way, outcome in found[case.name].items():
         if way != "ddp" and refused:
-            assert outcome == f"{case.name}: {refused}; train without FSDP (DDP works), or take it out"
+            assert outcome == f"{case.name}: {refused}; train without FSDP (DDP works), or remove it"
         elif case.name in PER_RANK:
             assert outcome == pytest.approx(expected, abs=0.05), f"{way}: {PER_RANK[case.name]}"
         else:

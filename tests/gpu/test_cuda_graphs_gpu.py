@@ -122,7 +122,7 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
 def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> None:
     technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
     trainer = make_trainer([technique], model=model, batches=plain_batches(4), gpu=True)
-    with pytest.warns(UserWarning, match="going on without cuda_graphs: the step cannot be captured"):
+    with pytest.warns(UserWarning, match="continuing without cuda_graphs: the step cannot be captured"):
         trainer.fit()
     trainer.close()
     assert technique.engaged is False

@@ -94,7 +94,7 @@ def overrides(seed: int, each: int) -> Iterator[Mutation]:
     for name in names:
         for value in rng.sample(VALUES, each):
             yield Mutation(f"{name}={value[:40]}", [f"{name}={value}"])
-    for _ in range(260):  # clashes among techniques, and faults beside faults
+    for _ in range(260):  # conflicts among techniques, and faults beside faults
         chosen = rng.sample(technique_names(), rng.randint(2, 4))
         several = [f"algorithms.{name}={{}}" for name in chosen]
         several += [f"{rng.choice(names)}={rng.choice(VALUES)}" for _ in range(rng.randint(0, 2))]

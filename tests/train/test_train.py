@@ -93,7 +93,7 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_where_it_is() -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line() -> None:
     Path("file").touch()
-    with pytest.raises(ConfigError, match=r"runs_folder: file/deep/quickstart \(relative to /.*\) cannot be written"):
+    with pytest.raises(ConfigError, match=r"runs_folder: file/deep/quickstart \(relative to /.*\) is not writable"):
         run("runs_folder=file/deep")
 
 
@@ -139,7 +139,7 @@ def test_nothing_is_built_for_techniques_that_clash_or_data_that_is_bad(monkeypa
         raise AssertionError("a model was built")
 
     monkeypatch.setattr("composer_speedups.tasks.models.build_model", forbidden)
-    with pytest.raises(TechniqueError, match="foreach_optimizer: clashes with fused_optimizer"):
+    with pytest.raises(TechniqueError, match="foreach_optimizer: conflicts with fused_optimizer"):
         run("algorithms.foreach_optimizer={}")
     with pytest.raises(TechniqueError, match="tf32_matmul: TF32 needs a CUDA GPU"):
         run("algorithms.tf32_matmul={}", "trainer.device=cpu")
@@ -169,7 +169,7 @@ def test_a_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_warn_goes_on_and_the_report_says_what_did_not_engage() -> None:
-    with pytest.warns(UserWarning, match="going on without tf32_matmul"):
+    with pytest.warns(UserWarning, match="continuing without tf32_matmul"):
         report = run(
             "trainer.max_duration=1ba",
             "trainer.device=cpu",

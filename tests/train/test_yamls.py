@@ -68,7 +68,7 @@ def test_it_parses_and_names_its_own_run(name: str, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", YAMLS)
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.filterwarnings("ignore:going on without:UserWarning")
+@pytest.mark.filterwarnings("ignore:continuing without:UserWarning")
 @pytest.mark.pins
 def test_it_runs(name: str) -> None:
     overrides = list(BRIEF)

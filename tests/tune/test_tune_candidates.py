@@ -34,7 +34,7 @@ def test_its_trials_are_settings_that_it_takes_or_it_says_why_there_are_none(nam
     assert bool(technique.trials) != bool(technique.never_tried)
     for variant in technique.trials:
         technique(**variant.settings)
-        for other, settings in variant.beside.items():
+        for other, settings in variant.with_techniques.items():
             technique_class(other)(**settings)
 
 
@@ -80,7 +80,7 @@ def test_labels_are_unique_and_sets_as_inexact_as_their_worst(device: str) -> No
     assert "without lora" not in by_label, "the recipe is the user's"
 
 
-def test_a_candidate_displaces_what_it_clashes_with_but_never_the_recipe() -> None:
+def test_a_candidate_displaces_what_it_conflicts_with_but_never_the_recipe() -> None:
     unpadding = Candidate("unpadding", {"unpadding": {}})
     assert apply_candidate(unpadding, {"sdpa_attention": {}, "fused_optimizer": {}}) == {
         "fused_optimizer": {},

@@ -85,7 +85,7 @@ class BnbOptimizer(OptimizerSwapTechnique):
         reason = unquantised_reason(evidence, self.bits, embedding_bits)
         if reason is not None:
             raise self.not_engaged(
-                reason, f"lower min_8bit_size ({self.min_8bit_size} now), or take it out: the model is too small for it"
+                reason, f"lower min_8bit_size ({self.min_8bit_size} now), or remove it: the model is too small for it"
             )
         if self.paged:
             evidence["paged_tensors"] = len(paged_tensors(optimizer))

@@ -43,7 +43,9 @@ class CUDAGraphs(Technique):
     gain = 1.04
     trials = (
         Variant({"max_graphs": 16}),  # and with a multiple of tokens so large that there are few shapes
-        Variant({"max_graphs": 16}, beside={"unpadding": {"pad_to_multiple_of": 512}}, device="cuda", gain=1.1),
+        Variant(
+            {"max_graphs": 16}, with_techniques={"unpadding": {"pad_to_multiple_of": 512}}, device="cuda", gain=1.1
+        ),
     )
 
     max_graphs: int = Field(4, ge=1)
@@ -59,7 +61,7 @@ class CUDAGraphs(Technique):
         yield Requirement(
             context.microbatch_size != "auto",
             "automatic micro-batches change the shapes that were captured",
-            "give trainer.microbatch_size a number, or take it out",
+            "give trainer.microbatch_size a number, or remove it",
         )
 
     def engage(self, state: State) -> dict[str, Any]:
@@ -88,9 +90,7 @@ class CUDAGraphs(Technique):
 
     def _cannot_capture(self, error: CaptureError) -> None:
         self.unavailable(
-            CannotRunError(
-                self.name, f"the step cannot be captured ({error})", "take it out, or what waits for the GPU"
-            )
+            CannotRunError(self.name, f"the step cannot be captured ({error})", "remove it, or what waits for the GPU")
         )
 
     def verify(self, state: State) -> dict[str, Any]:

@@ -4,7 +4,7 @@ A graph's gradients are there at its end. Were the backward pass one graph, DDP 
 with a graph for each segment it sends those of the last blocks while the GPU is at the first ones.
 
 A cut gives the next block a leaf in place of the block's output. The segment behind it is differentiated with respect
-to the parameters and the leaf, and what the leaf gets is where the segment before the cut goes on from. This is exact:
+to the parameters and the leaf, and what the leaf gets is where the segment before the cut continues. This is exact:
 
 - All leaves are asked for in every segment, the parameters and each earlier cut, so that what jumps over a cut from an
   earlier one (a skip connection, say) gets there too. No other leaf is in the call, or its capture is refused.

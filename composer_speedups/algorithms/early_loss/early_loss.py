@@ -42,7 +42,7 @@ class EarlyLoss(Technique):
             self._interception = apply_early_loss(state.device)
         except ValueError as error:
             reason, _, fix = str(error).removeprefix("early_loss ").partition("; ")
-            raise TechniqueError(self.name, reason, fix or "take it out") from error
+            raise TechniqueError(self.name, reason, fix or "remove it") from error
         return {}
 
     def before_forward(self, state: State) -> None:

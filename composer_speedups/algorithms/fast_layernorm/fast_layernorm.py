@@ -66,7 +66,7 @@ class FastLayerNorm(Technique):
         modules, left = self._modules(state), left_alone(state.model)
         if not modules:
             reason = f" that fits: {unfit(self.implementation)}" if left else ""
-            raise TechniqueError(self.name, f"the model has no torch.nn.LayerNorm{reason}", "take it out")
+            raise TechniqueError(self.name, f"the model has no torch.nn.LayerNorm{reason}", "remove it")
         self._count = len(modules)
         evidence: dict[str, Any] = {"modules": len(modules), "implementation": self.implementation}
         return evidence | ({"left_alone": left} if left else {})
@@ -96,7 +96,7 @@ class FastLayerNorm(Technique):
                 seen_in = "compiled graph"
         other = [name for name in outputs.functions if not is_of(self.implementation, name)]
         if other:
-            raise self.not_engaged(f"its outputs came from {', '.join(other)}", "take it out for this model")
+            raise self.not_engaged(f"its outputs came from {', '.join(other)}", "remove it for this model")
         if self.implementation == "low_precision" and "float32" in outputs.dtypes:
             raise self.not_engaged("its output is still float32", "keep mixed precision on")
         return {

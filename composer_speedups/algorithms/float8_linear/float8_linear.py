@@ -72,7 +72,7 @@ class Float8Linear(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         if state.precision == Precision.AMP_FP16:
             raise TechniqueError(
-                self.name, "goes with bf16, and this run is fp16", "set the precision to bf16, or take it out"
+                self.name, "goes with bf16, and this run is fp16", "set the precision to bf16, or remove it"
             )
         with self.refusals():
             apply_float8_linear(state.model, self.recipe, self.min_features, self.emulate)
@@ -82,7 +82,7 @@ class Float8Linear(Technique):
                 self.name,
                 "no Linear in the model's blocks has inputs and outputs that are multiples of 16 "
                 f"and at least min_features={self.min_features}",
-                "take it out",
+                "remove it",
             )
         return {"modules": modules, "recipe": self.recipe, "emulated": self.emulate}
 
@@ -122,7 +122,7 @@ class Float8Linear(Technique):
         wanted = [sample, *(p for p in module.parameters() if p.requires_grad)]
         precision = get_precision_context(state.precision, state.precision_config)
         with (
-            cannot_run(self.name, "a float8 matmul cannot run here", "try another recipe, or take it out"),
+            cannot_run(self.name, "a float8 matmul cannot run here", "try another recipe, or remove it"),
             precision,
             torch.enable_grad(),
             recorder,
@@ -137,7 +137,7 @@ class Float8Linear(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         matmuls = self._operators.get("float8_mm", 0)
         kernels = self._operators.get("_scaled_mm", 0)
-        fix = "leave the model's modules as they are after INIT, or take it out"
+        fix = "leave the model's modules as they are after INIT, or remove it"
         if matmuls == 0:
             raise self.not_engaged(f"the {self._seen_in} had no matmul of float8 tensors", fix)
         if not self.emulate and kernels == 0:

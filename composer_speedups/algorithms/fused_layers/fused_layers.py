@@ -55,8 +55,8 @@ class FusedLayers(ParityCheckedTechnique):
     )
     gain = 1.8
     trials = (
-        Variant(beside={"unpadding": {}}),
-        Variant({"precision": "fp8"}, beside={"unpadding": {}}, device="cuda", gain=1.9),
+        Variant(with_techniques={"unpadding": {}}),
+        Variant({"precision": "fp8"}, with_techniques={"unpadding": {}}, device="cuda", gain=1.9),
     )
     checkpoint_fields = ParityCheckedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
 

@@ -42,7 +42,7 @@ class KahanOptimizer(OptimizerSwapTechnique):
         yield Requirement(
             not context.autocast,
             f"its weights are bfloat16 already, and this run has autocast ({context.precision})",
-            "set the Trainer's precision to fp32 and take mixed_precision out",
+            "set the Trainer's precision to fp32 and remove mixed_precision",
         )
 
     def swap(self, state: State) -> Optimizer:

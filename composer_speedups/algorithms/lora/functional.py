@@ -66,7 +66,7 @@ def apply_lora(
     wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
     before = settings_of(model)
     if _is_peft_model(model) or (adapted_layers(model) and before is None):
-        raise ValueError("the model has PEFT adapters already; give its base model, or take the technique out")
+        raise ValueError("the model has PEFT adapters already; give its base model, or remove the technique")
     names = []
     if before is None:
         names = insert(inner, wanted)

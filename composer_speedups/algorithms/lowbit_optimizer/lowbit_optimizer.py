@@ -66,6 +66,6 @@ class LowBitOptimizer(OptimizerSwapTechnique):
         reason = unquantised_reason(counts, bits, 32 if self.embeddings_32bit else None)
         if reason is not None:
             raise self.not_engaged(
-                reason, f"lower min_size ({self.min_size} now), or take it out: the model is too small for it"
+                reason, f"lower min_size ({self.min_size} now), or remove it: the model is too small for it"
             )
         return counts

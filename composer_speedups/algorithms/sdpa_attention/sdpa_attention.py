@@ -58,9 +58,9 @@ class SDPAAttention(ParityCheckedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         models = outermost_models(state.model).values()
         if not models:
-            raise TechniqueError(self.name, "the model holds no Hugging Face model", "take it out")
+            raise TechniqueError(self.name, "the model holds no Hugging Face model", "remove it")
         found = {module: module.config._attn_implementation or "eager" for module in models}
-        with self.refusals("take it out"):
+        with self.refusals("remove it"):
             self.reapply(state)
         for module, implementation in found.items():
             # What an earlier Trainer's technique changed, which has not ended yet, is taken over.
@@ -158,7 +158,7 @@ class SDPAAttention(ParityCheckedTechnique):
                 f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
             )
         if self._kernel is None:
-            raise self.not_engaged("the forward pass ran none of its kernels", "take it out for this model")
+            raise self.not_engaged("the forward pass ran none of its kernels", "remove it for this model")
         if self.backend not in ("auto", *self._kernel.split("_")):
             raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
         return {"kernel": self._kernel, "kernel_seen_in": self._seen_in}

@@ -82,7 +82,7 @@ class SparseUpcycling(Technique):
         try:
             balance = load_balancing_loss(state.model)
         except ValueError as error:
-            self.unavailable(self.not_engaged(str(error), "use checkpointing without use_reentrant, or take it out"))
+            self.unavailable(self.not_engaged(str(error), "use checkpointing without use_reentrant, or remove it"))
             return
         self._losses.append(balance.detach())
         self._load = dict(sparse_layers(state.model)[0].routing.load)  # evaluation will clear it
@@ -118,7 +118,7 @@ class SparseUpcycling(Technique):
         return {"share_in_last_batch": self._shares()}
 
     def _check_effect(self, state: State) -> None:
-        layers, fix = sparse_layers(state.model), "leave the model and its loss as they are after INIT, or take it out"
+        layers, fix = sparse_layers(state.model), "leave the model and its loss as they are after INIT, or remove it"
         for layer in layers:
             used = sum(rows > 0 for rows in self._rows.get(layer.name, []))
             if used < self.top_k:

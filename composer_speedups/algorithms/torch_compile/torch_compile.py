@@ -74,7 +74,7 @@ class TorchCompile(Technique):
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         off = switched_off()
-        yield Requirement(off is None, f"{off} is set, and torch compiles nothing", "unset it, or take it out")
+        yield Requirement(off is None, f"{off} is set, and torch compiles nothing", "unset it, or remove it")
         known = torch._dynamo.list_backends(exclude_tags=())
         yield Requirement(
             self.backend in known, f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}"
@@ -134,7 +134,7 @@ class TorchCompile(Technique):
         if not compiled or (since.graphs == 0 and not reused):
             raise self.not_engaged(
                 "the first batch ran without a compiled graph" + (f": {off} is set" if off else ""),
-                f"unset {off}" if off else "leave the model compiled after INIT, or take it out",
+                f"unset {off}" if off else "leave the model compiled after INIT, or remove it",
             )
         return {
             "modules": len(compiled),
