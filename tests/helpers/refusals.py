@@ -119,8 +119,8 @@ UNDEFINED = {
     ("sdpa_attention", "modernbert", "classification", "left padding"): "reads each row's first slot",
     ("sdpa_attention", "modernbert", "answering", "right padding"): "has a loss over every slot",
 }
-"""Technique, family, head and input for which the untouched model's values are undefined, and what the head reads: padding
-without real tokens in its local window attends to nothing, and eager attention and SDPA differ there."""
+"""Technique, family, head and input for which the untouched model's values are undefined, and what the head reads.
+Padding without real tokens in its local window attends to nothing, and eager attention and SDPA differ there."""
 
 
 FAILING = {("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask"}
