@@ -20,7 +20,7 @@ def test_it_is_refused_without_a_gpu_and_the_function_returns_nothing_freed() ->
         assert apply_empty_cache() == 0
 
 
-def test_a_run_in_which_it_never_ran_is_noticed() -> None:
+def test_a_run_in_which_it_never_ran_is_detected() -> None:
     technique = EmptyCache()
     with pytest.raises(NotEngagedError, match="never emptied"):
         technique.verify(make_trainer().state)

@@ -175,7 +175,7 @@ def test_it_counts_the_matmuls_of_the_first_forward_pass(batches: Any) -> None:
     }
 
 
-def test_linears_that_went_back_are_noticed() -> None:
+def test_linears_that_went_back_are_detected() -> None:
     trainer = make_trainer([bf16(), Float8Linear(emulate=True)])
     for module in trainer.state.model.modules():
         if isinstance(module, RowPaddedFloat8Linear):
@@ -185,7 +185,7 @@ def test_linears_that_went_back_are_noticed() -> None:
     trainer.close()
 
 
-def test_a_kernel_that_is_not_float8s_is_noticed() -> None:
+def test_a_kernel_that_is_not_float8s_is_detected() -> None:
     technique = Float8Linear(emulate=True)
     trainer = make_trainer([bf16(), technique])
     technique.emulate = False  # as if torchao had fallen back to emulation

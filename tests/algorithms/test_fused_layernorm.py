@@ -132,7 +132,7 @@ def test_the_residual_stream_is_16_bit_under_autocast() -> None:
 
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("implementation", ["triton", "apex"])
-def test_a_kernel_that_does_not_run_is_noticed(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_does_not_run_is_detected(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The class says Liger or Apex, and torch's own LayerNorm runs: what ran decides."""
 
     def fallback(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def test_compiled_code_is_tried_by_itself_and_a_fallback_noticed(monkeypatch: py
     trainer.close()
 
 
-def test_modules_changed_back_after_init_are_noticed() -> None:
+def test_modules_changed_back_after_init_are_detected() -> None:
     trainer = make_trainer([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)])
     trainer.state.model.model.bert.embeddings.LayerNorm.__class__ = nn.LayerNorm
     with pytest.raises(NotEngagedError, match="1 of 5 modules are another class again"):

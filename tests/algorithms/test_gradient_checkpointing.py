@@ -75,7 +75,7 @@ def test_a_second_run_reuses_the_compiled_blocks_and_says_so() -> None:
     assert seen == [("compiled graphs", False), ("graphs compiled by an earlier run of this process", True)]
 
 
-def test_compiled_blocks_that_keep_their_activations_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_that_keep_their_activations_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GradientCheckpointing, "_seen_in_this_process", True)  # whatever ran before
     trainer = make_trainer([GradientCheckpointing(), TorchCompile("blocks", backend="eager")])
     for layer in trainer.state.model.model.bert.encoder.layer:

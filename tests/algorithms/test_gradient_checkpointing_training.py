@@ -98,7 +98,7 @@ def microbatches(rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.pins
-def test_a_checkpoint_function_that_keeps_everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_function_that_keeps_everything_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(function: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 

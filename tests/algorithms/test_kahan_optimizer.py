@@ -91,7 +91,7 @@ def test_evidence_says_what_is_bfloat16_and_whether_weight_decay_tells() -> None
 
 
 @pytest.mark.parametrize("sabotage", ["summation", "weights"])
-def test_what_undoes_it_is_noticed(sabotage: str) -> None:
+def test_what_undoes_it_is_detected(sabotage: str) -> None:
     trainer = make_trainer([KahanOptimizer()])
     if sabotage == "weights":
         trainer.state.model.float()

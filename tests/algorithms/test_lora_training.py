@@ -36,7 +36,7 @@ def sabotaged(sabotage: Any, technique: LoRA | None = None) -> None:
 
 
 @pytest.mark.pins
-def test_what_undoes_it_is_noticed() -> None:
+def test_what_undoes_it_is_detected() -> None:
     def thaw(trainer: Any) -> None:
         weight = trainer.state.model.model.bert.pooler.dense.weight.requires_grad_()
         trainer.state.optimizers[0].param_groups[0]["params"].append(weight)
@@ -65,7 +65,7 @@ def test_what_undoes_it_is_noticed() -> None:
         sabotaged(switch_off)
 
 
-def test_a_weight_decayed_behind_our_back_is_noticed() -> None:
+def test_a_weight_decayed_behind_our_back_is_detected() -> None:
     """Changed through ``.data``, without a gradient and without a new version of the tensor."""
 
     def decay(trainer: Any) -> None:

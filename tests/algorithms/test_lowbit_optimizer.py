@@ -123,14 +123,14 @@ def test_state_is_quantised_but_for_embeddings_and_small_tensors(bits: Any) -> N
     assert 0.7 * at_most < saved < at_most
 
 
-def test_a_model_too_small_for_it_is_noticed() -> None:
+def test_a_model_too_small_for_it_is_detected() -> None:
     trainer = make_trainer([LowBitOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_size \(4096 now\)"):
         trainer.fit()
     trainer.close()
 
 
-def test_embeddings_that_lost_their_float32_state_are_noticed() -> None:
+def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
     trainer = make_trainer([LowBitOptimizer("fp8", min_size=1024)])
     trainer.state.optimizers[0].full_precision = frozenset()
     with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):

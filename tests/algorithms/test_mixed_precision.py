@@ -68,7 +68,7 @@ def test_fp16_needs_a_gpu() -> None:
         apply_mixed_precision(tiny_bert(), "fp16")
 
 
-def test_precision_lost_after_init_is_noticed() -> None:
+def test_precision_lost_after_init_is_detected() -> None:
     trainer = make_trainer([MixedPrecision("bf16", allow_cpu=True)])
     model: Any = trainer.state.model
     model.forward = model.forward.without_autocast

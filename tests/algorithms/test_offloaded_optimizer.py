@@ -96,7 +96,7 @@ def test_the_cpu_is_refused_unless_allowed() -> None:
         make_trainer([OffloadedOptimizer()])
 
 
-def test_state_that_is_not_on_the_cpu_is_noticed() -> None:
+def test_state_that_is_not_on_the_cpu_is_detected() -> None:
     trainer = make_trainer([OffloadedOptimizer(allow_cpu=True)])
     optimizer = trainer.state.optimizers[0]
 

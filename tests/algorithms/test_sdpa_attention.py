@@ -136,7 +136,7 @@ def test_multiple_choice_batches_of_three_dimensions_are_trained_and_probed(mask
     assert technique.evidence["kernel_seen_in"] == "forward pass"
 
 
-def test_attention_changed_back_after_init_is_noticed() -> None:
+def test_attention_changed_back_after_init_is_detected() -> None:
     trainer = make_trainer([SDPAAttention()])
     trainer.state.model.model.set_attn_implementation("eager")  # type: ignore[union-attr, operator]
     with pytest.raises(NotEngagedError, match="the model's attention is eager"):
@@ -144,7 +144,7 @@ def test_attention_changed_back_after_init_is_noticed() -> None:
     trainer.close()
 
 
-def test_a_model_whose_attention_ignores_the_setting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_attention_ignores_the_setting_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting says SDPA, the forward pass runs something else: what ran decides."""
     eager = modeling_bert.eager_attention_forward
 

@@ -111,7 +111,7 @@ def test_a_coefficient_of_zero_leaves_the_task_loss_alone() -> None:
     assert recorder.losses == pytest.approx([task], rel=1e-5)
 
 
-def test_experts_that_do_not_run_are_noticed() -> None:
+def test_experts_that_do_not_run_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
@@ -121,7 +121,7 @@ def test_experts_that_do_not_run_are_noticed() -> None:
     trainer.close()
 
 
-def test_routers_that_are_passed_by_are_noticed() -> None:
+def test_routers_that_are_passed_by_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
@@ -142,7 +142,7 @@ class DropsTheLoss(Algorithm):
         state.loss = outputs["loss"]
 
 
-def test_a_load_balancing_loss_that_gets_lost_is_noticed() -> None:
+def test_a_load_balancing_loss_that_gets_lost_is_detected() -> None:
     trainer = make_trainer([SparseUpcycling(), DropsTheLoss()])
     with pytest.raises(NotEngagedError, match="took no part in the backward pass"):
         trainer.fit()
@@ -150,7 +150,7 @@ def test_a_load_balancing_loss_that_gets_lost_is_noticed() -> None:
     train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())
 
 
-def test_experts_that_no_optimizer_trains_are_noticed() -> None:
+def test_experts_that_no_optimizer_trains_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     group = trainer.state.optimizers[0].param_groups[0]

@@ -53,7 +53,7 @@ def test_its_norm_is_trained_in_the_group_of_the_other_norms() -> None:
     assert technique.evidence["stable_embedding"] == ["model.bert.embeddings.word_embeddings"]
 
 
-def test_a_stable_embedding_that_is_not_trained_is_noticed() -> None:
+def test_a_stable_embedding_that_is_not_trained_is_detected() -> None:
     trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=(model := tiny_bert()))
     for parameter in model.bert.embeddings.word_embeddings.norm.parameters():
         parameter.requires_grad_(False)

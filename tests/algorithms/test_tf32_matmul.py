@@ -56,7 +56,7 @@ def test_the_flag_is_set_while_fitting_and_evaluating_only(monkeypatch: pytest.M
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_flag_that_does_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flag_that_does_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this CPU float32 matmuls do not round, whatever "high" says: just the case to catch."""
     monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
     trainer = make_trainer([TF32Matmul("high")])
