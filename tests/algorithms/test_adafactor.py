@@ -69,7 +69,7 @@ def test_states_of_the_two_variants_are_not_interchangeable() -> None:
     assert technique.evidence["optimizer"] == "Adafactor(scale_parameter=True)"
     state = trainer.state.optimizers[0].state_dict()
     other = apply_adafactor(AdamW(tiny_bert().parameters()))
-    with pytest.raises(ValueError, match=r"that of Adafactor\(scale_parameter=True\), and this optimizer is Adaf"):
+    with pytest.raises(ValueError, match=r"belongs to Adafactor\(scale_parameter=True\), and this optimizer is Adaf"):
         other.load_state_dict(state)
 
 

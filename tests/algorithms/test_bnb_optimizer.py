@@ -120,7 +120,7 @@ def test_the_state_of_torchs_adamw_is_refused() -> None:
     swapped = trainer.state.optimizers[0]
     assert type(swapped).__qualname__ == type(plain).__qualname__, "the class names are the same"
     swapped.load_state_dict(plain.state_dict())
-    with pytest.raises(TechniqueError, match=r"the state loaded is that of another optimizer, .* bitsandbytes AdamW"):
+    with pytest.raises(TechniqueError, match=r"the loaded state belongs to another optimizer, .* bitsandbytes AdamW"):
         technique.after_load(trainer.state)
     trainer.close()
 

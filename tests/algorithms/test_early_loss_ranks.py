@@ -113,10 +113,10 @@ def _refusals() -> list[str]:
 
 
 def test_all_ranks_refuse_if_one_cannot_connect() -> None:
-    lacking = "early_loss: 2 ranks have only their GPUs to add up numbers on, since"
-    name = "this host's name resolves to 127.0.1.1, which other nodes do not reach; set GLOO_SOCKET_IFNAME to the"
+    lacking = "early_loss: 2 ranks can reduce only tensors on their GPUs, since"
+    name = "this host's name resolves to 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the"
     other, without = on_ranks(_refusals)
-    assert other[0] == f"{lacking} another rank cannot connect; see what it says"
+    assert other[0] == f"{lacking} another rank cannot connect; see its message"
     assert without[0] == f"{lacking} torch was built without gloo; remove it"
     assert other[1].startswith(f"{lacking} {name}")
     assert without[1] == other[1]

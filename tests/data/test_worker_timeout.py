@@ -53,7 +53,7 @@ def test_a_worker_that_hangs_is_not() -> None:
     batches = iter(WorkerTimeoutLoader(Slow(1, 1000), worker_timeout=0.5, num_workers=1))
     assert int(next(batches)) == 0
     began = time.monotonic()
-    with pytest.raises(RunFailedError, match=r"^data\.worker_timeout: no batch came from the workers for 0\.6 s; "):
+    with pytest.raises(RunFailedError, match=r"^data\.worker_timeout: no batch arrived from the workers for 0\.6 s; "):
         next(batches)
     assert 0.5 < time.monotonic() - began < 30
 

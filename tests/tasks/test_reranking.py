@@ -274,7 +274,7 @@ def test_validation_draws_whole_queries(files: list[dict[str, Any]]) -> None:
 
 
 def test_bad_settings_and_rows_are_refused(files: list[dict[str, Any]]) -> None:
-    with pytest.raises(ConfigError, match=r"model.loss: task reranking has bce and pairwise, not ranking"):
+    with pytest.raises(ConfigError, match=r"model.loss: task reranking supports bce and pairwise, not ranking"):
         Reranking(loss_name="ranking")
     with pytest.raises(ConfigError, match=r"data.text_columns: task reranking reads two columns"):
         Reranking(text_columns=["query"])

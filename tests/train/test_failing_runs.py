@@ -60,7 +60,7 @@ def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> N
     done = Fork(lambda: _train_with_bad_batches(*settings)).wait()
     (line,) = [line for line in done.stderr.splitlines() if "train.py" in line]
     assert line.startswith("train.py: loss: nan at step 3 (batch 3 of epoch 1), next learning rate ")
-    techniques = "techniques in force: sdpa_attention, fused_optimizer"
+    techniques = "engaged techniques: sdpa_attention, fused_optimizer"
     assert re.search(rf"{techniques}; not finite: (\d+) of \1 gradients, model\.bert", line), line
     assert "resume from runs/quickstart/checkpoints/ep0-ba2-rank0.pt" in line
     assert (done.status, "Traceback" in done.stderr) == (1, False)
@@ -145,7 +145,7 @@ def test_a_worker_that_hangs_ends_with_the_run() -> None:
     done = Fork(train_and_hang).wait(60)
     assert done.status == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "train.py: data.worker_timeout: no batch came from the workers for 2 s"
+        "train.py: data.worker_timeout: no batch arrived from the workers for 2 s"
     )
     assert "Traceback" not in done.stderr
     worker = int(Path("hangs").read_text())
