@@ -1,7 +1,7 @@
 """The combinations of model families, techniques, heads and inputs that are refused.
 
-``tests/families/test_family_techniques.py`` checks the error of each entry, and compares every other combination with the
-untouched model. ``benchmarks/tables.py`` writes docs/FAMILIES.md from this table.
+``tests/families/test_family_techniques.py`` checks the error of each entry, and compares every other combination with
+the untouched model. ``benchmarks/tables.py`` writes docs/FAMILIES.md from this table.
 """
 
 from __future__ import annotations
