@@ -682,10 +682,17 @@ def _measured(row: Row, base: float | None) -> dict[str, str]:
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,
         "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
         "tokens/s": _number(row.get("tokens_per_sec"), ",.0f"),
-        "MFU": _number(row.get("mfu"), ".1%"),
+        "MFU": _mfu(row),
         "peak GiB": _number(row["peak_memory_gib"], ".1f"),
         "warm-up s": _number(row["warmup_seconds"], ".1f"),
     }
+
+
+def _mfu(row: Row) -> str:
+    """The share of the peak of the precision that the run reported, which float8 products do not change: then named."""
+    techniques = row.get("algorithms", {})
+    float8 = "float8_linear" in techniques or "fp8" in str(techniques.get("fused_layers", {}).get("settings", ""))
+    return _number(row.get("mfu"), ".1%") + (f" of {row['numerics']['matmul']}'s peak" if float8 else "")
 
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> str:

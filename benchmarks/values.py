@@ -9,7 +9,8 @@ A value stands in a line, not at its beginning (Markdown would begin a block of 
 - ``TABLE`` and keys select rows: a key of the row (``batch`` is ``data.batch_size``, ``length`` is
   ``data.max_length``), or an override of its command line. ``KEY!=VALUE`` excludes rows.
 - ``CONFIGURATION`` is the name of one in the table; of a profile, its column's. ``best peer`` is the configuration of
-  HF Trainer with the most samples/s. ``A / B`` divides A's measure by B's in the same call.
+  HF Trainer, without techniques of this package, with the most samples/s. ``A / B`` divides A's measure by B's in the
+  same call.
 - ``MEASURE`` is one of :data:`MEASURES`, ``kind NAME`` (a profile's milliseconds per step of one kind of kernel), a key
   of the row with dots (``startup.imports_seconds``), or ``name``, the configuration's.
 - ``WHAT``: nothing for the median of the runs, ``spread`` (least–most), ``calls`` or ``runs`` (how many).
@@ -52,7 +53,7 @@ def render_values(text: str) -> str:
     Raises:
         ValueError: A value that no row has, that is spelled wrongly, has no end or begins a line. One line says which.
     """
-    if wrong := re.search(r"^\s*<!-- value: .*", text, re.MULTILINE):
+    if wrong := re.search(r"^\s*(?:[-*]|\d+\.)?\s*<!-- value: .*", text, re.MULTILINE):
         raise ValueError(f"a value begins a line, where Markdown reads a block of HTML; move it: {wrong[0].strip()}")
     if text.count("<!-- value: ") != len(_VALUE.findall(text)):
         raise ValueError("a value has no <!-- end --> on its line")
@@ -145,7 +146,7 @@ def _calls(rows: Sequence[Row], names: Sequence[str], measure: str, where: str) 
     of_names: list[Row] = []
     for call in sorted({row["call"] for row in rows}):
         known = [row for row in rows if row["call"] == call and _has_measure(row, measure)]
-        peers = [row for row in known if row.get("peer") == "hf_trainer" and row["samples_per_sec"]]
+        peers = [row for row in known if _is_peer(row)]
         best = _name(max(peers, key=lambda row: row["samples_per_sec"]["median"])) if peers else None
         wanted = [best if name == BEST_PEER else name for name in names]
         chosen = [[row for row in known if _name(row) == name] for name in wanted]
@@ -160,6 +161,12 @@ def _calls(rows: Sequence[Row], names: Sequence[str], measure: str, where: str) 
         raise ValueError(f"no call of {where} has {measure} of {' and '.join(map(repr, names))}; it has {known_names}")
     most = max(peers for peers, _ in found)
     return [chosen for peers, chosen in found if peers == most]
+
+
+def _is_peer(row: Row) -> bool:
+    """Whether a row is of HF Trainer, without techniques of this package, and was timed."""
+    ours = tables.override_of(row, "peer.apply_recommended") == "true"
+    return row.get("peer") == "hf_trainer" and not ours and bool(row["samples_per_sec"])
 
 
 def _numbers(of_call: Sequence[Sequence[Row]], measure: str) -> list[float]:

@@ -83,7 +83,8 @@ def test_a_ratio_is_of_one_call_the_last_that_ran_both(rows: list[dict[str, Any]
 def test_the_best_peer_is_the_fastest_configuration_of_hf_trainer_in_the_call(rows: list[dict[str, Any]]) -> None:
     rows += [row("HF Trainer", "1", 100, peer="hf_trainer"), row("HF Trainer, graphs", "1", 120, peer="hf_trainer")]
     rows += [row("HF Trainer, failed", "1", peer="hf_trainer"), row("bare loop", "1", 500, peer="bare_loop")]
-    rows += [row("ours", "1", 240)]
+    recommended = ["peer.apply_recommended=true"]
+    rows += [row("ours", "1", 240), row("HF Trainer + ours", "1", 900, peer="hf_trainer", overrides=recommended)]
     assert value("t; best peer; name") == "HF Trainer, graphs"
     assert value("t; ours / best peer; samples/s") == "2.00"
     assert value("t; ours / best peer; peak GiB") == "2.00"
@@ -140,8 +141,9 @@ def test_sentences_follow_the_rows(rows: list[dict[str, Any]]) -> None:
 
 def test_a_value_that_begins_a_line_or_has_no_end_is_refused(rows: list[dict[str, Any]]) -> None:
     rows.append(row("ours", "1", 100))
-    with pytest.raises(ValueError, match="begins a line"):
-        render_values("Trains\n  <!-- value: t; ours; samples/s -->99<!-- end --> samples/s")
+    for before in ("Trains\n  ", "- ", "2. "):
+        with pytest.raises(ValueError, match="begins a line"):
+            render_values(f"{before}<!-- value: t; ours; samples/s -->99<!-- end --> samples/s")
     with pytest.raises(ValueError, match="no <!-- end -->"):
         render_values("Trains <!-- value: t; ours; samples/s -->99 samples/s\nand <!-- end -->")
 
