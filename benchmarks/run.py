@@ -172,7 +172,7 @@ def _check_arm(where: str, arm: Any) -> None:
 def rows_file(arms: Sequence[Arm], name: str, results: Path = RESULTS) -> Path:
     """``<results>/<gpu>/<name>.jsonl``, of the GPU that is there unless every arm trains on the CPU.
 
-    The GPU is asked for without torch, which would take memory on it.
+    The GPU was requested without torch, which would take memory on it.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     said = None

@@ -79,7 +79,7 @@ def _refuse_the_rest(config: Config) -> None:
     }
     for key, given in refused.items():
         if given:
-            raise ConfigError(f"{key}: the peers under benchmarks/peers do not have it; leave it out")
+            raise ConfigError(f"{key}: the peers under benchmarks/peers do not have it; remove it")
 
 
 def build_job(config: Config, *, on_gpu: bool) -> Job:

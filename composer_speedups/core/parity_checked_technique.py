@@ -27,7 +27,7 @@ from composer_speedups.families.stock import changes_to
 __all__ = ["Check", "ParityCheckedTechnique"]
 
 Check = Literal["auto", "always", "never"]
-_WAYS_OUT = "remove it for this model; or set check: never if the difference is intended"
+_WAYS_OUT = "remove it for this model, or set check: never if the difference is intended"
 _owners = itertools.count(1)
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 

@@ -1,1 +1,1 @@
-"""Sources of text, tokens and DataLoaders."""
+"""Data sources, tokenization and DataLoaders."""

@@ -1,11 +1,12 @@
 """Built-in samples of every task: generated, deterministic, and not solvable by counting words.
 
-Film reviews serve classification and mlm. A review's label is the opinion of most of its clauses. Whether a clause uses
-words of its own polarity or negates words of the other one is drawn apart from the label, and in a good quarter of the
-reviews most clauses negate. So every sentiment word occurs in both classes, and a linear model over words stays near
-the share of plain reviews (about 0.7), while one that reads "not dull" and "although …, …" can get nearly all right.
+Classification and mlm use film reviews. A review's label is the opinion of most of its clauses. Whether a clause uses
+words of its own polarity or negates words of the opposite one is drawn independently of the label, and in a good
+quarter of the reviews most clauses negate. Every sentiment word therefore occurs in both classes: a linear model over
+words stays near the share of plain reviews (about 0.7), while a model that reads "not dull" and "although …, …" can
+classify nearly all correctly.
 
-The samples of the other tasks are generated below. They exercise the pipeline; they are no measure of how well a model
+The samples of the other tasks are generated below. They exercise the pipeline and do not measure how well a model
 reads.
 """
 
@@ -18,14 +19,14 @@ from typing import Any
 
 __all__ = ["builtin_reviews", "builtin_samples"]
 
-# IMDB's lengths are close to log-normal; these give a mean of about 230 words and a tail beyond 1,000.
+# IMDB's lengths are roughly log-normal; these parameters give a mean of about 230 words and a tail beyond 1,000.
 _MEDIAN_WORDS, _SIGMA, _LEAST_WORDS = 173, 0.76, 16
 
-_PLAIN_NEGATES, _CONTRARY_NEGATES = 0.12, 0.88  # share of a review's clauses that negate
+_PLAIN_NEGATES, _CONTRARY_NEGATES = 0.12, 0.88  # fraction of a review's clauses that negate
 _CONTRARY_REVIEWS = 0.28
-_AGREES = 0.97  # share of a review's sentences that hold its label's opinion
-_TWO_SIDED = 0.2  # share of opinion sentences with a clause for each side
-_OPINIONS = 0.7  # share of sentences that hold an opinion at all
+_AGREES = 0.97  # fraction of a review's opinion sentences that agree with its label
+_TWO_SIDED = 0.2  # fraction of opinion sentences with a clause for each side
+_OPINIONS = 0.7  # fraction of sentences that express an opinion
 
 _GOOD = """wonderful brilliant charming gripping moving superb delightful clever fresh warm sharp funny
 thoughtful elegant""".split()
@@ -53,17 +54,17 @@ _NARRATION = [
 
 
 def builtin_samples(task: str, count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list[Any]]:
-    """Samples of a task, in the columns that it reads by default.
+    """Generate samples of a task, in the columns that it reads by default.
 
     Args:
         task: Name of the task.
         count: Number of samples.
         seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``; other samples each.
+        split: ``"train"`` or ``"eval"``, which differ.
         length_scale: Length of reviews as a multiple of IMDB's; documents are half as long.
 
     Returns:
-        Column → its ``count`` values, the same ones for the same arguments on every machine.
+        Column → its ``count`` values, which are the same for the same arguments on every machine.
     """
     if task not in _GENERATORS:
         reviews = builtin_reviews(count, seed, split, length_scale)
@@ -77,12 +78,12 @@ def builtin_samples(task: str, count: int, seed: int, split: str, length_scale: 
 
 
 def builtin_reviews(count: int, seed: int, split: str, length_scale: float = 1.0) -> dict[str, list]:
-    """Generate reviews, the same ones for the same arguments on every machine.
+    """Generate reviews, which are the same for the same arguments on every machine.
 
     Args:
         count: Number of reviews.
         seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``; other reviews each.
+        split: ``"train"`` or ``"eval"``, which differ.
         length_scale: Length as a multiple of IMDB's.
 
     Returns:
@@ -96,7 +97,7 @@ def builtin_reviews(count: int, seed: int, split: str, length_scale: float = 1.0
 def _review(rng: random.Random, label: int, length_scale: float) -> str:
     words = _words(rng, length_scale)
     negates = _CONTRARY_NEGATES if rng.random() < _CONTRARY_REVIEWS else _PLAIN_NEGATES
-    sentences = [_opinion(rng, label, negates)]  # at least one says what the review thinks
+    sentences = [_opinion(rng, label, negates)]  # at least one sentence expresses the opinion
     length = len(sentences[0].split())
     while length < words:
         if rng.random() < _OPINIONS:
@@ -110,7 +111,7 @@ def _review(rng: random.Random, label: int, length_scale: float) -> str:
 
 
 def _opinion(rng: random.Random, side: int, negates: float) -> str:
-    """A sentence in favour (side 1) or against (side 0); in a two-sided one the main clause decides."""
+    """A sentence in favour (side 1) or against (side 0); in a two-sided sentence the main clause decides."""
     main = _clause(rng, side, negates)
     if rng.random() >= _TWO_SIDED:
         return f"{main}."
@@ -152,7 +153,7 @@ _TOPICS = {
     "humour": ("witty funny", "crude silly"),
     "soundtrack": ("stirring melodic", "shrill loud"),
 }
-_MENTIONED = 0.6  # share of the topics that a review names, half of which it praises
+_MENTIONED = 0.6  # fraction of the topics that a review mentions, half of which it praises
 _TOPIC_NEGATES = 0.2
 
 
@@ -162,7 +163,7 @@ def _praise(rng: random.Random, length_scale: float) -> list[tuple[str, list[str
         topics[rng.choice(list(_TOPICS))] = rng.randrange(2)
     words = _words(rng, length_scale)
     sentences = [_about(rng, topic, side) for topic, side in topics.items()]
-    rng.shuffle(sentences)  # each topic comes before the text may be cut
+    rng.shuffle(sentences)  # mention each topic before the text may be cut
     length = sum(len(sentence.split()) for sentence in sentences)
     while length < words:
         repeats = rng.random() < _OPINIONS
@@ -232,10 +233,10 @@ def _news(rng: random.Random, length_scale: float) -> list[tuple[list[str], list
 
 _ASKS_GOOD = "praised recommended loved admired".split()
 _ASKS_BAD = "panned criticised hated mocked".split()
-# Were there as many queries for either, neither query nor document alone would tell anything of the label, and a model
-# from random weights would not begin to learn.
+# With equal numbers of both kinds of query, neither the query nor the document alone would carry information about the
+# label, and a model with random weights would not start to learn.
 _QUERIES_FOR_GOOD = 0.75
-_DOCUMENTS = 4  # of each query, one of which answers it
+_DOCUMENTS = 4  # documents per query, one of which is relevant
 _DOCUMENT_SCALE = 0.5
 
 
@@ -255,7 +256,7 @@ def _answer(rng: random.Random, side: int, aspects: list[str], length_scale: flo
 
 
 def _lengthened(rng: random.Random, sentences: list[str], length_scale: float) -> str:
-    """A text of these sentences and narration, in any order."""
+    """A text with these sentences and narration in random order."""
     words, length = _words(rng, length_scale), sum(len(sentence.split()) for sentence in sentences)
     while length < words:
         sentences.append(_narration(rng))
@@ -266,7 +267,7 @@ def _lengthened(rng: random.Random, sentences: list[str], length_scale: float) -
 
 # --- embedding: stories told in none of the words that the anchor has -----------------------------------------------
 
-# Who, does what, to what: word of the anchor/word of the positive.
+# Who, does what, to what: word in the anchor/word in the positive.
 _STORY = [
     [each.split("/") for each in words.split()]
     for words in (
@@ -278,7 +279,7 @@ _STORY = [
         rock/boulder coat/jacket shop/store""",
     )
 ]
-_STORIES = 2  # a million of them, so that a batch has none twice
+_STORIES = 2  # a million different stories, so that a batch does not contain one twice
 
 
 def _alike(rng: random.Random, length_scale: float) -> list[tuple[str, str]]:
@@ -288,7 +289,7 @@ def _alike(rng: random.Random, length_scale: float) -> list[tuple[str, str]]:
     return [(anchor, _lengthened(rng, told, length_scale * _DOCUMENT_SCALE))]
 
 
-# Task → the columns, and what generates some of their rows.
+# Task → its columns, and the function that generates some of its rows.
 _GENERATORS: dict[str, tuple[tuple[str, ...], Callable[[random.Random, float], list[Any]]]] = {
     "multilabel": (("text", "labels"), _praise),
     "regression": (("text", "label"), _stars),

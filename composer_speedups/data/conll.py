@@ -1,4 +1,4 @@
-"""Files of words and tags as CoNLL's shared tasks have them."""
+"""Read files of words and tags in the format of CoNLL's shared tasks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ __all__ = ["read_conll"]
 
 
 def read_conll(path: Path) -> pyarrow.Table:
-    """A word and its tags on each line, separated by blanks; an empty line after each sentence.
+    """Read lines with a word and its tags, separated by blanks, and an empty line after each sentence.
 
-    Lines that begin with ``-DOCSTART-`` (CoNLL-2003) or ``#`` followed by a blank (CoNLL-U) are left out.
+    Lines that begin with ``-DOCSTART-`` (CoNLL-2003) or with ``#`` and a blank (CoNLL-U) are skipped.
 
     Returns:
-        Columns ``tokens``, the first word of each line, and ``ner_tags``, the last, a list of str for each sentence.
+        Columns ``tokens``, the first field of each line, and ``ner_tags``, the last field; a list of str per sentence.
 
     Raises:
-        ValueError: A line with one word only.
+        ValueError: A line with one field only.
     """
     sentences: list[list[list[str]]] = [[]]
     with open(path, encoding="utf-8") as lines:

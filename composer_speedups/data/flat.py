@@ -1,6 +1,6 @@
-"""Token ids of all samples in one flat array: a batch is taken out at once, not row by row.
+"""Token ids of all samples in one flat array, from which a whole batch is gathered at once.
 
-Letters in names of arrays: N samples, R rows of a batch, T tokens, Q texts of a sample.
+Letters in names of arrays: N samples, R rows of a batch, T tokens, Q texts per sample.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ __all__ = ["FlatTokens", "Ragged"]
 
 Arrays = npt.NDArray[Any]
 
-# Columns with a number for each token → their name in a batch. Every other column has a number for each sample, or a
-# list of one length.
+# Columns with a number per token → their name in a batch. All other columns have a number per sample, or a list of one
+# length.
 PER_TOKEN = {
     "input_ids": "input_ids",
     "token_type_ids": "token_type_ids",
@@ -30,15 +30,15 @@ PER_TOKEN = {
 
 
 class Ragged(NamedTuple):
-    """Rows of a batch before they are padded."""
+    """The rows of a batch before padding."""
 
-    tokens: dict[str, Arrays]  # (T,) each, of all rows, one after another
-    lengths: Arrays  # (R,), or (R, Q) where a sample has several texts
+    tokens: dict[str, Arrays]  # (T,) each, the rows concatenated
+    lengths: Arrays  # (R,), or (R, Q) if samples have several texts
     rows: dict[str, Arrays]  # (R,) or (R, K) each
 
     @classmethod
     def of(cls, columns: Mapping[str, Sequence[Any]]) -> Ragged:
-        """From columns as :meth:`Task.encode` gives them."""
+        """Build it from columns as returned by :meth:`Task.encode`."""
         tokens = {
             PER_TOKEN[name]: np.fromiter(chain.from_iterable(values), np.int64)
             for name, values in columns.items()
@@ -50,12 +50,12 @@ class Ragged(NamedTuple):
 
 
 class FlatTokens(torch.utils.data.Dataset[Ragged]):
-    """Tokenized samples in memory: 4 bytes a token. DataLoader workers that are forked share it.
+    """Tokenized samples in memory, with 4 bytes per token. Forked DataLoader workers share it.
 
-    A DataLoader asks for a whole batch by ``__getitems__`` and hands the :class:`Ragged` on to its ``collate_fn``.
+    A DataLoader requests a whole batch with ``__getitems__`` and passes the :class:`Ragged` to its ``collate_fn``.
 
     Args:
-        dataset: As :func:`.tokens.tokenize` returns it: ``input_ids`` (lists of int) and what else the task encodes.
+        dataset: From :func:`.tokens.tokenize`: ``input_ids`` (lists of int) and the other columns of the task.
             ``lengths`` divides the tokens of each sample among its texts.
 
     Attributes:
@@ -83,7 +83,7 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
         return self.lengths if texts_NQ is None else texts_NQ.max(-1)
 
     def packed(self, length: int) -> FlatTokens:
-        """The same tokens in rows of ``length``, the last one shorter; what belongs to samples is left out."""
+        """The same tokens in rows of ``length``, the last one shorter; columns with a value per sample are dropped."""
         packed = copy.copy(self)
         total = int(self.lengths.sum())
         packed.lengths = np.array(
@@ -102,17 +102,17 @@ class FlatTokens(torch.utils.data.Dataset[Ragged]):
     def __getitems__(self, indices: Sequence[int]) -> Ragged:
         rows_R = np.asarray(indices)
         lengths_R = self.lengths[rows_R]
-        first_R = np.cumsum(lengths_R) - lengths_R  # where each row begins in the batch
+        first_R = np.cumsum(lengths_R) - lengths_R  # start of each row in the batch
         places_T = np.arange(lengths_R.sum()) + np.repeat(self._starts_N[rows_R] - first_R, lengths_R)
         rows = {name: values[rows_R] for name, values in self.rows.items()}
         return Ragged({k: v[places_T] for k, v in self.tokens.items()}, rows.pop("lengths", lengths_R), rows)
 
     def arrays(self) -> list[Arrays]:
-        """Everything that it holds."""
+        """All arrays."""
         return [self.lengths, *self.tokens.values(), *self.rows.values()]
 
 
 def _values(values: Sequence[Any]) -> Arrays:
-    """Numbers, or lists of one length; integers as int64 and the others as float32, as torch's losses take them."""
+    """Numbers, or lists of one length: integers as int64, others as float32, as torch's losses expect them."""
     found = np.asarray(values)
     return found.astype(np.float32 if found.dtype.kind == "f" else np.int64)

@@ -1,4 +1,4 @@
-"""Batches of reviews of like length, drawn so that every review still comes once an epoch."""
+"""Batches of samples with similar lengths, in which every sample still occurs once per epoch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,23 @@ __all__ = ["LengthGroupedSampler"]
 
 
 class LengthGroupedSampler(BalancedSampler):
-    """The epoch is shuffled and cut into pools of some batches; each pool is sorted by length and cut into batches;
-    then the batches are shuffled.
+    """Shuffles the epoch, cuts it into pools of several batches, sorts each pool by length, cuts it into batches, and
+    shuffles the batches.
 
-    What does not fill a batch is left unsorted and comes last, or is left out with ``drop_last``: either way a random
-    draw. All else is as in :class:`.BalancedSampler`.
+    An incomplete batch is not sorted and comes last, or is dropped with ``drop_last``; its samples are random.
+    Everything else is as in :class:`.BalancedSampler`.
 
     Args:
-        lengths: Tokens of each review, (reviews,).
-        batch_size: Reviews a batch, over all ranks together; a multiple of ``ranks``.
-        pool: Batches that are sorted together. More is less padding, and batches less like independent draws.
-        widths: What they are sorted by, (reviews,), where that is not ``lengths``: the longest text of several.
-        **settings: Those of :class:`.BalancedSampler`.
+        lengths: Tokens of each sample, (samples,).
+        batch_size: Samples per batch over all ranks; a multiple of ``ranks``.
+        pool: Number of batches that are sorted together. Larger pools give less padding, and batches that are less like
+            independent draws.
+        widths: The lengths to sort by, (samples,), if they differ from ``lengths``: those of the longest of several
+            texts.
+        **settings: Arguments of :class:`.BalancedSampler`.
 
     Raises:
-        ValueError: ``pool`` below 1, or a batch that the ranks cannot share.
+        ValueError: ``pool`` is below 1, or the ranks cannot share a batch.
     """
 
     def __init__(

@@ -37,14 +37,14 @@ class Data(NamedTuple):
 
 
 class Pad:
-    """Rows of token ids → ``input_ids`` and ``attention_mask``, (rows, length), and what else the rows have.
+    """Pads rows of token ids to ``input_ids`` and ``attention_mask``, (rows, length), and converts the other columns.
 
-    Where a sample has several texts, these are (rows, texts, length). Token types are padded with 0, labels of tokens
-    with -100. Labels of samples keep their shape.
+    With several texts per sample, the shape is (rows, texts, length). Token types are padded with 0, token labels with
+    -100. Labels of samples keep their shape.
 
     Args:
         pad_id: Token id of the padding.
-        max_length: Length of every batch, or the most it may have with ``longest``.
+        max_length: Length of every batch; with ``longest``, the maximum length.
         longest: Pad to the longest row of the batch instead, rounded up to ``multiple``.
         multiple: See ``longest``.
     """
@@ -57,7 +57,7 @@ class Pad:
         width = self.max_length
         if self.longest:
             width = min(width, -(-int(rows.lengths.max()) // self.multiple) * self.multiple)
-        # NumPy: torch would wake all its threads for so small a copy
+        # NumPy, because torch would wake all its threads for such a small copy
         mask = np.arange(width) < rows.lengths[..., None]
         arrays = {"attention_mask": mask.astype(np.int64)}
         for name, values_T in rows.tokens.items():
@@ -67,21 +67,21 @@ class Pad:
 
 
 def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool, seed: int = 0) -> Data:
-    """Samples, tokens and loaders as the config says, sharded over the ranks.
+    """Build samples, tokens and loaders from the config, sharded over ranks.
 
-    The first process of a node prepares the caches; the others find them.
+    The first process of a node fills the caches; the others read them.
 
     Args:
         config: The keys under ``data``.
-        task: Reads and encodes the samples; it learns the names of its labels here.
-        model_name: Hub id or folder of the model, whose tokenizer is taken where the config names none.
-        on_gpu: Batches go to a GPU, so their memory may be page-locked.
-        seed: That of the shuffling.
+        task: Reads and encodes the samples; its label names are determined here.
+        model_name: Hub id or folder of the model, whose tokenizer is used if the config does not name one.
+        on_gpu: Whether batches are copied to a GPU, so that their memory may be page-locked.
+        seed: Seed of the shuffling.
 
     Raises:
-        DataError: Rows or files that cannot be used.
-        ConfigError: A batch size that the ranks cannot share, a tokenizer that cannot be loaded, or a stream whose
-            classes nothing names.
+        DataError: Unusable rows or files.
+        ConfigError: A batch size that the ranks cannot share, a tokenizer that cannot be loaded, or a stream without
+            known classes.
     """
     world = dist.get_world_size()
     for name in ("batch_size", "eval_batch_size"):
@@ -126,7 +126,8 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
 
     def sampler(tokens: FlatTokens, batch_size: int, training: bool) -> Sampler[int]:
         if not training:
-            # Composer asks the device how many samples a distributed sampler's batch has, and waits, at each batch.
+            # Composer reads the number of samples of a distributed sampler's batch from the device, and waits, at each
+            # batch.
             return SequentialSampler(tokens) if world == 1 else dist.get_sampler(tokens)
         rank, drop_last = dist.get_global_rank(), config.drop_last
         settings: dict[str, Any] = {"ranks": world, "rank": rank, "seed": seed, "drop_last": drop_last}
@@ -149,7 +150,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         if task.lacks_classes:  # without validation samples
             if task.label_column not in declared:
                 raise ConfigError(
-                    "data.labels is missing: a stream without validation samples does not show its classes before "
+                    "data.labels is missing: without validation samples, the classes of a stream are unknown before "
                     "training; name them, as in data.labels=[no,yes]"
                 )
             task.learn({str(task.label_column): []}, declared, "data.streaming")
@@ -165,16 +166,16 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
 
 
 def _check_same(*tokens: FlatTokens | None) -> None:
-    """A file may be written between the readings of two ranks, which would then train on different samples."""
+    """A file may change between the reads of two ranks, which would then train on different samples."""
     if dist.get_world_size() == 1:
         return
     mine = [zlib.crc32(values.tobytes()) for each in tokens if each for values in each.arrays()]
     if any(theirs != mine for theirs in dist.all_gather_object(mine)):
-        raise DataError("data: the ranks read different samples, so a file changed meanwhile; start again")
+        raise DataError("data: the ranks read different samples because a file changed meanwhile; start again")
 
 
 def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Dataset | None, Dataset | None]:
-    """The tokenizer, and the tokens to train on (None for a stream) and to validate on."""
+    """The tokenizer, the tokens to train on (None for a stream), and the tokens to validate on."""
     words = task.splits_words
     if config.source == "random":
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
@@ -187,7 +188,7 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
         return tokenizer, train, evaluation
     if config.streaming or config.source == "mds":
         if task.needs_every_sample:
-            raise ConfigError(f"data.streaming: the loss of task {task.name} needs all samples up front; leave it out")
+            raise ConfigError(f"data.streaming: the loss of task {task.name} needs all samples up front; remove it")
         tokenizer = load_tokenizer(config, model_name, None, splits_words=words)
         train, validation = None, load_validation(config, task)
     else:
@@ -198,27 +199,27 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
 
 
 def _texts(samples: Dataset) -> list[str]:
-    """All texts of the samples, words joined."""
+    """All texts of the samples; lists of words are joined."""
     columns = [samples[name] for name in samples.column_names if name.startswith("text_")]
     return [" ".join(text) if isinstance(text, list) else text for column in columns for text in column]
 
 
 def real_tokens(batch: Any) -> int:
-    """Tokens of a batch without its padding; 0 for a batch without token ids."""
+    """Number of tokens of a batch without padding; 0 for a batch without token ids."""
     lengths = batch_lengths(batch)
     return 0 if lengths is None else int(lengths.sum())
 
 
 def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
-    """For a loss that is over a whole batch: Composer asks for micro-batches of that size, or fewer samples."""
+    """For losses over a whole batch: Composer requests micro-batches of that size, or fewer samples."""
     if microbatch_size < len(batch["input_ids"]):
         raise ConfigError(
-            "trainer.microbatch_size: the loss needs the whole batch, which micro-batches would divide; leave it out "
+            "trainer.microbatch_size: the loss needs the whole batch, which micro-batches would split; remove it "
             "and set model.gradient_cache"
         )
     return [batch]
 
 
 def labelled_tokens(batch: Any) -> dict[str, int]:
-    """Real tokens, and those that the loss is the mean of: by these Composer weighs micro-batches."""
+    """Number of real tokens, and of tokens that the loss averages over, by which Composer weights micro-batches."""
     return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != IGNORED).sum())}

@@ -1,4 +1,4 @@
-"""Samples from the hub, from local files, or built in, checked row by row; and rows of random tokens."""
+"""Load samples from the hub, from local files or built in, and check each row; and generate rows of random tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _LINES_IN_VALUES = pyarrow.csv.ParseOptions(newlines_in_values=True)
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
     ".csv": lambda path: pyarrow.csv.read_csv(path, parse_options=_LINES_IN_VALUES),
-    # GLUE's and most other people's: quotes are letters there
+    # as in GLUE's and most other files: quotes are literal characters
     ".tsv": lambda path: pyarrow.csv.read_csv(
         path, parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
     ),
@@ -52,15 +52,16 @@ _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".conll": read_conll,
     ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
 }
-_CHANGED_TYPE = re.compile(r"Column\(/(\S+)\) changed from (\w+) to (\w+)")  # Arrow's, of JSON
+_CHANGED_TYPE = re.compile(r"Column\(/(\S+)\) changed from (\w+) to (\w+)")  # an error of Arrow about JSON
 _TEXT = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
 def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | None]:
-    """Training and validation samples as :meth:`.Task.example` gives them; the task learns its labels of the former.
+    """Load training and validation samples as returned by :meth:`.Task.example`; the task learns its labels from the
+    former.
 
     Raises:
-        DataError: One line naming the file or dataset, the row, and what is wrong with it.
+        DataError: Names the file or dataset, the row, and what is wrong with it.
     """
     table, where = _training_table(config, task)
     held, held_where = _validation_table(config, task)
@@ -68,16 +69,17 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
     if config.eval_fraction is not None:
         count = min(max(round(config.eval_fraction * table.num_rows), 1), table.num_rows - 1)
         if count < 1:
-            raise DataError(f"{where} has one row only, which data.eval_fraction cannot divide")
+            raise DataError(f"{where} has only one row, which data.eval_fraction cannot split")
         columns = _columns(table, task, where, training=True)
-        task.learn(columns, _declared(table), where)  # of all rows: those held out may have the only one of a class
+        # from all rows, because the held-out ones may contain the only one of a class
+        task.learn(columns, _declared(table), where)
         if task.groups_samples:
             drawn = _whole_groups(columns[task.texts[0]], count, config.seed)
         else:
             drawn = np.sort(np.random.default_rng(config.seed).permutation(table.num_rows)[:count])
         kept = np.setdiff1d(np.arange(table.num_rows), drawn)
         if not len(kept):
-            raise DataError(f"{where} has rows of one {task.texts[0]} only, which data.eval_fraction cannot divide")
+            raise DataError(f"{where} has rows of only one {task.texts[0]}, which data.eval_fraction cannot split")
         held, held_where = table, where
     train = _checked(table, task, where, training=True, places=kept)
     validation = None if held is None else _checked(held, task, held_where, training=False, places=drawn)
@@ -88,9 +90,9 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
 
 
 def load_validation(config: DataConfig, task: Task) -> Dataset | None:
-    """The validation samples of the hub or of a file, held in memory; None without any.
+    """Load the validation samples of the hub or of a file into memory; None if there are none.
 
-    The task learns its labels of them: those of a stream of training samples are not known beforehand.
+    The task learns its labels from them, because those of a stream of training samples are not known in advance.
     """
     table, where = _validation_table(config, task)
     if table is None:
@@ -105,7 +107,7 @@ def _training_table(config: DataConfig, task: Task) -> tuple[pyarrow.Table, str]
         return _builtin(config, task, "train", config.train_samples)
     if config.source == "hub":
         return _from_hub(config, config.train_split)
-    assert config.train_file is not None  # the schema's checks saw to it
+    assert config.train_file is not None  # ensured by the schema's checks
     return _from_files(config.train_file, "train_file")
 
 
@@ -120,19 +122,19 @@ def _validation_table(config: DataConfig, task: Task) -> tuple[pyarrow.Table | N
 
 
 def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, classes: int = 2) -> Dataset:
-    """Rows of random token ids, all of one length, to measure memory and speed; the same ones for the same arguments.
+    """Generate rows of random token ids, all of one length, to measure memory and speed. The same arguments give the
+    same rows.
 
     Args:
         count: Number of rows.
         seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``; other rows each.
-        length: Tokens of every row, none of them padding.
-        tokenizer: Its vocabulary, special tokens left out, is what is drawn from, each token as likely as any other.
+        split: ``"train"`` or ``"eval"``, which differ.
+        length: Tokens per row, without padding.
+        tokenizer: Tokens are drawn uniformly from its vocabulary without special tokens.
         classes: Number of labels.
 
     Returns:
-        Columns ``input_ids`` (list of int) and ``labels`` (one of ``classes``, at random), as :func:`.tokens.tokenize`
-        has them.
+        Columns ``input_ids`` (lists of int) and ``labels`` (random classes), as from :func:`.tokens.tokenize`.
     """
     generator = np.random.default_rng([seed, zlib.crc32(split.encode())])
     plain = np.setdiff1d(np.arange(len(tokenizer), dtype=np.int32), tokenizer.all_special_ids)
@@ -151,7 +153,7 @@ def _from_hub(config: DataConfig, split: str) -> tuple[pyarrow.Table, str]:
     where = f"data.hub_name {config.hub_name!r}, split {split!r}"
     try:
         dataset = load_dataset(config.hub_name, config.hub_config, split=split, revision=config.hub_revision)
-    except Exception as error:  # network, authentication, a missing split: each its own class
+    except Exception as error:  # network, authentication, missing split: different exception classes
         raise DataError(
             f"{where}: cannot be loaded ({type(error).__name__}: {first_line(error)}); "
             "use data.source=files with a local file, or data.source=builtin"
@@ -160,15 +162,15 @@ def _from_hub(config: DataConfig, split: str) -> tuple[pyarrow.Table, str]:
 
 
 def _from_files(name: str, key: str) -> tuple[pyarrow.Table, str]:
-    """The rows of a file, of all files of a pattern, or of a folder of ``datasets``."""
+    """The rows of a file, of all files that match a pattern, or of a folder written by ``datasets``."""
     path, where = Path(os.path.expanduser(name)), f"data.{key}: {name}"
     if os.path.isdir(path):
         return _saved_dataset(path, where), where
     paths = [path]
-    if not os.path.isfile(path) and glob.has_magic(str(path)):  # pathlib's raises where a name is too long
+    if not os.path.isfile(path) and glob.has_magic(str(path)):  # pathlib raises for names that are too long
         paths = [Path(each) for each in sorted(glob.glob(str(path), recursive=True))]
         if not paths:
-            raise DataError(f"data.{key}: no file is called {with_working_directory(name)}")
+            raise DataError(f"data.{key}: there is no file {with_working_directory(name)}")
     tables = [read_file(each, f"data.{key}") for each in paths]
     try:
         return pyarrow.concat_tables(tables, promote_options="permissive"), where
@@ -179,23 +181,24 @@ def _from_files(name: str, key: str) -> tuple[pyarrow.Table, str]:
 def _saved_dataset(path: Path, where: str) -> pyarrow.Table:
     try:
         saved = load_from_disk(str(path))
-    except Exception as error:  # FileNotFoundError, pyarrow's and JSON's
+    except Exception as error:  # FileNotFoundError, and errors of pyarrow and JSON
         raise DataError(
-            f"{where} is not a folder that datasets.save_to_disk wrote ({first_line(error)}); for files in it give a "
+            f"{where} is not a folder that datasets.save_to_disk wrote ({first_line(error)}); for files in it use a "
             f"pattern, such as {path}/*.parquet"
         ) from error
     if isinstance(saved, DatasetDict):
         raise DataError(
-            f"{where} holds the splits {', '.join(saved)}; give the folder of one, such as {path}/{next(iter(saved))}"
+            f"{where} contains the splits {', '.join(saved)}; name the folder of one, such as "
+            f"{path}/{next(iter(saved))}"
         )
-    return saved.data.table  # save_to_disk leaves no indices
+    return saved.data.table  # save_to_disk does not write indices
 
 
 def read_file(path: Path, key: str) -> pyarrow.Table:
-    """The rows of one file.
+    """Read the rows of one file.
 
     Args:
-        path: Its suffix names the format.
+        path: The file; its suffix determines the format.
         key: The config key that names it, for errors.
 
     Raises:
@@ -205,39 +208,40 @@ def read_file(path: Path, key: str) -> pyarrow.Table:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
         raise DataError(f"{key}: {name} must end in {', '.join(_READERS)}")
-    if not os.path.isfile(path):  # pathlib's raises where a name is too long
-        raise DataError(f"{key}: {with_working_directory(name)} is not a file; give the path of one")
+    if not os.path.isfile(path):  # pathlib raises for names that are too long
+        raise DataError(f"{key}: {with_working_directory(name)} is not a file; name an existing one")
     if path.stat().st_size == 0:
-        raise DataError(f"{key}: {name} is empty; give a file with samples in it")
+        raise DataError(f"{key}: {name} is empty; use a file with samples")
     before = _version(path)
     try:
         table = reader(path)
         if path.suffix.lower() in _TEXT:
             table.schema.names  # noqa: B018 - a header that is not UTF-8 raises here
-            table.validate(full=True)  # bytes that are no UTF-8 are read, and are no text
+            table.validate(full=True)  # bytes that are not UTF-8 are read without an error, but are not text
         after = _version(path)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise unreadable(f"{key}: {name}", [path], error) from error
     if before != after:
-        raise DataError(f"{key}: {name} changed while it was read; start again when it is written")
+        raise DataError(f"{key}: {name} changed while it was being read; start again when it is complete")
     if path.suffix.lower() in _TEXT and any(pyarrow.types.is_binary(kind) for kind in table.schema.types):
-        raise unreadable(f"{key}: {name}", [path], ValueError("it holds bytes that are no text"))
+        raise unreadable(f"{key}: {name}", [path], ValueError("it contains bytes that are not text"))
     return table
 
 
 def unreadable(where: str, paths: Sequence[Path], error: Exception) -> DataError:
-    """The error for files that cannot be read, of which one is perhaps not UTF-8; ``where`` names the key and them."""
+    """The error for files that cannot be read, perhaps because one is not UTF-8; ``where`` names the key and the
+    files."""
     problem = next((problem for path in paths if (problem := not_utf8(path))), None)
     if problem is not None:
         return DataError(f"{where.partition(': ')[0]}: {problem}")
     if changed := _CHANGED_TYPE.search(str(error)):
         column, first, other = changed.groups()
-        return DataError(f"{where}: the column {column!r} holds both {first} and {other} values; give it one type")
+        return DataError(f"{where}: the column {column!r} has both {first} and {other} values; use one type")
     return DataError(f"{where} cannot be read ({first_line(error)})")
 
 
 def not_utf8(path: Path) -> str | None:
-    """Which byte of a text file makes it no UTF-8, and the way out; None for UTF-8, and for a binary format."""
+    """Describe the first byte that is not UTF-8, with the fix; None for UTF-8 and for binary formats."""
     if path.suffix.lower() not in _TEXT:
         return None
     before = 0
@@ -249,7 +253,7 @@ def not_utf8(path: Path) -> str | None:
                 is_utf16 = number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
                 return (
                     f"{path} is not UTF-8: byte {line[error.start]:#04x} in line {number} (byte "
-                    f"{before + error.start + 1} of the file); save it as UTF-8, as with: "
+                    f"{before + error.start + 1} of the file); save it as UTF-8, for example with: "
                     f"iconv -f {'utf-16' if is_utf16 else 'latin1'} -t utf-8 {path} > new{path.suffix}"
                 )
             before += len(line)
@@ -257,9 +261,9 @@ def not_utf8(path: Path) -> str | None:
 
 
 def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool, places: Any = None) -> Dataset:
-    """Refuse rows that would train silently on nothing, and keep what the task reads.
+    """Refuse rows that cannot be trained on, and keep the columns that the task reads.
 
-    ``places`` are the rows to take, counted from 0; None takes all.
+    ``places`` are the indices of the rows to keep; None for all.
     """
     numbers = range(1, table.num_rows + 1) if places is None else (places + 1).tolist()
     table = table if places is None else table.take(places)
@@ -276,15 +280,16 @@ def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool, pl
 
 
 def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> dict[str, list[Any]]:
-    """The columns that the task reads, with the names of classes in place of the integers that stand for them."""
+    """The columns that the task reads, with names of classes instead of their integers."""
     needed = task.columns(training=training)
     check_columns(table, needed, where)
     if table.num_rows == 0:
-        raise DataError(f"{where} has no rows; give a file with samples in it")
+        raise DataError(f"{where} has no rows; use a file with samples")
     declared = _declared(table)
     try:
         columns = {column: table.column(column).to_pylist() for column, _ in needed}
-    except (pyarrow.ArrowException, KeyError, ValueError, OverflowError) as error:  # two of one name, no UTF-8, …
+    # duplicate names, invalid UTF-8 and others
+    except (pyarrow.ArrowException, KeyError, ValueError, OverflowError) as error:
         raise DataError(f"{where}: its columns cannot be read ({first_line(error)})") from error
     return {
         column: [named(value, declared[column]) for value in values] if column in declared else values
@@ -296,12 +301,12 @@ def check_columns(table: pyarrow.Table, needed: Sequence[tuple[str, str]], where
     """Refuse a table that lacks a column.
 
     Args:
-        table: What was read.
+        table: The table.
         needed: Columns, each with the config key that names it.
         where: The dataset, for the error.
 
     Raises:
-        DataError: One line that names the column, those that there are, and the key.
+        DataError: Names the missing column, the existing ones, and the key.
     """
     for column, key in needed:
         if column not in table.column_names:
@@ -314,13 +319,13 @@ def _declared(table: pyarrow.Table) -> dict[str, list[str]]:
 
 
 def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Column → the names that ``datasets`` keeps for its integers, in a file or on the hub."""
+    """Column → the class names that ``datasets`` stores for its integers, in a file or on the hub."""
     inner = {name: getattr(feature, "feature", feature) for name, feature in features.items()}
     return {name: list(feature.names) for name, feature in inner.items() if isinstance(feature, ClassLabel)}
 
 
 def named(value: Any, names: list[str]) -> Any:
-    """The name of a class, or of each in a list, for its integer; None for -1, which GLUE's test sets hold."""
+    """The name of a class for its integer, or of each in a list; None for -1, which GLUE's test sets contain."""
     if isinstance(value, list):
         return [named(each, names) for each in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
@@ -332,7 +337,7 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 
 def _sample(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:
-    """A random draw, as the fine-tuning post makes it; everything when there are fewer. ``whole`` keeps groups."""
+    """Draw random rows, as in the fine-tuning post; all rows if there are fewer. ``whole`` keeps groups together."""
     if samples is None or samples >= len(dataset):
         return dataset
     if whole:
@@ -341,7 +346,7 @@ def _sample(dataset: Dataset, config: DataConfig, samples: int | None, *, whole:
 
 
 def _whole_groups(keys: Sequence[Any], count: int, seed: int) -> Arrays:
-    """Rows of groups drawn at random, all rows of each, in order: at most ``count``, or one group."""
+    """Draw groups at random, and return all rows of each in order: at most ``count`` rows, or one group."""
     numbers: dict[str, int] = {}
     group_N = np.array([numbers.setdefault(str(key), len(numbers)) for key in keys])
     order = np.random.default_rng(seed).permutation(len(numbers))

@@ -1,4 +1,4 @@
-"""Training samples read as training goes: a dataset may be larger than memory and than the disk."""
+"""Stream training samples, so that a dataset may be larger than memory and disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from composer_speedups.tasks.task import Task
 
 __all__ = ["EndlessSamples", "Tokenized", "stream_of_samples"]
 
-# Extension → the reader of datasets and its arguments
+# File suffix → the reader of datasets and its arguments
 _FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".parquet": ("parquet", {}),
     ".csv": ("csv", {}),
@@ -36,16 +36,17 @@ _INSTALL = "pip install --no-deps mosaicml-streaming==0.13.0 && pip install Brot
 
 
 class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
-    """A stream of rows that begins anew, in another order, when it is over.
+    """A stream of rows that starts over, in another order, when it ends.
 
-    It has no end, because ranks whose shares differ by a row would end at different batches and wait for each other.
+    It is endless because ranks whose shares differ by a row would otherwise end at different batches and wait for each
+    other.
 
     Args:
-        rows: A ``datasets.IterableDataset``; it shares itself out over the workers of a DataLoader.
-        file: ``data.train_file``, where the rows are read from files; named in errors.
+        rows: A ``datasets.IterableDataset``, which divides itself among DataLoader workers.
+        file: ``data.train_file`` if the rows are read from files; named in errors.
 
     Raises:
-        DataError: While iterating, for a file that cannot be read.
+        DataError: While iterating, if a file cannot be read.
     """
 
     def __init__(self, rows: Any, file: str | None = None) -> None:
@@ -53,7 +54,7 @@ class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         epoch, found = 0, True
-        while found:  # a worker beyond the number of shards has no rows at all
+        while found:  # with more workers than shards, some have no rows
             found = False
             self.rows.set_epoch(epoch)
             try:
@@ -69,18 +70,18 @@ class EndlessSamples(torch.utils.data.IterableDataset[dict[str, Any]]):
 
 
 class Tokenized:
-    """Raw rows → checked samples → token ids, then the batch of another collator. Rows with ``input_ids`` pass as they
-    are.
+    """Raw rows → checked samples → token ids, then a batch from another collator. Rows with ``input_ids`` are used
+    unchanged.
 
     Args:
-        collate: Makes a batch of :class:`.Ragged` rows.
-        tokenizer: Of the model.
+        collate: Builds a batch from :class:`.Ragged` rows.
+        tokenizer: The model's tokenizer.
         task: Checks and encodes the rows.
-        max_length: Tokens that samples are cut to.
-        declared: Column → the names of classes that the dataset keeps for its integers.
+        max_length: Maximum number of tokens per sample.
+        declared: Column → the class names that the dataset stores for its integers.
 
     Raises:
-        DataError: A row without text, or with a label outside the classes.
+        DataError: A row without text, or with an unknown label.
     """
 
     def __init__(
@@ -108,10 +109,10 @@ class Tokenized:
 
 
 def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, list[str]]]:
-    """This rank's share of the training rows; every row goes to one rank and one worker.
+    """Open this rank's share of the training rows. Every row belongs to one rank and one worker.
 
     Returns:
-        The rows, and column → the names of classes that the dataset keeps for its integers.
+        The rows, and column → the class names that the dataset stores for its integers.
 
     Raises:
         DataError: It cannot be opened.
@@ -134,7 +135,7 @@ def stream_of_samples(config: DataConfig, seed: int) -> tuple[Any, dict[str, lis
             rows = load_dataset(kind, data_files=file, split="train", streaming=True, **settings)
     except DataError:
         raise
-    except Exception as error:  # network, authentication, a missing split: each its own class
+    except Exception as error:  # network, authentication, missing split: different exception classes
         where = f"data.hub_name {config.hub_name!r}, split {config.train_split!r}"
         if file is not None:
             where = f"data.train_file: {with_working_directory(file)}"
@@ -162,7 +163,7 @@ def _mds(config: DataConfig, seed: int) -> Any:
     local = str(Path(config.cache_dir) / "mds") if remote else str(Path(name).expanduser())
     if remote is None and not Path(local, "index.json").is_file():
         shown = with_working_directory(name)
-        raise DataError(f"data.train_file: {shown} has no index.json; give a folder of MDS shards, or its address")
+        raise DataError(f"data.train_file: {shown} has no index.json; name a folder or address of MDS shards")
     return StreamingDataset(
         remote=remote,
         local=local,

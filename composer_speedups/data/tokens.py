@@ -1,4 +1,4 @@
-"""Tokenizer and tokenized samples, both cached on disk."""
+"""The tokenizer and the tokenized samples, both cached on disk."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mas
 def load_tokenizer(
     config: DataConfig, model_name: str, texts: Sequence[str] | None, *, splits_words: bool = False
 ) -> Any:
-    """The model's tokenizer, another one from the hub or a folder, or a WordPiece of the training samples.
+    """Load the model's tokenizer, another one from the hub or a folder, or train a WordPiece tokenizer.
 
     Args:
-        config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` serve ``wordpiece``.
-        model_name: Hub id or folder of the model, taken when ``tokenizer`` is null.
-        texts: Those to train on, for ``wordpiece``.
-        splits_words: Texts are lists of words. RoBERTa's tokenizers take those only with a space before each.
+        config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` are used for ``wordpiece``.
+        model_name: Hub id or folder of the model, used if ``tokenizer`` is null.
+        texts: Texts to train ``wordpiece`` on.
+        splits_words: Texts are lists of words. RoBERTa's tokenizers accept those only with a space before each.
 
     Raises:
         ConfigError: It cannot be loaded, or has no padding token.
     """
     if config.tokenizer == "wordpiece":
-        assert texts is not None  # the schema's checks saw to it
+        assert texts is not None  # ensured by the schema's checks
         return _trained(config, list(texts))
     key = "model.name" if config.tokenizer is None else "data.tokenizer"
     name = check_folder(config.tokenizer or model_name, key)
@@ -46,12 +46,12 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         if splits_words and getattr(tokenizer, "add_prefix_space", True) is False:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, add_prefix_space=True)
-    except Exception as error:  # transformers raises OSError, ValueError, KeyError and hub classes here
-        fix = "give a local folder, or wordpiece to train one"
+    except Exception as error:  # OSError, ValueError, KeyError and classes of the hub
+        fix = "use a local folder, or wordpiece to train one"
         raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
     if tokenizer.pad_token_id is None:
         raise ConfigError(
-            f"{key}: the tokenizer of {name!r} has no padding token; use an encoder of the BERT family, and its own"
+            f"{key}: the tokenizer of {name!r} has no padding token; use a BERT-like encoder and its tokenizer"
         )
     return tokenizer
 
@@ -60,21 +60,22 @@ def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
     folder = Path(config.cache_dir) / "tokenizers" / _digest(texts, config.vocab_size)
     if not folder.is_dir():
         make_folder(folder.parent, "data.cache_dir")
-        with replace_folder(folder, keep_existing=True) as partial:  # another process may be first
+        with replace_folder(folder, keep_existing=True) as partial:  # another process may create it first
             _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
     try:
         return PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # tokenizers raises plain Exceptions
-        raise DataError(  # other versions may have trained it, with other ids than checkpoints now have
-            f"data.cache_dir: the tokenizer in {folder} is damaged; remove that folder to have it trained again"
+        raise DataError(  # other versions may have trained it with other ids, which checkpoints now depend on
+            f"data.cache_dir: the tokenizer in {folder} is damaged; delete that folder to train it again"
         ) from error
 
 
 def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    # The trainer numbers characters within words in the order of a hash table, and breaks ties by those numbers. Given
-    # beforehand they have the same in every process: a vocabulary of no size has them all, and nothing that is merged.
+    # The trainer numbers the characters in words in the order of a hash table, and breaks ties by these numbers. With a
+    # predefined alphabet the numbers are the same in every process. A vocabulary of size 0 contains all characters and
+    # no merges.
     inner = sorted(token for token in _vocabulary(texts, 0, []) if token.startswith("##"))
-    tokenizer = _wordpiece(_vocabulary(texts, vocab_size, inner))  # a new one, where those are not special
+    tokenizer = _wordpiece(_vocabulary(texts, vocab_size, inner))  # a new trainer, for which they are not special
     cls, sep = (tokenizer.token_to_id(_SPECIAL[name]) for name in ("cls", "sep"))
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
@@ -83,13 +84,14 @@ def _train_wordpiece(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFa
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        model_input_names=["input_ids", "token_type_ids", "attention_mask"],  # as BERT's own
+        model_input_names=["input_ids", "token_type_ids", "attention_mask"],  # as in BERT's own
         **{f"{name}_token": token for name, token in _SPECIAL.items()},
     )
 
 
 def _vocabulary(texts: list[str], size: int, first: list[str]) -> dict[str, int]:
-    """What WordPiece learns from the texts: the special tokens, those of ``first``, characters and merges of them."""
+    """The vocabulary that WordPiece learns from the texts: special tokens, those of ``first``, characters, and
+    merges."""
     tokenizer = _wordpiece({})
     special = [*_SPECIAL.values(), *first]
     trainer = trainers.WordPieceTrainer(vocab_size=size, special_tokens=special, show_progress=False)
@@ -105,9 +107,10 @@ def _wordpiece(vocab: dict[str, int]) -> Tokenizer:
 
 
 def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -> Dataset:
-    """Token ids of each sample, cut to ``max_length``, and its labels: the columns of :meth:`.Task.encode`.
+    """Token ids of each sample, truncated to ``max_length``, and its labels: the columns of :meth:`.Task.encode`.
 
-    The result is kept in ``cache_dir`` under a hash of the samples, the tokenizer, the length and the task's settings.
+    The result is cached in ``cache_dir`` under a hash of the samples, the tokenizer, the length and the task's
+    settings.
     """
     columns = [part for name in dataset.column_names for part in (name, dataset[name])]
     name = _digest(*columns, _identity(tokenizer), config.max_length, repr(task))
@@ -128,7 +131,7 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
         tokens = run()
     except (pyarrow.ArrowInvalid, pyarrow.ArrowIOError):  # a damaged cache file costs a second pass
         tokens = None
-    # A file cut between two of its batches reads as a shorter one.
+    # A file truncated between two batches reads as a shorter dataset.
     if tokens is None or len(tokens) != len(dataset) or _differ(tokens, dataset):
         cache.unlink()
         return run()
@@ -136,17 +139,17 @@ def tokenize(dataset: Dataset, tokenizer: Any, config: DataConfig, task: Task) -
 
 
 def _differ(tokens: Dataset, dataset: Dataset) -> bool:
-    """Whether both have labels of samples, and not the same; those of tokens lie in another column."""
+    """Whether both have sample labels and these differ; token labels are in another column."""
     both = "labels" in tokens.column_names and "labels" in dataset.column_names
     return both and list(tokens["labels"]) != list(dataset["labels"])
 
 
 def _identity(tokenizer: Any) -> str:
-    """What decides the ids that a tokenizer gives, but for the length."""
+    """Everything that determines a tokenizer's ids, except the length."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    # The last call leaves its truncation and padding behind: no part of it, or a second run would not find its cache.
+    # Truncation and padding of the latest call are excluded, because otherwise a second run would not find its cache.
     return json.dumps({**json.loads(backend.to_str()), "truncation": None, "padding": None}, sort_keys=True)
 
 

@@ -1,4 +1,4 @@
-"""A DataLoader that does not wait for ever for workers that hang."""
+"""A DataLoader with a timeout for hanging workers."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from composer_speedups.core.errors import DataError, RunFailedError
 
 __all__ = ["WorkerTimeoutLoader"]
 
-_LOOK = 5  # seconds; as often as torch does without a timeout
+_LOOK = 5  # seconds, as often as torch checks without a timeout
 
 
 class WorkerTimeoutLoader(DataLoader[Any]):
-    """A ``torch.utils.data.DataLoader`` whose workers have so long to give the next batch.
+    """A ``torch.utils.data.DataLoader`` with a timeout for each batch from its workers.
 
-    With its own ``timeout`` torch looks whether the workers live only when that is over. Here it looks as often as
-    without one. With ``num_workers=0`` nothing is different.
+    With its own ``timeout``, torch checks whether the workers are alive only when the timeout expires. This class
+    checks as often as torch does without one. With ``num_workers=0`` it behaves as torch's.
 
     Args:
-        dataset, num_workers, settings: torch's, but for ``timeout``.
-        worker_timeout: Seconds; those of one look more at most.
+        dataset, num_workers, settings: Arguments of torch's class, except ``timeout``.
+        worker_timeout: Seconds, exceeded by at most one check interval.
 
     Raises:
-        RunFailedError: From the iterator, when no batch came in time.
-        RuntimeError: Likewise, when a worker died; torch's.
-        DataError: Likewise, with the worker's own message.
+        RunFailedError: From the iterator, if no batch arrived in time.
+        RuntimeError: From the iterator, if a worker died; raised by torch.
+        DataError: From the iterator, with the worker's own message.
     """
 
     def __init__(self, dataset: Any, *, worker_timeout: float, num_workers: int = 0, **settings: Any) -> None:
@@ -49,14 +49,14 @@ class _Watched(Iterator[Any]):
         while True:
             try:
                 return next(self._batches)
-            except DataError as error:  # torch puts the worker's traceback around the message
+            except DataError as error:  # torch embeds the worker's message in a traceback
                 raise DataError(str(error).rpartition(f"{DataError.__module__}.{DataError.__name__}: ")[2]) from error
             except RuntimeError as error:
                 if not str(error).startswith("DataLoader timed out"):
                     raise
-                waited += self._look  # the iterator can be asked again
+                waited += self._look  # the iterator can be used again
                 if waited >= self._timeout:
                     raise RunFailedError(
-                        f"data.worker_timeout: no batch came from the workers for {waited:g} s; set data.workers=0, or "
-                        "raise it where reading takes that long"
+                        f"data.worker_timeout: no batch arrived from the workers for {waited:g} s; set data.workers=0, "
+                        "or raise it if reading takes that long"
                     ) from error

@@ -1,1 +1,1 @@
-"""What is known of the model families of transformers."""
+"""Knowledge of transformers' model families, one file per family."""

@@ -1,7 +1,8 @@
-"""ALBERT: few blocks, each run several times, and embeddings of a width of their own that the encoder projects.
+"""ALBERT: a few blocks that run several times each, and embeddings of a different width, which the encoder projects.
 
-A block is a group of layers. Fused layers and experts take a block to be run once, and are not for this family: what
-they keep of a pass (what the last layer is read for, where tokens were routed) would be that of its last run.
+A block is a group of layers. ``fused_layers`` and ``sparse_upcycling`` do not support this family, because they keep
+state per block and forward pass (what the last layer is read for, where tokens were routed), which the next run of the
+block would overwrite.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ def _parts(layer: Any) -> LayerModules:
 
 
 def _dropouts(layer: Any) -> list[Any]:
-    attention = layer.attention.self  # it asks its own mode, and not that of its dropout
+    attention = layer.attention.self  # the module uses its own mode instead of its dropout's
     projected, out = layer.attention.output.dropout, layer.output.dropout
     return [(attention, attention.dropout), (projected, projected), (out, out)]
 

@@ -1,4 +1,4 @@
-"""The blocks of an encoder and of a model: what is packed and fused, compiled once and reused, or recomputed."""
+"""Find the blocks of an encoder or a model: the modules that are packed, fused, compiled once, or recomputed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def blocks_of(encoder: nn.Module) -> nn.ModuleList:
 
 
 def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of an encoder of a known family, or else those of the longest ModuleList of one class.
+    """The blocks of an encoder of a known family, or else the longest ModuleList with modules of one class.
 
-    Lists inside such a list are parts of its blocks. Of several encoders, the one with the most blocks is meant.
+    ModuleLists inside such a list are parts of its blocks. With several encoders, the one with the most blocks is used.
 
     Args:
         model: Any module; BERT's blocks are its encoder layers.
@@ -39,6 +39,6 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
     known = [vars(module)["_modules"].get(family.blocks) for module, family in encoders]
     lists = {name: each for name, each in lists.items() if any(each is other for other in known)} or lists
     if not lists:
-        raise ValueError("the model has no ModuleList of one class of blocks")
+        raise ValueError("the model has no ModuleList with blocks of one class")
     name, blocks = max(lists.items(), key=lambda item: len(item[1]))
     return {f"{name}.{i}" if name else str(i): block for i, block in enumerate(blocks)}

@@ -1,4 +1,4 @@
-"""CamemBERT: RoBERTa's modules under names of their own."""
+"""CamemBERT: RoBERTa's modules under different names."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""DeBERTa-v2 and v3, which is the same code: BERT's blocks with disentangled attention, and how it runs on real tokens.
+"""DeBERTa-v2 and v3, which share their code: BERT's blocks with disentangled attention, and their unpadded version.
 
-Its attention takes no implementation of transformers' interface: an attention module's class is exchanged too.
-Distances are those of slots; packed tokens are as far apart in rows without holes.
+Its attention does not use transformers' attention interface, so the class of the attention modules is changed too.
+Relative positions are distances between slots; packed tokens have the same distances if their row has no holes.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, H hidden units, P entries of the table of
-positions.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, H hidden units, P entries of the table of
+relative positions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["FAMILY"]
 
 
 class _UnpaddedAttention(nn.Module):
-    """The methods of an attention module that takes packed tokens with :class:`Relative` positions."""
+    """The methods of an attention module that accepts packed tokens with :class:`Relative` positions."""
 
     prefix = "Unpadded"
 
@@ -45,8 +45,7 @@ class _UnpaddedAttention(nn.Module):
         relative_pos: Any = None,
         rel_embeddings: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """(1, T, H) → (1, T, A·D) with relative positions of packed tokens; else whatever the original takes and
-        gives."""
+        """(1, T, H) → (1, T, A·D) with relative positions of packed tokens; otherwise calls the original method."""
         if not isinstance(relative_pos, Relative):
             return super().forward(  # type: ignore[misc, no-any-return]
                 hidden_states, attention_mask, output_attentions, query_states, relative_pos, rel_embeddings
@@ -61,10 +60,10 @@ class _UnpaddedAttention(nn.Module):
 
 
 class _UnpaddedDeberta(UnpaddedEncoder):
-    """As :class:`UnpaddedEncoder`; rows with holes are left padded too.
+    """As :class:`UnpaddedEncoder`; rows with holes stay padded too.
 
-    The model around it asks it for all hidden states, always, and reads the last: it gets that one alone unless
-    somebody asked the model for them.
+    The surrounding model always requests all hidden states, and reads the last. It receives only the last one, unless
+    all hidden states were requested from the model itself.
     """
 
     padded_because = (
@@ -93,7 +92,7 @@ class _UnpaddedDeberta(UnpaddedEncoder):
         if kwargs.get("query_states") is not None or kwargs.get("relative_pos") is not None:
             return False
         asked = self.call_hidden_states
-        if asked is None:  # called by somebody else than its model
+        if asked is None:  # called directly instead of by its model
             asked = kwargs.get("output_hidden_states", True)
         return super()._can_unpad(mask, {**kwargs, "output_hidden_states": asked})
 
@@ -104,13 +103,13 @@ class _UnpaddedDeberta(UnpaddedEncoder):
         rel_embeddings = self.get_rel_embedding()  # type: ignore[operator]
         for layer in self.layer:
             if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
             packed = layer(packed, None, relative_pos=relative, rel_embeddings=rel_embeddings)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
 
     def count(self, mask_BS: Tensor) -> list[int]:
-        """As :meth:`UnpaddedEncoder.count`; negative too where a row has a hole."""
+        """As :meth:`UnpaddedEncoder.count`; also negative for rows with a hole."""
         counts = super().count(mask_BS)
         if not self.reads_first:
             counts = [abs(count) for count in counts]
@@ -124,13 +123,15 @@ class _UnpaddedDeberta(UnpaddedEncoder):
 
 @torch.compiler.disable  # transformers' function copies a constant to the device
 def _entries(longest: int, buckets: int, furthest: int, device: torch.device) -> Tensor:
-    """See :class:`Relative`; by transformers' own function, on the device, whose logarithm is the untouched model's."""
+    """See :class:`Relative`. Computed by transformers' function on the device, so that its logarithm is the
+    untouched model's."""
     return _cached_entries(longest, buckets, furthest, device)
 
 
-@lru_cache(maxsize=16)  # a batch's bound is a multiple of 128; nothing may be copied while a CUDA graph is captured
+@lru_cache(maxsize=16)  # batches round the length up to a multiple of 128; CUDA graph capture forbids copies
 def _cached_entries(longest: int, buckets: int, furthest: int, device: torch.device) -> Tensor:
-    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position  # late: few need it
+    # imported here, since few models need it
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         distances = torch.arange(-longest, longest + 1, device=device)
@@ -141,7 +142,7 @@ def _cached_entries(longest: int, buckets: int, furthest: int, device: torch.dev
 
 
 def _table_of(attention: Any, rel_embeddings: Any) -> Tensor:
-    """The table of positions, (P, 2·A·D): keys, then queries."""
+    """The table of relative positions, (P, 2·A·D): keys, then queries."""
     dropped = attention.pos_dropout(rel_embeddings)[: 2 * attention.pos_ebd_size]
     key, query = attention.key_proj, attention.query_proj
     if not attention.share_att_key:

@@ -1,7 +1,7 @@
-"""DeBERTa's attention over packed tokens: by a kernel in 16 bits on a GPU, elsewhere in torch's own operators.
+"""DeBERTa's attention over packed tokens: a Triton kernel in 16 bits on a GPU, torch operators elsewhere.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head, L a bound on the length of a row, P entries of
-the table of positions.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head, L a bound on the length of a row, P entries
+of the table of relative positions.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _TRITON = find_spec("triton") is not None
 
 
 class Relative(NamedTuple):
-    """In the place of the relative positions (1, S, S).
+    """Replaces the relative positions (1, S, S).
 
     Attributes:
-        plan: Where the tokens lie; rows are without holes, so that packed tokens are as far apart as their slots.
-        entries: int32 (2·L + 1,), L being ``plan.longest``: the entry of the table of positions for the distances -L to
-            L of a query from a key.
-        first_tokens_only: Nothing but each row's first token is read of the encoder's result.
+        plan: The layout of the packed tokens. Rows have no holes, so packed tokens have the distances of their slots.
+        entries: int32 (2·L + 1,), L being ``plan.longest``: the table entry for each distance from -L to L of a query
+            from a key.
+        first_tokens_only: Only each row's first token of the encoder's result is read.
     """
 
     plan: Plan
@@ -44,10 +44,10 @@ def disentangled_attention(
 
     Args:
         query, key, value: (T, A·D).
-        positions: (P, 2·A·D): the keys of positions, then their queries.
+        positions: (P, 2·A·D): keys of the relative positions, then their queries.
         relative: See :class:`Relative`.
         heads: A.
-        dropout: Probability of dropping a weight.
+        dropout: Dropout probability of the attention weights.
 
     Returns:
         (T, A·D).
@@ -67,14 +67,14 @@ def disentangled_attention(
 def first_tokens_attention(
     query_BAD: Tensor, key_BASD: Tensor, value_BASD: Tensor, positions: Tensor, relative: Relative, dropout: float
 ) -> Tensor:
-    """Of each row's first token only, (B, A·D)."""
+    """The attention output of each row's first token only, (B, A·D)."""
     queries = query_BAD.unsqueeze(2)
     bias_BA1S = position_scores(queries, key_BASD, positions, relative)
     return _attention(queries, key_BASD, value_BASD, bias_BA1S, relative.plan, dropout).flatten(1)
 
 
 def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, relative: Relative) -> Tensor:
-    """Scores of the first Q queries and of all keys with the distances between them, not scaled, (B, A, Q, S)."""
+    """Unscaled position scores of the first Q queries and all keys, (B, A, Q, S)."""
     heads, first, slots = query_BAQD.shape[1], query_BAQD.shape[2], key_BASD.shape[2]
     table_2APD = positions.unflatten(1, (2, heads, -1)).permute(1, 2, 3, 0)  # (2, A, D, P)
     place = torch.arange(slots, device=query_BAQD.device)
@@ -85,7 +85,7 @@ def position_scores(query_BAQD: Tensor, key_BASD: Tensor, positions: Tensor, rel
 
 
 def supports_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether the kernel runs there."""
+    """Whether the Triton kernel supports these tensors."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)

@@ -1,4 +1,4 @@
-"""DistilBERT: BERT's arithmetic under names of its own, and no dropout on attention's output."""
+"""DistilBERT: BERT's computation under different names, without dropout of the attention output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ELECTRA: BERT's blocks, embeddings of a width of their own, and a head that tells real tokens from replaced ones."""
+"""ELECTRA: BERT's blocks, embeddings of a different width, and a head that detects replaced tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["FAMILY"]
 
 
 def _reads(model_class: str, config: Any) -> Reads:
-    # Its discriminator's loss leaves out what the attention mask does.
+    # Its discriminator's loss uses the attention mask.
     if model_class.endswith("ElectraForPreTraining"):
         return Reads.REAL_TOKENS
     return default_head_reads(model_class, config)

@@ -1,8 +1,8 @@
-"""What a model family of transformers is made of: each family has a file in this folder that declares it.
+"""The declaration of a model family. Each family of transformers has a file in this folder that declares it.
 
-The file is called as transformers calls the family's folder and holds one :class:`Family` by the name ``FAMILY``.
-Nothing else in the package names a class of transformers' models. Nothing here imports torch: the kernels are compiled
-from a model's config.json in a process that should not wait for it.
+The file has the name of the family's folder in transformers, and defines one :class:`Family` named ``FAMILY``. No other
+module of the package names a class of transformers' models. Importing this module does not import torch, because a
+separate process compiles kernels from a model's config.json before torch is imported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
 
 
 class Reads(Enum):
-    """What a head reads of an encoder's last hidden state."""
+    """Which positions of an encoder's last hidden state a head reads."""
 
-    LABELLED_TOKENS = "each slot with a label, whatever the attention mask says"
-    REAL_TOKENS = "nothing that is computed for padding"
+    LABELLED_TOKENS = "each slot with a label, regardless of the attention mask"
+    REAL_TOKENS = "no outputs at padding positions"
     FIRST_TOKEN = "each row's first slot, and nothing else"
     UNKNOWN = "each row's first slot, as far as is known"
-    PADDING = "every slot, padding too"
+    PADDING = "every slot, including padding"
     DECODER = "it is a decoder's"
 
 
@@ -59,12 +59,12 @@ _USUAL_HEADS = {
 
 
 def default_head_reads(model_class: str, config: Any) -> Reads:
-    """What the head of a model reads, by the end of its class's name."""
+    """What a model's head reads, by the suffix of its class's name."""
     return next((reads for end, reads in _USUAL_HEADS.items() if model_class.endswith(end)), Reads.UNKNOWN)
 
 
 class LayerModules(NamedTuple):
-    """The modules of a block with post-norms, and its number of attention heads."""
+    """The modules of a post-norm block, and its number of attention heads."""
 
     query: nn.Linear
     key: nn.Linear
@@ -77,13 +77,13 @@ class LayerModules(NamedTuple):
     heads: int
 
     def parameters(self) -> list[Tensor]:
-        """Weight and bias of each, in the order that the fused layer takes them."""
+        """Weight and bias of each module, in the order in which the fused layer takes them."""
         return [p for module in self[:-1] for p in (module.weight, module.bias)]  # type: ignore[union-attr]
 
 
 class GatedLayerModules(NamedTuple):
-    """The modules of a block with pre-norms and a gated feed-forward layer, none with a bias; its number of attention
-    heads; and how many tokens before and after it a token attends to, None for all.
+    """The modules of a pre-norm block with a gated feed-forward layer, all without biases; its number of attention
+    heads; and the number of tokens on either side that a token attends to, or None for all.
 
     ``qkv`` computes queries, keys and values, ``up`` the feed-forward layer's activated half and its gate. The first
     block has no ``attention_norm``.
@@ -99,14 +99,14 @@ class GatedLayerModules(NamedTuple):
     window: int | None
 
     def parameters(self) -> list[Tensor]:
-        """The weights, in the order that the fused layer takes them."""
+        """The weights in the order in which the fused layer takes them."""
         modules = (self.qkv, self.out, self.up, self.down, self.attention_norm, self.output_norm)
         return [module.weight for module in modules if module is not None]
 
 
 class DropoutRates(NamedTuple):
-    """Probabilities of dropping: attention weights, the attention's output, and the block's output, or, of a gated
-    feed-forward layer, its inner units."""
+    """Dropout probabilities of the attention weights, the attention output, and the block's output (of a gated
+    feed-forward layer: its inner units)."""
 
     weights: float
     attention: float
@@ -119,37 +119,37 @@ def _buffered_positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """One family. Classes are named as in its ``modeling_`` module.
+    """A model family. Classes are named as in its ``modeling_`` module.
 
     Attributes:
-        name: transformers' folder of it, and its ``model_type`` but for hyphens.
-        title: As people write it.
-        encoder: The class that runs the blocks and is given the attention mask.
-        blocks: The encoder's attribute that lists them, each once, however often it is run.
-        layer: A block's class.
-        attention: The class of a block's attention module, where ``packed_attention`` takes its place.
-        embeddings: The class that turns ids into the first hidden state.
-        query_and_value: Names of the Linear modules of these two, in a block; those that LoRA adapts by default.
-        feed_forward: Where the module that holds a feed-forward layer has its first Linear, its activation and its
-            second Linear; None where that layer is of another kind.
+        name: The family's folder in transformers, which is its ``model_type`` except for hyphens.
+        title: The name for documentation and messages.
+        encoder: The class that runs the blocks and receives the attention mask.
+        blocks: The encoder's attribute that lists the blocks, each once, even if it runs several times.
+        layer: The class of a block.
+        attention: The class of a block's attention module, if ``packed_attention`` replaces it.
+        embeddings: The class that turns token ids into the first hidden state.
+        query_and_value: Names of these Linear modules in a block; LoRA adapts them by default.
+        feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
+            its second Linear; None for other kinds of feed-forward layers.
         parts: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not support
             the block.
-        position_table: Block with disentangled attention, and relative embeddings (P, H) → keys and queries of
-            positions (P, 2·A·D); None for attention of another kind.
-        refuses: Encoder → what it has that cannot run on packed tokens; None where it can.
-        gated: Whether a block has pre-norms, rotary positions and a gated feed-forward layer.
-        dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the one that holds the
-            probability, or None where nothing is dropped.
+        position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
+            positions (P, 2·A·D). None for other kinds of attention.
+        refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
+        gated: Whether blocks have pre-norms, rotary positions and a gated feed-forward layer.
+        dropouts: Block → for each of :class:`DropoutRates`, the module whose mode decides and the module with the
+            probability, or None if there is no dropout.
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
         reads: Name of a model's class and its config → what its head reads.
-        packed_encoder: The class that makes the encoder run on packed tokens; None is
+        packed_encoder: The class that runs the encoder on packed tokens; None for
             :class:`~.packed_encoder.UnpaddedEncoder`.
-        packed_attention: The class that makes an attention module take packed tokens; None where transformers'
-            attention interface reaches it.
+        packed_attention: The class that runs an attention module on packed tokens; None if the module uses
+            transformers' attention interface.
         hidden, inner, heads, embedding: Keys of config.json: widths, and the number of attention heads.
         activation: Key of the feed-forward layer's activation.
-        attention_dropout, attention_output_dropout, hidden_dropout: Keys of the probabilities of dropping attention
-            weights, attention's output (None: never), and the outputs of blocks and embeddings.
+        attention_dropout, attention_output_dropout, hidden_dropout: Keys of the dropout probabilities of attention
+            weights, of the attention output (None: no dropout), and of the outputs of blocks and embeddings.
     """
 
     name: str
@@ -180,16 +180,16 @@ class Family:
     hidden_dropout: str = "hidden_dropout_prob"
 
     def has(self, role: str, kind: type) -> bool:
-        """Whether a class is the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``; a subclass
-        is not."""
+        """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``
+        class."""
         module = f"transformers.models.{self.name}.modeling_{self.name}"
         return (kind.__module__, kind.__qualname__) == (module, getattr(self, role))
 
 
 @cache
 def family_named(name: str) -> Family | None:
-    """The family of a ``model_type``; None for one without a file here."""
-    name = name.replace("-", "_")  # "xlm-roberta" lies in xlm_roberta
+    """The family of a ``model_type``; None if it has no file here."""
+    name = name.replace("-", "_")  # "xlm-roberta" is in xlm_roberta.py
     if name not in _names():
         return None
     family = importlib.import_module(f"composer_speedups.families.{name}").FAMILY
@@ -198,7 +198,7 @@ def family_named(name: str) -> Family | None:
 
 
 def family_of(kind: type) -> Family | None:
-    """The family of a class of transformers', or of the first such one that a class derives from."""
+    """The family of a transformers class, or of the first base class that has one."""
     for each in kind.__mro__:
         if each.__module__.startswith("transformers.models."):
             return family_named(each.__module__.split(".")[2])
@@ -207,31 +207,32 @@ def family_of(kind: type) -> Family | None:
 
 @cache
 def families() -> list[Family]:
-    """All of them, by name."""
+    """All families, by name."""
     return [family for name in _names() if (family := family_named(name)) is not None]
 
 
 @cache
 def _names() -> list[str]:
-    """Every module here that has a FAMILY, found without importing it."""
+    """The modules of this folder that define a FAMILY, found without importing them."""
     folder = Path(__file__).parent
     modules = sorted(module.name for module in pkgutil.iter_modules([str(folder)]))
     return [name for name in modules if "\nFAMILY = " in (folder / f"{name}.py").read_text()]
 
 
 def family_titles(known: Callable[[Family], Any] = lambda _: True) -> str:
-    """The families for which ``known`` is true, for a sentence: "BERT, ELECTRA and RoBERTa"."""
+    """The titles of the families for which ``known`` is true, as in "BERT, ELECTRA and RoBERTa"."""
     *others, last = [family.title for family in families() if known(family)]
     return f"{', '.join(others)} and {last}"
 
 
 def config_value(config: Any, key: str, default: Any = None) -> Any:
-    """A setting of a model's configuration, under the name that its family gives it.
+    """A setting of a model's configuration, under the name that its family uses.
 
     Args:
-        config: A configuration of transformers.
-        key: The attribute of :class:`Family` that holds the name. For an unknown family, any family's name will do.
-        default: Where it has none.
+        config: A transformers configuration.
+        key: The attribute of :class:`Family` that holds the name. For unknown families, the names of all families are
+            tried.
+        default: Returned if the configuration does not have the setting.
     """
     known = family_named(str(getattr(config, "model_type", "")))
     for family in families() if known is None else [known]:
@@ -242,10 +243,10 @@ def config_value(config: Any, key: str, default: Any = None) -> Any:
 
 
 def kernel_shape(config: Mapping[str, Any]) -> Shape:
-    """What the fused kernels are compiled for, from what transformers writes to config.json.
+    """The shapes that the fused kernels are compiled for, from a config.json of transformers.
 
     Raises:
-        KeyError: A family without fused kernels, or a key that is left out.
+        KeyError: The family has no fused kernels, or a key is missing.
     """
     family = family_named(config["model_type"])
     if family is None or family.parts is None or family.gated or family.position_table is not None:

@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step, counted on real tokens."""
+"""Count the floating-point operations of a training step on real tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ __all__ = ["batch_lengths", "block_weights", "frozen_flops", "training_flops"]
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
-    """Real tokens of each row, int64, of the shape of the token ids without their last size; None without token ids.
+    """Real tokens of each row, int64, with the shape of the token ids without their last dimension; None without token
+    ids.
 
     Without an attention mask every position counts as real.
     """
@@ -25,23 +26,23 @@ def batch_lengths(batch: Any) -> torch.Tensor | None:
     if mask is None:
         *rows, width = batch["input_ids"].shape
         return torch.full(rows, width)
-    if mask.device.type == "cpu":  # NumPy: torch would wake all its threads for so small a sum
+    if mask.device.type == "cpu":  # NumPy, because torch would wake all its threads for such a small sum
         return torch.from_numpy(mask.numpy().sum(-1, dtype="int64"))
     return mask.sum(-1)
 
 
 def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classification", "mlm"]) -> int:
-    """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, padding left out.
+    """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, without padding.
 
-    A multiply-add is two operations; the backward pass counts twice the forward. Attention counts
-    ``4·hidden·len²`` a layer for each row (scores and weighted sum). Embedding look-ups, normalisation,
-    activations and the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config
-    with ``sparse_upcycling``) count the experts that a token goes to, and the router.
+    A multiply-add counts as two operations, and the backward pass as twice the forward pass. Attention counts
+    ``4·hidden·len²`` per layer and row (scores and weighted sum). Embedding look-ups, normalization, activations and
+    the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config with
+    ``sparse_upcycling``) count the router and the experts to which a token is routed.
 
     Args:
         config: A transformers config with hidden_size, num_hidden_layers and an intermediate size.
-        lengths: Real tokens of each row, shape (rows,).
-        head: The pooler and classifier run once a row, the masked-LM head on every token.
+        lengths: Real tokens of each row, (rows,).
+        head: The pooler and classifier run once per row, the masked-LM head on every token.
 
     Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
     """
@@ -51,7 +52,7 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
     tokens, rows = int(lengths.sum()), lengths.numel()
     linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
     attention = 4 * hidden * int((lengths**2).sum())
-    layers *= getattr(config, "inner_group_num", 1)  # layers of a group of ALBERT's, all of which run each time
+    layers *= getattr(config, "inner_group_num", 1)  # layers in a group of ALBERT, all of which run each time
     extra = 0
     if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
         one_layer = (sparse["top_k"] - 1) * 2 * hidden * inner + hidden * sparse["experts"]
@@ -64,27 +65,27 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
 
 
 def frozen_flops(weights: Iterable[torch.Tensor], lengths: torch.Tensor) -> int:
-    """What :func:`training_flops` counts for the gradients of weights that are frozen and get none.
+    """The FLOPs that :func:`training_flops` counts for gradients of frozen weights, which are not computed.
 
-    One product of three. The head is left out, and so are the products of LoRA's own matrices, a few hundredths of the
-    whole.
+    These are one of three products per weight. The head and the products of LoRA's matrices, a few per cent of the
+    total, are ignored.
 
     Args:
-        weights: Those of :func:`block_weights`.
-        lengths: Real tokens of each row, shape (rows,).
+        weights: From :func:`block_weights`.
+        lengths: Real tokens of each row, (rows,).
     """
     return 2 * int(lengths.sum()) * sum(w.numel() for w in weights if not w.requires_grad)
 
 
 def block_weights(model: nn.Module) -> list[torch.Tensor]:
-    """The weights of the Linear layers in a model's blocks, which every token goes through; walks the whole model.
+    """The weights of the Linear layers in a model's blocks, which process every token. Visits the whole model.
 
-    A weight comes once for each time that its block runs: ALBERT runs few blocks for many layers.
+    A weight is listed once per run of its block: ALBERT runs a few blocks several times.
     """
     try:
         blocks = list(repeated_blocks(model).values())
-    except ValueError:  # layers that are no list
+    except ValueError:  # layers that are not in a list
         return []
     layers = getattr(getattr(model, "config", None), "num_hidden_layers", None) or len(blocks)
-    runs = [blocks[int(i / (layers / len(blocks)))] for i in range(layers)]  # as AlbertTransformer has it
+    runs = [blocks[int(i / (layers / len(blocks)))] for i in range(layers)]  # as in AlbertTransformer
     return [m.weight for block in runs for m in block.modules() if isinstance(m, nn.Linear)]

@@ -1,8 +1,8 @@
-"""ModernBERT, and how it runs on real tokens.
+"""ModernBERT and its unpadded version.
 
-It has no encoder module: the model itself packs, before its embeddings. Positions act inside attention, so they are
-packed along; local layers see a window of slots on either side, which is one of packed tokens only in rows without
-holes.
+It has no encoder module: the model itself packs the tokens before its embeddings. Positions are applied inside
+attention, so they are packed too. Local layers attend to a window of slots on either side, which equals a window of
+packed tokens only in rows without holes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ __all__ = ["FAMILY"]
 
 
 class _UnpaddedModernBert(UnpaddedModel):
-    """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
+    """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
     padding.
 
-    Left padded as well as what :class:`UnpaddedEncoder` leaves padded: rows with holes that are wider than the window
-    of the local layers, and masks given one for each kind of layer.
+    In addition to the batches that :class:`UnpaddedEncoder` leaves padded, these stay padded: rows with holes that are
+    wider than the window of the local layers, and separate masks for each kind of layer.
     """
 
     padded_because = (
@@ -83,7 +83,7 @@ class _UnpaddedModernBert(UnpaddedModel):
         first_tokens = {"first_tokens_only": True} if self.first_tokens_only else {}
         angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
         for layer, kind in zip(self.layers, kinds, strict=True):
-            if not torch.compiler.is_compiling():  # for layers compiled one by one
+            if not torch.compiler.is_compiling():  # for layers compiled separately
                 for each in (hidden, *angles[kind]):
                     torch._dynamo.maybe_mark_dynamic(each, 1)
             hidden = layer(
@@ -91,20 +91,20 @@ class _UnpaddedModernBert(UnpaddedModel):
                 attention_mask=None,
                 position_embeddings=angles[kind],
                 unpadding=plan,
-                **first_tokens,  # a keyword, and so there too when a layer is recomputed
+                **first_tokens,  # a keyword argument, so that it is also passed when a layer is recomputed
                 **kwargs,
             )
         return self.final_norm(hidden)
 
     @staticmethod
     def _positions(position_ids: Tensor | None, plan: Plan) -> Tensor:
-        """(1, T): the slots within their rows, or what the caller gave, (B, S) or (1, S)."""
+        """(1, T): slots within their rows, or the caller's positions, (B, S) or (1, S)."""
         if position_ids is None:
             return (plan.indices_T % plan.mask_BS.shape[1]).unsqueeze(0)
         return _pick(position_ids.expand(plan.mask_BS.shape), plan)
 
     def count(self, mask_BS: Tensor) -> list[int]:
-        """As :meth:`UnpaddedEncoder.count`; negative too where a hole would move tokens into another's window."""
+        """As :meth:`UnpaddedEncoder.count`; also negative if a hole would move tokens into another token's window."""
         real = mask_BS.bool()
         counts = row_counts(real)
         if not self.reads_first:
@@ -123,7 +123,7 @@ class _UnpaddedModernBert(UnpaddedModel):
 
 
 def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
-    """Integers of each slot, (B, S) → of each packed token, (1, T)."""
+    """Integers per slot, (B, S) → per packed token, (1, T)."""
     flat = values_BS.reshape(-1)
     return flat.index_select(0, plan.indices_T.clamp(max=len(flat) - 1)).unsqueeze(0)
 
@@ -146,7 +146,7 @@ def _parts(layer: Any) -> GatedLayerModules:
 
 def _dropouts(layer: Any) -> list[Any]:
     attention, out, inner = layer.attn, layer.attn.out_drop, layer.mlp.drop
-    weights = SimpleNamespace(p=attention.attention_dropout)  # no module of its own
+    weights = SimpleNamespace(p=attention.attention_dropout)  # not a separate module
     return [(attention, weights), (out, out) if isinstance(out, nn.Dropout) else None, (inner, inner)]
 
 

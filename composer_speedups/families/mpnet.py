@@ -1,9 +1,10 @@
-"""MPNet: BERT's blocks with a bias for relative positions added to the scores, and how it runs on real tokens.
+"""MPNet: BERT's blocks with a relative position bias added to the scores, and its unpadded version.
 
-Its attention takes no implementation of transformers' interface: an attention module's class is exchanged too. The
-bias is between the slots of a row, so queries, keys and values go back to their slots, and all else stays packed.
+Its attention does not use transformers' attention interface, so the class of the attention modules is changed too. The
+bias is defined between slots of a row, so queries, keys and values are moved back to their slots, and everything else
+stays packed.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, H hidden units.
+Shapes: B rows, S slots per row, T packed tokens, A heads, H hidden units.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ __all__ = ["FAMILY"]
 
 
 class _PackedBias(NamedTuple):
-    """In the place of the bias (B, A, S, S): that of one row, and where the tokens lie."""
+    """Replaces the bias (B, A, S, S): the bias of one row, and the layout of the packed tokens."""
 
     bias_1ASS: Tensor
     plan: Plan
 
 
 class _UnpaddedAttention(nn.Module):
-    """The methods of an attention module that takes packed tokens with a :class:`_PackedBias`."""
+    """The methods of an attention module that accepts packed tokens with a :class:`_PackedBias`."""
 
     prefix = "Unpadded"
 
@@ -44,7 +45,7 @@ class _UnpaddedAttention(nn.Module):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, position_bias: Any = None, **kwargs: Any
     ) -> tuple[Tensor, ...]:
-        """(1, T, H) → (1, T, H) with a packed bias; else whatever the original takes and gives."""
+        """(1, T, H) → (1, T, H) with a packed bias; otherwise calls the original method."""
         if not isinstance(position_bias, _PackedBias):
             return super().forward(hidden_states, attention_mask, position_bias, **kwargs)  # type: ignore[misc, no-any-return]
         heads = self.num_attention_heads
@@ -59,7 +60,7 @@ class _UnpaddedAttention(nn.Module):
 
 
 class _UnpaddedMPNet(UnpaddedEncoder):
-    """As :class:`UnpaddedEncoder`; its mask (B, S) is what the model around it was given, which hands on another."""
+    """As :class:`UnpaddedEncoder`; its mask (B, S) is the one passed to the surrounding model, which converts it."""
 
     layer: nn.ModuleList
 
@@ -79,15 +80,16 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         bias_1ASS = self.compute_position_bias(packed.new_empty(1, plan.mask_BS.shape[1]))  # type: ignore[operator]
         for layer in self.layer:
             if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
             packed = layer(packed, None, _PackedBias(bias_1ASS, plan), unpadding=plan, **kwargs)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
 
 
 def _positions(embeddings: Any, ids_BS: Tensor) -> Tensor:
-    """Counted from the ids that are no padding."""
-    from transformers.models.mpnet.modeling_mpnet import create_position_ids_from_input_ids  # late: few need it
+    """Positions are counted over the ids that are not padding."""
+    # imported here, since few models need it
+    from transformers.models.mpnet.modeling_mpnet import create_position_ids_from_input_ids
 
     return create_position_ids_from_input_ids(ids_BS, embeddings.padding_idx)  # type: ignore[no-any-return]
 

@@ -1,6 +1,6 @@
 """Variable-length attention over packed tokens, as an attention implementation of transformers.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, D units a head.
+Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
     "unpadded_attention",
 ]
 
-IMPLEMENTATION = "unpadded"  # transformers takes any name with "flash" in it for the flash-attn package
+IMPLEMENTATION = "unpadded"  # transformers assumes the flash-attn package for any name that contains "flash"
 FLASH = "_flash_attention_forward"
 DISENTANGLED = "disentangled_attention"
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Make an attention function known to transformers by a name, and what makes its mask.
+    """Register an attention function and its mask function with transformers.
 
-    A name without a mask of its own would get none at all, and attend to padding.
+    Without its own mask function, an implementation would receive no mask and attend to padding.
     """
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
 
 
 def keep_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """The mask as the model got it, (B, S): the encoder wants that, and not one score for each pair of tokens."""
+    """Return the model's mask (B, S) unchanged, because the encoder needs it instead of a mask per pair of tokens."""
     return attention_mask
 
 
@@ -60,25 +60,27 @@ def unpadded_attention(
     position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention in transformers' signature.
+    """Attention with transformers' signature.
 
     Args:
         module: The attention module.
-        query, key, value: (1, A, T, D) with a plan, else (B, A, S, D).
-        attention_mask: None with a plan; else (B, S) or (B, 1, S, S), boolean or added to the scores, or None.
-        dropout: Probability of dropping a weight.
-        scaling: Of the scores; None is 1/√D.
-        unpadding: Where the tokens lie. Without it, attention is computed as transformers' eager one is.
-        sliding_window: A token attends to those of its row that are nearer than this; None is all of them. Masks
-            of pairs bring their own window. Flash counts packed tokens and so wants rows without holes.
-        position_bias: Added to the scores between the slots of each row, (1, A, S, S). Flash takes none.
+        query, key, value: (1, A, T, D) with a plan, otherwise (B, A, S, D).
+        attention_mask: None with a plan; otherwise (B, S) or (B, 1, S, S), boolean or additive, or None.
+        dropout: Dropout probability of the attention weights.
+        scaling: Scale of the scores; None for 1/√D.
+        unpadding: The layout of the packed tokens. Without it, attention is computed as in transformers' eager
+            implementation.
+        sliding_window: A token attends only to tokens of its row at a smaller distance than this; None for all. Masks
+            of pairs include their window. Flash attention counts packed tokens, so rows must not have holes.
+        position_bias: Added to the scores between the slots of each row, (1, A, S, S). Not supported by flash
+            attention.
 
     Returns:
-        (1, T, A, D), or (B, S, A, D); and the weights (B, A, S, S), only without a plan.
+        (1, T, A, D) or (B, S, A, D), and the attention weights (B, A, S, S) only without a plan.
 
     Source: Dao, arXiv 2307.08691, through torch's aten operator.
     """
-    window = None if sliding_window is None else sliding_window - 1  # the farthest on either side
+    window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
     if unpadding is None:
         return _padded(query, key, value, attention_mask, dropout, scaling, window, position_bias)
     heads = query.shape[1]
@@ -88,7 +90,7 @@ def unpadded_attention(
             *packed_TAD,
             unpadding.cu_seqlens,
             unpadding.cu_seqlens,
-            unpadding.longest,  # rows that are shorter cost next to nothing
+            unpadding.longest,  # shorter rows cost almost nothing
             unpadding.longest,
             dropout,
             False,
@@ -98,9 +100,10 @@ def unpadded_attention(
             window_size_right=window,
         )[0]
         return out_TAD.unsqueeze(0), None
-    # The same attention where there is no flash kernel: q, k and v alone go back to their padded slots.
+    # Without a flash kernel: only q, k and v are moved back to their padded slots.
     mask = real_keys(unpadding)
-    if window is not None:  # padding far from every token would have nothing to attend to: each slot may to itself
+    # padding slots far from every token would attend to nothing, so each slot may attend to itself
+    if window is not None:
         distance_SS = _distances(unpadding.mask_BS.shape[1], query.device)
         mask = (mask & (distance_SS <= window)) | (distance_SS == 0)
     if position_bias is not None:
@@ -113,7 +116,7 @@ def unpadded_attention(
 
 
 def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Whether torch's flash kernel runs there; what it does not take is computed row by row with SDPA."""
+    """Whether torch's flash kernel supports these tensors. Others are computed on padded rows with SDPA."""
     return (
         device.type == "cuda"
         and dtype in (torch.bfloat16, torch.float16)
@@ -126,7 +129,7 @@ def supports_flash_attention(device: torch.device, dtype: torch.dtype, head_size
 def operators_among(counts: dict[str, int]) -> list[str]:
     """The attention operators in a count of aten operators."""
     known = [name for name in counts if name.startswith(("_scaled_dot_product", FLASH, DISENTANGLED))]
-    # SDPA's math kernel comes apart before it is dispatched; no other attention takes this softmax.
+    # SDPA's math kernel is decomposed before dispatch; no other attention uses this softmax operator.
     return sorted(name.strip("_") for name in known) or ["scaled_dot_product_math"] * ("_safe_softmax" in counts)
 
 
@@ -137,12 +140,12 @@ def repad(packed_TH: Tensor, plan: Plan, heads: int) -> Tensor:
 
 
 def real_keys(plan: Plan) -> Tensor:
-    """Which keys are attended to, (B, 1, 1, S); all of them in a row without any, which would get NaN."""
+    """The keys to attend to, (B, 1, 1, S); in rows without real tokens all of them, because the result would be NaN."""
     return (plan.mask_BS | ~plan.mask_BS.any(-1, keepdim=True))[:, None, None, :]
 
 
 def _distances(width: int, device: torch.device) -> Tensor:
-    """(S, S) of how many slots lie between two, plus one."""
+    """(S, S): the distance between two slots plus one."""
     slots = torch.arange(width, device=device)
     return (slots[:, None] - slots).abs()
 
@@ -167,12 +170,12 @@ def _padded(
         mask = mask[:, None, None, :]
     if mask is not None:
         if not mask.is_floating_point():
-            # Added, as in eager attention: queries with nothing to attend to get finite values, and gradients.
+            # Added, as in eager attention: queries with nothing to attend to have finite values and gradients.
             mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask.bool(), torch.finfo(scores.dtype).min)
         scores = scores + mask
     weights = F.dropout(scores.softmax(-1), dropout)
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-# When this module is imported, and so where a changed model is unpickled too.
+# Registered at import, so that it is also available when a changed model is unpickled.
 register_attention(IMPLEMENTATION, unpadded_attention, keep_mask)

@@ -1,7 +1,8 @@
 """Encoders of transformers that run on real tokens.
 
-An encoder's class is derived from its own (see :func:`~..surgery.module_classes.derived_class`). It packs the tokens,
-calls the original forward on one long row with variable-length attention, and puts the tokens back where they were.
+The class of an encoder is derived from its original class (see :func:`~..surgery.module_classes.derived_class`). It
+packs the tokens, calls the original forward on one long row with variable-length attention, and scatters the result to
+the padded slots.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ Layout = Plan | Literal["padded"]
 
 
 class UnpaddedEncoder(nn.Module):
-    """The methods of an encoder that runs on packed tokens; the class that it is derived from has the forward.
+    """The methods of an encoder that runs on packed tokens. It is mixed into the encoder's original class, which
+    defines the forward.
 
     Attributes:
-        plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay as it is. A
-            forward pass looks for the very tensor that the model was called with. A mask of None stands for whatever
-            mask of the plan's shape comes, whose values must then be the plan's; so does one of several texts a sample,
-            (B, texts, S), whose rows the model gets as one dimension. A forward pass whose mask is not among them makes
-            a plan of its own, for which a GPU's host waits.
-        known_counts: Masks, and the :meth:`count` of their rows: for a forward pass over some rows of one of them.
-        call_mask: The mask that the model around the encoder was called with, which transformers hands on as a copy.
-        call_hidden_states: Whether the model around the encoder was called for all hidden states.
+        plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay padded. A
+            forward pass looks up the very mask tensor that the model was called with. A mask of None matches any mask
+            with the plan's shape, whose values must then equal the plan's. So does the mask (B, texts, S) of several
+            texts per sample, which the model receives with its first two dimensions merged. If no mask matches, the
+            forward pass makes its own plan, which synchronizes with the GPU.
+        known_counts: Masks and the :meth:`count` of their rows, for forward passes over a subset of the rows.
+        call_mask: The mask that the surrounding model was called with; transformers passes on a copy.
+        call_hidden_states: Whether the surrounding model was called with a request for all hidden states.
         call_labels: The labels that the outermost model was called with.
-        by_token: The outermost model's head has a loss for each slot, and reads no mask.
-        pad_to_multiple_of: The number of packed tokens is a multiple of it.
-        reads_first: The model's head reads each row's first slot, padding or not.
-        first_tokens_only: Nothing but each row's first token is read of the next result.
-        ran: How the last forward pass went: ``"unpadded"``, ``"padded"``, or None before there was one.
-        counted: Forward passes that had to count their tokens themselves.
-        model_config: The configuration of the model around it.
-        attention_before: The attention implementation that the model around it had.
-        owner: Which :class:`Unpadding` changed it, by a number of its own; None for :func:`apply_unpadding`.
+        by_token: The outermost model's head computes a loss per slot, without using the mask.
+        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
+        reads_first: The model's head reads each row's first slot, even if it is padding.
+        first_tokens_only: Only each row's first token of the next result is read.
+        ran: How the last forward pass ran: ``"unpadded"``, ``"padded"``, or None before the first one.
+        counted: Number of forward passes that had to count their tokens.
+        model_config: The configuration of the surrounding model.
+        attention_before: The previous attention implementation of the surrounding model.
+        owner: Number of the :class:`Unpadding` that changed it; None for :func:`apply_unpadding`.
         padded_because: Reason and fix for a batch that :meth:`layout` leaves padded.
     """
 
@@ -79,11 +81,11 @@ class UnpaddedEncoder(nn.Module):
     )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-        """Hidden states (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at padding.
+        """Hidden states (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at padding.
 
-        Left padded, and computed as the untouched model does: batches with a mask of pairs or cached keys, a
-        request for hidden states or attention weights, and rows that begin with padding under a head that
-        reads their first slot.
+        These batches stay padded and are computed as in the untouched model: batches with a mask of pairs or cached
+        keys, a request for hidden states or attention weights, and rows that begin with padding under a head that reads
+        their first slot.
         """
         call_mask, self.call_mask = self.call_mask, None
         mask = self._mask_of(attention_mask, call_mask)
@@ -94,9 +96,10 @@ class UnpaddedEncoder(nn.Module):
         rows, width, hidden = hidden_states.shape
         packed = gather_tokens(hidden_states.reshape(rows * width, hidden), plan.indices_T).unsqueeze(0)
         if not torch.compiler.is_compiling():
-            torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled one by one
+            torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
         if self.first_tokens_only:
-            kwargs["first_tokens_only"] = True  # a keyword, and so there too when a layer is recomputed
+            # a keyword argument, so that it is also passed when a layer is recomputed
+            kwargs["first_tokens_only"] = True
         output = self._packed(packed, plan, **kwargs)
         self.ran = "unpadded"
         last = scatter_tokens(output.last_hidden_state.squeeze(0), plan.indices_T, rows * width)
@@ -104,15 +107,15 @@ class UnpaddedEncoder(nn.Module):
         return output
 
     def _mask_of(self, attention_mask: Tensor | None, call_mask: Tensor | None) -> Tensor | None:
-        """The mask (B, S), from what the encoder and the model around it were given."""
+        """The mask (B, S), from the arguments of the encoder and of the surrounding model."""
         return attention_mask
 
     def _packed(self, packed: Tensor, plan: Plan, **kwargs: Any) -> Any:
-        """The layers on packed tokens, (1, T, H) → transformers' output."""
+        """Run the layers on packed tokens, (1, T, H) → transformers' output."""
         return super().forward(packed, attention_mask=None, unpadding=plan, **kwargs)
 
     def _attends_packed(self) -> bool:
-        """Whether the layers would not take the packed tokens for one long row."""
+        """Whether attention respects the boundaries between packed rows."""
         return bool(self.model_config._attn_implementation == IMPLEMENTATION)
 
     def _can_unpad(self, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
@@ -127,7 +130,7 @@ class UnpaddedEncoder(nn.Module):
         )
 
     def _plan_of(self, hidden_states: Tensor, mask_BS: Tensor | None, call_mask: Tensor | None) -> Plan | None:
-        """The plan made for the mask that the model was given, or else one made now; None to stay padded."""
+        """The plan for the mask that the model was called with, or else a new one; None to stay padded."""
         shape = hidden_states.shape[:2]
         for planned_for, layout in self.plans:
             if not (planned_for is None or planned_for is call_mask or _has_as_rows(planned_for, shape)):
@@ -160,7 +163,7 @@ class UnpaddedEncoder(nn.Module):
         return plan if isinstance(plan, Plan) else None
 
     def _known_counts(self, call_mask: Tensor | None) -> Sequence[int] | None:
-        """Those of a mask that is some rows of a counted one, by where it lies in memory."""
+        """The counts of a mask that is a slice of a counted mask's rows, recognized by its memory address."""
         if call_mask is None or not call_mask.is_contiguous():
             return None
         for mask, counts in self.known_counts:
@@ -174,17 +177,17 @@ class UnpaddedEncoder(nn.Module):
         return None
 
     def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
-        """Rows for which the head reads what is computed for padding; see :func:`.reads_padding`."""
+        """Rows for which the head reads outputs at padding positions; see :func:`.reads_padding`."""
         return reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
 
     def _check_labels(self, mask_BS: Tensor) -> None:
-        """Without waiting for the device, where nobody looked at the labels when the batch was planned."""
+        """Check labels without synchronizing, if they were not checked when the batch was planned."""
         labels = self.call_labels
         if self.by_token and labels is not None and labels.shape == mask_BS.shape:
             torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
 
     def count(self, mask_BS: Tensor) -> list[int]:
-        """Real tokens of each row, negative where something keeps it padded; see :func:`row_counts`."""
+        """Real tokens of each row, negative if the batch must stay padded because of it; see :func:`row_counts`."""
         return row_counts(mask_BS)
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
@@ -195,17 +198,17 @@ class UnpaddedEncoder(nn.Module):
 
 
 class UnpaddedModel(UnpaddedEncoder):
-    """Of a family whose encoder is a model itself, which embeds the tokens too."""
+    """An unpadded encoder that is itself a model and also embeds the tokens."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls, "_can_record_outputs"):  # a family's methods, not yet joined to its model
+        if not hasattr(cls, "_can_record_outputs"):  # unbound methods of a family
             return
-        # transformers looks up by class what a model can record: hidden states and attention weights, in the padded
-        # way. Assigning an item asks for a class's name in transformers 5.17 and for a model of it in 5.23; update
-        # takes the name in both.
+        # transformers looks up by class what a model can record: hidden states and attention weights of the padded
+        # model. Item assignment expects a class's name in transformers 5.17 and a model in 5.23; update() accepts the
+        # name in both.
         modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
-        # save_pretrained writes the class's name into config.json: a model alone is to be loaded as what it was.
+        # save_pretrained writes the class's name to config.json, and the saved model must load as its original class.
         cls.__name__ = cls.__name__.removeprefix(cls.prefix)
 
     def _output(self, last: Tensor, plan: Plan) -> Any:
@@ -220,5 +223,5 @@ def _has_as_rows(mask: Tensor, shape: torch.Size) -> bool:
 
 
 def unpadded_encoders(model: nn.Module) -> list[UnpaddedEncoder]:
-    """The encoders in a model that run on real tokens."""
+    """The unpadded encoders in a model."""
     return [module for module in model.modules() if isinstance(module, UnpaddedEncoder)]

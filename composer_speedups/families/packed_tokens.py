@@ -1,6 +1,6 @@
-"""Where the real tokens of a padded batch lie, and moving them out and back.
+"""The layout of a padded batch's real tokens, and gathering and scattering them.
 
-Shapes: B rows, S slots a row, N = B·S slots in all, T packed tokens, H hidden units.
+Shapes: B rows, S slots per row, N = B·S slots, T packed tokens, H hidden units.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ __all__ = [
 ]
 
 
-IGNORED = -100  # the label that torch's cross entropy leaves out
+IGNORED = -100  # the label that torch's cross entropy ignores
 
 
 class Plan(NamedTuple):
-    """One batch's real tokens, in row order, followed by unused slots up to a round total.
+    """One batch's real tokens in row order, followed by unused entries up to a rounded total.
 
-    The unused slots are a sequence of their own: no real token attends to them, they are read from the last
-    slot of the batch, are never written back, and so get no gradient.
+    The unused entries form a separate sequence: no real token attends to them, they are gathered from the last slot of
+    the batch, are not scattered back, and get no gradient.
 
     Attributes:
         mask_BS: bool; the mask the plan was made from.
-        indices_T: int64; the slot of each packed token among the N, and N itself for an unused one.
-        cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the unused slots', then T.
-        longest: A bound on the length of a row and of the unused slots.
+        indices_T: int64; the slot of each packed token among the N, and N for unused entries.
+        cu_seqlens: int32 (B + 2,); where each row starts among the packed tokens, then the start of the unused entries,
+            then T.
+        longest: A bound on the length of a row and of the unused entries.
     """
 
     mask_BS: Tensor
@@ -49,9 +50,9 @@ class Plan(NamedTuple):
 
 
 def token_masks(batch: Any) -> dict[str, Tensor]:
-    """The attention masks of a batch by their names: ``attention_mask``, and a bi-encoder's further ones.
+    """The attention masks of a batch, by name: ``attention_mask``, and further ones of a bi-encoder.
 
-    They are (B, S), or (B, texts, S) like their token ids where a sample has several texts.
+    They are (B, S), or (B, texts, S) if samples have several texts.
     """
     if not isinstance(batch, Mapping):
         return {}
@@ -70,12 +71,13 @@ def _shape(tensors: Mapping[str, Tensor], mask: str) -> torch.Size | None:
 
 
 def row_counts(mask_BS: Tensor) -> list[int]:
-    """Real tokens of each row, as numbers of the host; negative where a row begins with padding.
+    """Real tokens of each row, on the host; negative for rows that begin with padding.
 
-    A mask on a GPU makes the host wait for it. An empty row counts 0.
+    Synchronizes if the mask is on a GPU. An empty row counts 0.
     """
     if mask_BS.device.type == "cpu":
-        # Not torch: for a few thousand numbers it wakes all its threads, for milliseconds on a host of many cores.
+        # Not torch, which would wake all its threads for a few thousand numbers, for milliseconds on hosts with many
+        # cores.
         real_BS = mask_BS.detach().numpy() != 0
         counts = real_BS.sum(-1)
         return [int(count) if first else -int(count) for count, first in zip(counts, real_BS[:, 0], strict=True)]
@@ -85,20 +87,20 @@ def row_counts(mask_BS: Tensor) -> list[int]:
 
 
 def rows_with_holes(mask_BS: Tensor) -> list[bool]:
-    """Whether padding lies between the real tokens of each row; a mask on a GPU makes the host wait for it."""
+    """Whether each row has padding between its real tokens. Synchronizes if the mask is on a GPU."""
     real = mask_BS.detach().cpu().numpy() != 0
-    pieces = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(-1)  # by their beginnings
+    pieces = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(-1)  # by the number of runs of real tokens
     return [bool(row) for row in pieces > 1]
 
 
 def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, first_slot: bool) -> list[bool]:
-    """Rows whose loss is, in the untouched model, over something computed for padding; a batch with one stays padded.
+    """Rows whose loss in the untouched model depends on outputs at padding positions. Such a batch stays padded.
 
     Args:
-        mask_BS: The batch's attention mask; one on a GPU makes the host wait for it.
-        labels: The batch's; -100 is ignored. None where there are none.
-        by_token: The head has a loss for each slot, and reads no mask.
-        first_slot: The head reads each row's first slot, which in a row without a token is padding.
+        mask_BS: The batch's attention mask. Synchronizes if it is on a GPU.
+        labels: The batch's labels; -100 is ignored. None if there are none.
+        by_token: The head computes a loss per slot, without using the mask.
+        first_slot: The head reads each row's first slot, which is padding in a row without tokens.
     """
     rows = len(mask_BS)
     mask = mask_BS.detach().cpu().numpy() != 0
@@ -112,48 +114,48 @@ def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, fir
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is neither below ``number`` nor 0."""
+    """The smallest positive multiple that is at least ``number``."""
     return max(-(-number // multiple), 1) * multiple
 
 
 def make_plan(mask_BS: Tensor, total: int, pad_to_multiple_of: int = 64) -> Plan:
-    """Lay out the real tokens of a batch, on the mask's device and without waiting for it.
+    """Lay out the real tokens of a batch on the mask's device, without synchronizing.
 
     Args:
-        mask_BS: Nonzero at real tokens, wherever they are.
-        total: How many those are: the shapes follow from it. A wrong one raises, on a GPU at its next
-            synchronisation.
-        pad_to_multiple_of: T is rounded up to a multiple of it, and is never 0.
+        mask_BS: Nonzero at real tokens, at any positions.
+        total: Number of real tokens, which determines the shapes. A wrong number raises; on a GPU, at its next
+            synchronization.
+        pad_to_multiple_of: T is rounded up to a multiple of it, and is at least this.
     """
     mask_BS = mask_BS.bool()
     packed, slots = round_up(total, pad_to_multiple_of), mask_BS.numel()
     real_N = mask_BS.flatten()
     ends_B = mask_BS.sum(-1).cumsum(0)
     torch._assert_async(ends_B[-1] == total, "the attention mask changed after its tokens were counted")
-    # Real slots go to their rank among the real ones; the others all write past the end. Ranks are clamped so
-    # that a wrong total meets the check above and not an index out of range.
+    # Real slots go to their rank among the real ones; all others write past the end. Ranks are clamped, so that a wrong
+    # total fails the check above instead of indexing out of range.
     rank_N = torch.where(real_N, real_N.cumsum(0) - 1, packed).clamp(max=packed)
     indices_T = torch.full((packed + 1,), slots, device=mask_BS.device).scatter_(
         0, rank_N, torch.arange(slots, device=mask_BS.device)
     )[:packed]
     cu_seqlens = F.pad(F.pad(ends_B, (1, 0)), (0, 1), value=packed).to(torch.int32)
-    torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph serves them all
-    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # round, so that it seldom changes
+    torch._dynamo.maybe_mark_dynamic(indices_T, 0)  # T changes with every batch; one graph is used for all
+    longest = round_up(max(mask_BS.shape[1], pad_to_multiple_of), 128)  # rounded, so that it seldom changes
     return Plan(mask_BS, indices_T, cu_seqlens, longest)
 
 
 def gather_tokens(x_NH: Tensor, indices_T: Tensor) -> Tensor:
-    """(N, H) slots → (T, H) packed tokens."""
+    """Gather (N, H) slots into (T, H) packed tokens."""
     return _Gather.apply(x_NH, indices_T)
 
 
 def scatter_tokens(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
-    """(T, H) packed tokens → (N, H) slots, N being ``slots``; zeros where there is no real token."""
+    """Scatter (T, H) packed tokens into (N, H) slots, N being ``slots``; zeros where there is no real token."""
     return _Scatter.apply(x_TH, indices_T, slots)
 
 
-# Each is the other's backward pass. torch's own backward of index_select adds into its result, with atomics or a
-# sort; indices that are all different need only a copy.
+# Each is the other's backward pass. torch's backward of index_select adds into its result, with atomics or a sort;
+# unique indices only need a copy.
 
 
 def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
@@ -161,7 +163,7 @@ def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
 
 
 def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
-    padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last one takes the unused
+    padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
     return padded.index_copy_(0, indices_T, x_TH)[:slots]
 
 

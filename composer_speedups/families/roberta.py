@@ -1,4 +1,4 @@
-"""RoBERTa: BERT's blocks, and positions that are counted from the ids that are no padding."""
+"""RoBERTa: BERT's blocks, with positions counted over the ids that are not padding."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Whether a module is exactly what its library builds: its class, children, parameters and settings, without hooks.
+"""Check whether a module is exactly what its library builds: class, children, parameters, settings, no hooks.
 
-A technique that computes a module's result itself reads the module's weights and calls none of its code. It may do so
-only where that code is known: a PEFT adapter, a hook or another activation would be left out without a word.
+A technique that computes a module's result itself reads the module's weights and does not call its code. This is only
+valid if that code is known: a PEFT adapter, a hook or another activation would be ignored silently.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _HOOKS = {
     "_backward_pre_hooks": "a backward pre-hook",
     "_backward_hooks": "a backward hook",
 }
-# transformers installs these once hidden states or attentions were asked for; they only look, and only when asked.
+# transformers installs these hooks when hidden states or attentions are requested; they only observe.
 _RECORDERS = "transformers.utils.output_capturing"
-# Read by the techniques themselves (rates and epsilons), or of no effect on what a module computes.
+# Either read by the techniques themselves (rates and epsilons), or without effect on the result.
 _FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
 _FREE |= {"is_gradient_checkpointing", "gradient_checkpointing", "attn_implementation"}
 _PLAIN = (bool, int, float, str, type(None), tuple, FunctionType, BuiltinFunctionType, MethodType)
-# Hooks of every module: torch has no function that asks for them.
+# Global hooks of all modules, for which torch has no public accessor.
 _EVERYWHERE = (
     torch_modules._global_forward_pre_hooks,
     torch_modules._global_forward_hooks,
@@ -50,26 +50,26 @@ def differences(
     around: bool = False,
     skip: Collection[nn.Module] = (),
 ) -> Iterator[str]:
-    """What sets a module, and those inside it, apart from a reference.
+    """Yield the differences between a module, including its submodules, and a reference.
 
     Args:
-        module: What a user brought.
-        reference: What the library builds from the same configuration; may be on the meta device.
-        name: The module's, for the sentences.
-        ours: Whether what this package changed counts as untouched.
-        around: Whether hooks on the module itself, and this package's own ``forward`` around the class's, are no
-            difference: they run whatever the class's ``forward`` computes.
-        skip: Modules that are not looked into.
+        module: The user's module.
+        reference: The module that the library builds from the same configuration; may be on the meta device.
+        name: The module's name, for the sentences.
+        ours: Whether changes by this package are ignored.
+        around: Whether hooks on the module itself, and this package's ``forward`` around the class's, are ignored,
+            because they run independently of the class's ``forward``.
+        skip: Modules to skip.
 
     Yields:
-        Sentences such as "bert.encoder.layer.0.attention.self.query is a peft Linear". Dropout probabilities,
-        epsilons, values of weights, dtypes, devices and ``requires_grad`` are no difference.
+        Sentences such as "bert.encoder.layer.0.attention.self.query is a peft Linear". Dropout probabilities, epsilons,
+        values of weights, dtypes, devices and ``requires_grad`` may differ.
     """
     if _hooked_everywhere():
         yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
     if type(module) is not type(reference):
         if not (ours and _is_ours(type(module))):
-            yield f"{name} is {_described(type(module))} and not {_described(type(reference))}"
+            yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
             return
         if not isinstance(module, type(reference)):
             return
@@ -86,7 +86,7 @@ def differences(
         if attribute.startswith("_") or attribute in _FREE or not isinstance(value, _PLAIN):
             continue
         if not _same(vars(module).get(attribute, _MISSING), value):
-            yield f"{name}.{attribute} is {vars(module).get(attribute, 'missing')!r} and not {value!r}"
+            yield f"{name}.{attribute} is {vars(module).get(attribute, 'missing')!r} instead of {value!r}"
     if module._modules.keys() != reference._modules.keys():
         odd = sorted(module._modules.keys() ^ reference._modules.keys())
         yield f"{name} has other modules than its class builds ({', '.join(odd)})"
@@ -96,15 +96,16 @@ def differences(
         below = f"{name}.{child}" if name else child
         if held is None or built is None:
             if held is not built:
-                yield f"{below} is {'missing' if held is None else 'there, where its class builds none'}"
+                yield f"{below} is {'missing' if held is None else 'set, but its class does not build it'}"
         elif held not in skip:
             yield from differences(held, built, below, ours=ours, skip=skip)
 
 
 def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
-    """How a model of transformers differs from what its class builds from its configuration; see :func:`differences`.
+    """Yield how a transformers model differs from what its class builds from its configuration; see
+    :func:`differences`.
 
-    What this package changed is no difference. A class that is not transformers' own is one.
+    Changes by this package are ignored. A class that is not transformers' own is a difference.
     """
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     label = name or kind.__name__
@@ -113,18 +114,19 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
     try:
         without = {"add_pooling_layer": False} if getattr(model, "pooler", _MISSING) is None else {}
         reference = built_on_meta(kind, model.config, **without)
-    except Exception as error:  # a configuration that its class no longer takes
-        return [f"{label} cannot be built anew from its configuration ({type(error).__name__})"]
+    except Exception as error:  # a configuration that its class no longer accepts
+        return [f"{label} cannot be rebuilt from its configuration ({type(error).__name__})"]
     attention = model.config._attn_implementation or "eager"
     own = [] if _is_known_attention(attention) else [f"{label}'s attention is {attention!r}"]
     return own + list(differences(model, reference, name, ours=True, skip=skip))
 
 
 def changes_to(model: nn.Module) -> list[str]:
-    """How a model, with whatever is around and inside it, differs from one that is transformers' own throughout.
+    """Yield how a model, with everything around and inside it, differs from a model that is entirely transformers' own.
 
-    Composer's HuggingFaceModel around it is no difference. A bare encoder is one, since what reads its result is not
-    known, unless the model around it has ``reads_real_tokens``: only of those, as a task of this package that pools.
+    Composer's HuggingFaceModel around it is ignored. A bare encoder is a difference, because the code that reads its
+    result is unknown, unless the surrounding model has ``reads_real_tokens`` and so ignores padding, as this package's
+    tasks do.
     """
     outermost = outermost_models(model)
     found = []
@@ -141,13 +143,13 @@ def changes_to(model: nn.Module) -> list[str]:
 
 
 def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
-    """A module without memory for its weights, and without initialising them."""
+    """Build a module without allocating or initializing its weights."""
     with torch.device("meta"), no_init_weights():
         return kind(*arguments, **settings)
 
 
 def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
-    """The models of transformers in a module that are not inside another one, by name (``""`` is the module)."""
+    """The outermost transformers models in a module, by name (``""`` is the module itself)."""
     found: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
         inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
@@ -157,11 +159,11 @@ def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 class Untouched:
-    """Modules as they were when they were found to be untouched; asking is cheap enough for a forward pass.
+    """A snapshot of untouched modules, with a check that is cheap enough for each forward pass.
 
     Args:
-        modules: Those that must stay as they are.
-        around: The module whose own children must stay, and that may have hooks: they run around its forward pass.
+        modules: Modules that must not change.
+        around: The module whose children must not change; it may have hooks, which run around its forward pass.
     """
 
     def __init__(self, modules: Iterable[nn.Module], around: nn.Module) -> None:
@@ -175,11 +177,11 @@ class Untouched:
 
     @classmethod
     def inside(cls, module: nn.Module) -> Untouched:
-        """All modules inside one."""
+        """All modules inside a module."""
         return cls([each for each in module.modules() if each is not module], module)
 
     def still(self) -> bool:
-        """Whether none of them was exchanged, hooked, patched or set otherwise since."""
+        """Whether none of them was replaced, hooked, patched or configured differently since."""
         for module, kind, forward, methods, read, settings in self._modules:
             attributes = module.__dict__
             if type(module) is not kind or kind.forward is not forward:
@@ -197,14 +199,14 @@ _MISSING = object()
 
 
 def _own_methods(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
-    """Functions that were set on the instance in the place of its class's."""
+    """Functions that were set on the instance instead of its class."""
     for attribute, value in vars(module).items():
         if isinstance(getattr(type(module), attribute, None), FunctionType) and not (ours and _is_ours(value)):
-            yield f"{name} has a {attribute} of its own"
+            yield f"{name} has its own {attribute}"
 
 
 def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:
-    """``added``: buffers that this package gave the module."""
+    """``added``: buffers that this package added to the module."""
     buffers = {key: buffer for key, buffer in module._buffers.items() if key not in added}
     for kind, held, built in (
         ("parameters", module._parameters, reference._parameters),
@@ -219,9 +221,9 @@ def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Co
         if parameter is None or built_parameter is None:
             continue
         if type(parameter) is not nn.Parameter or not parameter.is_floating_point():
-            yield f"{name}.{key} is no plain tensor of floating-point numbers but {_described(type(parameter))}"
+            yield f"{name}.{key} is {_described(type(parameter))} instead of a plain floating-point tensor"
         elif parameter.shape != built_parameter.shape:
-            yield f"{name}.{key} has shape {tuple(parameter.shape)} and not {tuple(built_parameter.shape)}"
+            yield f"{name}.{key} has shape {tuple(parameter.shape)} instead of {tuple(built_parameter.shape)}"
 
 
 def _same(held: Any, built: Any) -> bool:
@@ -231,14 +233,15 @@ def _same(held: Any, built: Any) -> bool:
 
 
 def _methods(kind: type[nn.Module]) -> frozenset[str]:
-    """Functions that a class has beyond any module's own, and ``forward``."""
+    """A class's functions that nn.Module does not have, and its ``forward``."""
     found = {name for name in dir(kind) if isinstance(getattr(kind, name, None), FunctionType)}
     return frozenset(found - set(dir(nn.Module)) | {"forward"})
 
 
 def _settings(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
-    """What reads a module's children and settings from its attributes, and what they are now."""
-    ours = {name for kind in type(module).__mro__ if _is_ours(kind) for name in vars(kind)}  # such as what ran last
+    """A function that reads a module's children and settings from its attributes, and their current values."""
+    # such as the record of what ran last
+    ours = {name for kind in type(module).__mro__ if _is_ours(kind) for name in vars(kind)}
     names = [
         name
         for name, value in vars(module).items()
@@ -253,7 +256,7 @@ def _hooked_everywhere() -> bool:
 
 
 def _is_patched(kind: type[nn.Module]) -> bool:
-    """Whether somebody put another function in the place of a class's ``forward``."""
+    """Whether a class's ``forward`` was replaced."""
     owner = next(c for c in kind.__mro__ if "forward" in vars(c))
     if owner is nn.Module:  # a container, which is never called
         return False
@@ -269,7 +272,7 @@ def _is_ours(thing: Any) -> bool:
 
 
 def _is_known_attention(name: str) -> bool:
-    """Whether it computes what eager attention does; users can register their own, under any name."""
+    """Whether it computes the same as eager attention; users can register their own under any name."""
     function = AttentionInterface().get(name)
     theirs = (getattr(function, "__module__", None) or "").startswith("transformers.")
     return theirs or _is_ours(function) or (name == "eager" and function is None)

@@ -1,10 +1,10 @@
-"""T5's encoder: norms before and without bias, a bias for relative positions that the first block holds for all.
+"""T5's encoder: pre-norms without bias, and a relative position bias that the first block computes for all.
 
-Its stack embeds the ids itself, so that it packs before its embeddings, as ModernBERT does. The bias is between the
-slots of a row: queries, keys and values go back to their slots in attention, and all else stays packed. Models with
-T5's decoder are refused.
+Its stack embeds the ids itself, so it packs before its embeddings, as ModernBERT does. The bias is defined between
+slots of a row: queries, keys and values are moved back to their slots in attention, and everything else stays packed.
+Models with T5's decoder are refused.
 
-Shapes: B rows, S slots a row, T packed tokens, A heads, H hidden units.
+Shapes: B rows, S slots per row, T packed tokens, A heads, H hidden units.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ENCODERS = ("T5Stack", "T5EncoderModel", "T5ForTokenClassification")  # its oth
 
 
 class _UnpaddedT5(UnpaddedModel):
-    """Token ids (B, S) or embeddings (B, S, H) → transformers' output, its last hidden state (B, S, H) with zeros at
-    padding."""
+    """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros
+    at padding."""
 
     embed_tokens: nn.Module
     block: nn.ModuleList
@@ -64,7 +64,7 @@ class _UnpaddedT5(UnpaddedModel):
         bias_1ASS = first.layer[0].SelfAttention.compute_bias(width, width, device=packed.device)
         for block in self.block:
             if not torch.compiler.is_compiling():
-                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for blocks compiled one by one
+                torch._dynamo.maybe_mark_dynamic(packed, 1)  # for blocks compiled separately
             packed = block(packed, None, bias_1ASS, unpadding=plan, **kwargs)[0]
         return self.dropout(self.final_layer_norm(packed))  # type: ignore[no-any-return]
 
@@ -81,7 +81,7 @@ FAMILY = Family(
     encoder="T5Stack",
     blocks="block",
     layer="T5Block",
-    embeddings="",  # the stack's own Embedding, which is torch's
+    embeddings="",  # the stack's Embedding is torch's
     query_and_value=("q", "v"),
     reads=_reads,
     packed_encoder=_UnpaddedT5,

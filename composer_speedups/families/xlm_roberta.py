@@ -1,4 +1,4 @@
-"""XLM-RoBERTa: RoBERTa's modules under names of their own."""
+"""XLM-RoBERTa: RoBERTa's modules under different names."""
 
 from __future__ import annotations
 

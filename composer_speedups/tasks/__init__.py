@@ -1,8 +1,8 @@
-"""What is trained: heads, labels, losses, metrics, predictions and export.
+"""Training tasks: heads, labels, losses, metrics, predictions and export.
 
     from composer_speedups.tasks import Classification, FinetuneModel
 
-Names are imported when first asked for: the config reads ``tasks.config`` and should not wait for torch.
+Names are imported on first use, because the config reads ``tasks.config`` and should not import torch.
 """
 
 from __future__ import annotations

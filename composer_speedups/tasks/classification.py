@@ -1,4 +1,4 @@
-"""One class for each text or pair of texts."""
+"""Single-label classification of texts and pairs of texts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ __all__ = ["Classification"]
 
 @dataclass(kw_only=True)
 class Classification(Task):
-    """Labels are names, or integers; cross entropy; accuracy, macro F1 and Matthews' correlation.
+    """Classification with labels that are names or integers; cross entropy; accuracy, macro F1 and Matthews
+    correlation.
 
     Attributes:
-        labels: Names of the classes in the order of the head's outputs; None takes those of the training samples.
+        labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
         label_smoothing: Probability that the loss spreads over all classes.
-        class_weights: Weight of each class in the loss; None weighs all alike.
+        class_weights: Weight of each class in the loss; None for equal weights.
     """
 
     labels: Sequence[str] | None = None
@@ -47,10 +48,10 @@ class Classification(Task):
         labels = self._labels()
         if self.class_weights is not None and len(self.class_weights) != len(labels.names):
             raise ConfigError(
-                f"model.class_weights has {len(self.class_weights)} numbers for {len(labels.names)} classes "
-                f"({', '.join(labels.names)}); give one for each, in this order"
+                f"model.class_weights has {len(self.class_weights)} values for {len(labels.names)} classes "
+                f"({', '.join(labels.names)}); set one per class, in this order"
             )
-        # transformers would set it in the first forward pass, and torch.compile would compile that pass anew.
+        # transformers would set it in the first forward pass, and torch.compile would then recompile.
         return {"problem_type": "single_label_classification", **labels.settings()}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
@@ -69,10 +70,10 @@ class Classification(Task):
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         classes = len(self._labels().names)
-        # Its check of the labels, which the data's own has seen to, would wait for the device at each batch.
+        # torch's check of the labels, which the data's own check makes unnecessary, would synchronize at each batch.
         found: dict[str, Metric] = {
             "MulticlassAccuracy": MulticlassAccuracy(num_classes=classes, average="micro", validate_args=False),
-            # Composer's own CrossEntropy is the mean over batches, however many samples the last one has.
+            # Composer's CrossEntropy averages over batches, regardless of how many samples the last one has.
             "CrossEntropy": MeanLoss(F.cross_entropy),
         }
         if not training:
@@ -97,4 +98,4 @@ class Classification(Task):
         return self.class_weights is not None or self.label_smoothing > 0
 
     def _labels(self) -> Labels:
-        return Labels(list(self.labels or ("0", "1")))  # two for rows of random tokens, which name none
+        return Labels(list(self.labels or ("0", "1")))  # two for rows of random tokens, which do not name classes

@@ -7,7 +7,7 @@ from composer_speedups.core.settings import key
 
 __all__ = ["TASK_KEYS", "ModelConfig"]
 
-# Keys that only some tasks read. Setting one for another task would silently do nothing, so it is an error.
+# Keys that only some tasks read. Setting one for another task would have no effect, so it is an error.
 TASK_KEYS: dict[str, tuple[str, ...]] = {
     "model.label_smoothing": ("classification",),
     "model.class_weights": ("classification",),
@@ -32,26 +32,26 @@ class ModelConfig:
     task: Literal[
         "classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"
     ] = "classification"
-    """What is trained: the head, the loss, the metrics and the columns that are read."""
+    """The task: its head, loss and metrics, and the columns that it reads."""
     init: Literal["pretrained", "random"] = "pretrained"
-    """Load the weights, or start from random ones (needs no hub when model.size is given)."""
+    """Load the weights, or start from random ones (without the hub if model.size is set)."""
     size: Literal["tiny", "mini", "base", "large"] | None = None
     """With init: random, a BERT of this size (layers/hidden: 2/128, 4/256, 12/768, 24/1024)."""
     dropout: float | None = key(None, ge=0, lt=1)
     """Hidden and attention dropout; null keeps the model's own (0.1 in BERT)."""
     train_metrics: bool = True
-    """Compute accuracy on each training batch; costs a host synchronisation a step."""
+    """Compute metrics for each training batch; costs a synchronization per step."""
     label_smoothing: float = key(0.0, ge=0, lt=1)
     """Task classification: probability that the loss spreads over all classes."""
     class_weights: list[float] | None = key(None, gt=0)
-    """Task classification: weight of each class in the loss, in the order of the labels; null weighs all alike."""
+    """Task classification: weight of each class in the loss, in the order of the labels; null for equal weights."""
     loss: Literal["bce", "pairwise", "ranking", "cosine"] | None = None
     """Task reranking: bce (default) or pairwise. Task embedding: ranking (default; in-batch negatives), or cosine
     (regression on scores)."""
     temperature: float = key(0.05, gt=0, le=10)
-    """Task embedding, loss ranking: cosine similarities are divided by it."""
+    """Task embedding, loss ranking: temperature that cosine similarities are divided by."""
     pooling: Literal["mean", "cls"] = "mean"
     """Task embedding: mean of the token vectors, or the first token's."""
     gradient_cache: int | None = key(None, ge=1)
-    """Task embedding: encode this many texts at a time and recompute their activations in the backward pass, so that
-    the batch of in-batch negatives may exceed memory; null encodes the whole batch at once."""
+    """Task embedding: encode this many texts at a time and recompute their activations in the backward pass, so
+    that a batch with in-batch negatives may exceed memory; null encodes the whole batch at once."""

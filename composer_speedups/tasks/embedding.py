@@ -1,4 +1,4 @@
-"""A vector for each text: a bi-encoder, as sentence-transformers has them."""
+"""Embeddings of texts by a bi-encoder, as in sentence-transformers."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ __all__ = ["Embedding"]
 
 @dataclass(kw_only=True)
 class Embedding(Task):
-    """A sample is an anchor, a positive and any number of negatives, or two texts and a score.
+    """Text embeddings. A sample is an anchor, a positive and any number of negatives, or two texts and a score.
 
-    With the ``ranking`` loss each anchor is to be nearer to its positive than to every other positive and negative of
-    the batch, over all ranks. Texts that would be false negatives are left out for an anchor: those equal to it or to
-    its positive, and the positives of equal anchors (a row may come twice to even out a batch over ranks). With
-    ``cosine`` the cosine similarity of two texts is to equal their score. Evaluation is by recall@1 and recall@10 among
-    all positives, or by Spearman's correlation where there are scores.
+    The ``ranking`` loss trains each anchor to be closer to its positive than to every other positive and negative of
+    the batch, over all ranks. False negatives are excluded per anchor: texts equal to the anchor or to its positive,
+    and the positives of equal anchors (a sample may occur twice to even out a batch over ranks). The ``cosine`` loss
+    fits the cosine similarity of two texts to their score. Evaluation computes recall@1 and recall@10 among all
+    positives, or Spearman correlation if there are scores.
 
     Attributes:
-        label_column: Column of the scores. With ``ranking`` only evaluation reads it.
+        label_column: Column of the scores. With ``ranking`` it is used in evaluation only.
         loss_name: ``ranking`` or ``cosine``.
-        temperature: Cosine similarities are divided by it in the ``ranking`` loss.
-        pooling: ``mean`` of the token vectors, or ``cls``, the first one.
-        gradient_cache: Texts encoded at a time; their activations are computed again in the backward pass. None encodes
-            the whole batch at once.
+        temperature: Divides cosine similarities in the ``ranking`` loss.
+        pooling: ``mean`` of the token vectors, or ``cls``, the first token's vector.
+        gradient_cache: Number of texts encoded at a time; their activations are recomputed in the backward pass. None
+            encodes the whole batch at once.
 
     Sources: multiple negatives ranking loss, arXiv 1705.00652; Sentence-BERT, arXiv 1908.10084; gradient caching, arXiv
     2101.06983.
@@ -64,7 +64,7 @@ class Embedding(Task):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.loss_name not in ("ranking", "cosine"):
-            raise ConfigError(f"model.loss: task embedding has ranking and cosine, not {self.loss_name}")
+            raise ConfigError(f"model.loss: task embedding supports ranking and cosine, not {self.loss_name}")
         if len(self.texts) < 2:
             raise ConfigError(
                 "data.text_columns: task embedding reads two columns or more: anchor, positive, negatives"
@@ -101,7 +101,7 @@ class Embedding(Task):
         return found if "labels" not in examples else {**found, "labels": examples["labels"]}
 
     def model_arguments(self, kind: type) -> dict[str, Any]:
-        """No pooler, which nothing would read or train."""
+        """Without a pooler, which would be neither used nor trained."""
         return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class Embedding(Task):
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         vectors = outputs["logits"]
-        # Similarities in float32: bfloat16 has 3 digits, and the temperature makes much of the third.
+        # Similarities in float32: bfloat16 has 3 significant digits, and the temperature amplifies the third.
         with torch.autocast(vectors.device.type, enabled=False):
             if self.loss_name == "cosine":
                 return self._cosine_loss(vectors, batch)
@@ -135,9 +135,10 @@ class Embedding(Task):
         return F.mse_loss((vectors[:, 0] * vectors[:, 1]).sum(-1), batch["labels"])
 
     def _ranking_loss(self, vectors: Tensor, keys_RN: Tensor) -> Tensor:
-        """The mean over this rank's anchors. DDP's mean over ranks of its gradients is that of the whole batch."""
-        anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives come first
-        # For each candidate its own key, and that of the anchor that it is the positive of (0 for a negative).
+        """The mean loss over this rank's anchors. DDP averages gradients over ranks, so the mean is over the whole
+        batch."""
+        anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives precede negatives
+        # For each candidate its own key, and the key of the anchor whose positive it is (0 for a negative).
         answered_RN = F.pad(keys_RN[:, :1], (0, keys_RN.shape[1] - 2))
         keys_C2 = torch.stack([keys_RN[:, 1:], answered_RN], dim=-1).transpose(0, 1).flatten(0, 1)
         first = 0
@@ -173,9 +174,9 @@ class Embedding(Task):
         return [{"embedding": vector} for vector in logits[:, 0].float().tolist()]
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
-        """The files by which sentence-transformers loads the folder: its modules, pooling and normalisation.
+        """Write the files from which sentence-transformers loads the folder: its modules, pooling and normalization.
 
-        In the names of version 3, which later ones read too, as most models on the hub have them.
+        They have the format of version 3, which later versions also read and most models on the hub have.
         """
         package = "sentence_transformers.models"
         modules = [
@@ -211,13 +212,13 @@ class Embedding(Task):
 
 
 def _text_keys(ids_RNS: Tensor, mask_RNS: Tensor) -> Tensor:
-    """A number for each text, (R, N), int64: the same for the same real tokens, however they are padded.
+    """A number per text, (R, N), int64, which is equal for equal real tokens regardless of padding.
 
-    A sum of the ids modulo 2**64, with a pseudo-random coefficient for each position: two texts have the same number
-    by a chance of 2**-60 or so. On the device, since ranks compare them.
+    It is a sum of the token ids modulo 2**64 with a pseudo-random coefficient per position, so two different texts
+    collide with a probability of about 2**-60. It is computed on the device, because ranks compare the numbers.
     """
     place_RNS = mask_RNS.cumsum(-1)
-    mixed = place_RNS * -0x61C8864680B583EB  # the multipliers of splitmix64, as signed numbers
+    mixed = place_RNS * -0x61C8864680B583EB  # the multipliers of splitmix64 as signed integers
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
     return ((ids_RNS + 1) * mask_RNS * mixed).sum(-1)

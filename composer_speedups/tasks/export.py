@@ -1,4 +1,4 @@
-"""The trained model in transformers' own format."""
+"""Export of the trained model in transformers' format."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["export_model"]
 
 
 def export_model(state: State, folder: Path) -> Path:
-    """``save_pretrained`` of the model and its tokenizer, as safetensors, complete or not at all.
+    """``save_pretrained`` of the model and its tokenizer as safetensors, written atomically.
 
-    ``transformers.AutoModelForSequenceClassification.from_pretrained(folder)`` loads it without this package:
-    names and shapes are the stock model's. A model of the embedding task loads in sentence-transformers too. Call it on
-    every rank: FSDP gathers its shards. An earlier export in ``folder`` is replaced. A technique may turn its weights
-    back into the stock model's, and write more beside ``folder``: LoRA merges its adapters, and leaves them in
-    ``adapter/``.
+    ``transformers.AutoModelForSequenceClassification.from_pretrained(folder)`` loads it without this package, because
+    names and shapes are the stock model's. Models of the embedding task also load in sentence-transformers. Collective:
+    every rank must call it, because FSDP gathers its shards. An existing export in ``folder`` is replaced. Techniques
+    may convert their weights to the stock model's, and write more files: LoRA merges its adapters, and also writes them
+    to ``adapter/``.
 
     Raises:
         ValueError: The trained model is not a HuggingFaceModel.
@@ -54,7 +54,8 @@ def export_model(state: State, folder: Path) -> Path:
 
 
 def _tied_again(model: nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Gathered weights in which names of one parameter have one tensor again: ``save_pretrained`` writes that once."""
+    """Share gathered tensors between the names of a tied parameter again, so that ``save_pretrained`` writes them
+    once."""
     first: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         same = first.setdefault(id(parameter), name)

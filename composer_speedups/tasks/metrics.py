@@ -1,4 +1,4 @@
-"""Losses and scores: over all ranks, and at the end of a run under the names that reports and dashboards share."""
+"""Losses and metrics over all ranks, and the metric names of reports and dashboards."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = [
     "gather_alike",
 ]
 
-_CHUNK = 1024  # anchors compared at a time
-_EQUAL = 1e-5  # cosine similarities that differ by less are equal
+_CHUNK = 1024  # number of anchors compared at a time
+_EQUAL = 1e-5  # cosine similarities that differ by less count as equal
 
 REPORTED_NAMES = {
     "MulticlassAccuracy": "accuracy",
@@ -48,13 +48,13 @@ REPORTED_NAMES = {
     "Recall@1": "recall@1",
     "Recall@10": "recall@10",
 }
-"""The name that a metric is logged under → its name in reports, summaries and dashboards."""
+"""Name under which a metric is logged → its name in reports, summaries and dashboards."""
 
 
 def final_metrics(state: State) -> dict[str, float]:
     """The metrics of the last training batch (``train_``) and of the last evaluation.
 
-    With several ranks, every rank must call: a metric is computed over all of them.
+    Collective: with several ranks, every rank must call it.
     """
     metrics: dict[str, float] = {}
     if state.total_loss_dict:
@@ -70,10 +70,10 @@ def final_metrics(state: State) -> dict[str, float]:
 
 
 def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Every rank's tensor, by rank, for a metric's ``dist_sync_fn``; they must have one shape on all ranks.
+    """Gather every rank's tensor for a metric's ``dist_sync_fn``. The tensors must have the same shape on all ranks.
 
-    Composer computes the training metrics after each batch, and torchmetrics' own function has ranks exchange shapes
-    and meet at a barrier for each state first, which waits for the GPU.
+    Composer computes training metrics after each batch. torchmetrics' own function makes ranks exchange shapes and
+    enter a barrier for each state first, which synchronizes with the GPU.
     """
     gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, tensor.contiguous(), group)
@@ -81,10 +81,10 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
 
 
 class Confusion(Metric):
-    """Counts (true class, predicted class), without waiting for the device as torchmetrics' ``bincount`` does.
+    """Counts of (true class, predicted class), computed without the synchronization of torchmetrics' ``bincount``.
 
     Args:
-        num_classes: The counts are (num_classes, num_classes).
+        num_classes: Number of classes; the counts have shape (num_classes, num_classes).
     """
 
     full_state_update = False
@@ -100,7 +100,7 @@ class Confusion(Metric):
 
 
 class MacroF1(Confusion):
-    """The mean over classes of F1; a class that is neither true nor predicted anywhere is left out."""
+    """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored."""
 
     def compute(self) -> Tensor:
         hits_K, all_K = self.counts.diag(), self.counts.sum(0) + self.counts.sum(1)
@@ -108,7 +108,8 @@ class MacroF1(Confusion):
 
 
 class Matthews(Confusion):
-    """Matthews' correlation coefficient for any number of classes; 0 where all are, or are predicted as, one class."""
+    """Matthews correlation coefficient for any number of classes; 0 if all true or all predicted classes are the
+    same."""
 
     def compute(self) -> Tensor:
         true_K, predicted_K = self.counts.sum(1).double(), self.counts.sum(0).double()
@@ -119,9 +120,10 @@ class Matthews(Confusion):
 
 
 class MeanLoss(Metric):
-    """The mean over samples of a loss that is itself the mean over a batch's.
+    """The mean over samples of a loss that is averaged over each batch.
 
-    torchmetrics' MeanMetric would look for NaN on the host at each batch, and forgets the weights when told not to.
+    torchmetrics' MeanMetric checks for NaN on the host at each batch, and ignores the weights if that check is
+    disabled.
 
     Args:
         function: (logits in float32, labels) → scalar.
@@ -146,10 +148,10 @@ class MeanLoss(Metric):
 
 
 class EntityF1(Metric):
-    """F1 of whole entities, micro-averaged, as CoNLL-2003 scores them; by seqeval.
+    """Micro-averaged F1 of whole entities as in CoNLL-2003, computed by seqeval.
 
     Args:
-        names: Of the tags, such as ``B-PER``, by their ids.
+        names: Tag id → name, such as ``B-PER``.
     """
 
     full_state_update = False
@@ -163,8 +165,8 @@ class EntityF1(Metric):
         self.add_state("expected", default=[], dist_reduce_fx="cat")
 
     def update(self, logits_RSK: Tensor, labels_RS: Tensor) -> None:
-        """Tokens with the label -100 are left out."""
-        # One list for all sentences; -1 stands between two of them, where no entity goes on.
+        """Add sentences; tokens with the label -100 are ignored."""
+        # One list for all sentences; -1 separates two of them, because entities do not continue across sentences.
         held_RS = F.pad(labels_RS != IGNORED, (0, 1), value=True)
         self.predicted.append(F.pad(logits_RSK.argmax(-1), (0, 1), value=-1)[held_RS])
         self.expected.append(F.pad(labels_RS, (0, 1), value=-1)[held_RS])
@@ -180,14 +182,14 @@ class EntityF1(Metric):
 
 
 class Recall(Metric):
-    """The share of anchors whose own positive is among the nearest ``k`` of all positives, by cosine similarity.
+    """The fraction of anchors whose positive is among the ``k`` nearest of all positives, by cosine similarity.
 
-    A positive that is as near as the anchor's own, such as the same text, does not push that back.
+    Positives that are as near as the anchor's own, such as equal texts, do not count as nearer.
 
     Args:
-        k: How many of the nearest positives are looked at.
-        shares: Another recall over the same anchors, whose vectors and comparisons this one takes. It is updated and
-            reset with this one, as all metrics of an evaluation are.
+        k: Number of nearest positives.
+        shares: Another recall metric over the same anchors, whose vectors and comparisons are reused. Both are updated
+            and reset together, as all metrics of an evaluation are.
     """
 
     full_state_update = False
@@ -197,13 +199,13 @@ class Recall(Metric):
     def __init__(self, k: int, shares: Recall | None = None) -> None:
         super().__init__()
         self.k, self.shares = k, shares
-        self.nearer_A: Tensor | None = None  # for each anchor, the positives that are nearer than its own
+        self.nearer_A: Tensor | None = None  # number of positives that are nearer than the anchor's own, per anchor
         if shares is None:
             self.add_state("anchors", default=[], dist_reduce_fx="cat")
             self.add_state("positives", default=[], dist_reduce_fx="cat")
 
     def update(self, anchors_RH: Tensor, positives_RH: Tensor) -> None:
-        """Unit vectors; row i of the one belongs to row i of the other."""
+        """Add unit vectors; row i of ``anchors`` belongs to row i of ``positives``."""
         if self.shares is None:
             self.anchors.append(anchors_RH)
             self.positives.append(positives_RH)
@@ -212,13 +214,13 @@ class Recall(Metric):
         if self.shares is None:
             self.nearer_A = self._compared()
         else:
-            self.shares.compute()  # torchmetrics keeps what it has computed already
+            self.shares.compute()  # torchmetrics caches what it has computed
             self.nearer_A = self.shares.nearer_A
         assert self.nearer_A is not None
         return (self.nearer_A < self.k).float().mean()
 
     def _compared(self) -> Tensor:
-        # In float64: TF32 and autocast would make two equal texts differ by more than _EQUAL.
+        # In float64, because TF32 and autocast would make equal texts differ by more than _EQUAL.
         anchors, positives = dim_zero_cat(self.anchors).double(), dim_zero_cat(self.positives).double()
         return torch.cat(
             [

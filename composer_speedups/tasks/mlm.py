@@ -18,18 +18,18 @@ from composer_speedups.tasks.task import Task
 
 __all__ = ["MaskTokens", "MaskedLanguageModelling"]
 
-_DRAWS = 20  # of masks, after which a batch is taken to hold special tokens only
+_DRAWS = 20  # number of draws after which a batch is assumed to contain special tokens only
 
 
 @dataclass(kw_only=True)
 class MaskedLanguageModelling(Task):
-    """Predict masked tokens of a text; the loss is the mean over them. Accuracy and perplexity.
+    """Predict masked tokens; the loss is the mean over them; accuracy and perplexity.
 
     Attributes:
-        mlm_probability: Share of the tokens (or words) that are masked.
-        whole_word_masking: Mask all pieces of a word together, all by the mask token; otherwise a tenth of the masked
-            tokens is left as it is, and a tenth replaced by random ones.
-        packing: Join the texts and cut them into rows of the maximum length.
+        mlm_probability: Fraction of the tokens (or words) that are masked.
+        whole_word_masking: Mask all pieces of a word together, all by the mask token. Otherwise a tenth of the masked
+            tokens is kept, and a tenth replaced by random ones.
+        packing: Concatenate the texts and cut them into rows of the maximum length.
     """
 
     mlm_probability: float = 0.15
@@ -44,7 +44,7 @@ class MaskedLanguageModelling(Task):
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         if self.whole_word_masking and not tokenizer.is_fast:
-            raise ConfigError("data.whole_word_masking needs a fast tokenizer, which knows the word of each piece")
+            raise ConfigError("data.whole_word_masking needs a fast tokenizer, which maps word pieces to words")
         limit = {"truncation": False} if self.packing else {"truncation": True, "max_length": max_length}
         encoded = tokenizer(examples["text_1"], verbose=False, **limit)
         found = {"input_ids": encoded["input_ids"]}
@@ -69,22 +69,23 @@ class MaskedLanguageModelling(Task):
 
 
 class MaskTokens:
-    """A padded batch with ``labels`` for masked language modelling, (rows, length), -100 elsewhere.
+    """Add ``labels`` for masked language modelling, (rows, length), to a padded batch; -100 for tokens that are not
+    masked.
 
     Args:
-        pad: Makes the batch, with ``word_starts`` where whole words are masked.
-        tokenizer: Has the mask token, and says which tokens are special and never masked.
-        probability: Share of the tokens masked.
+        pad: Creates the batch, with ``word_starts`` if whole words are masked.
+        tokenizer: Defines the mask token and the special tokens, which are never masked.
+        probability: Fraction of the tokens to mask.
         whole_words: Mask all pieces of a word together.
-        fixed: The same batch gets the same mask each time, so that one evaluation compares with the next, and
-            evaluating draws no random numbers that training would otherwise get.
+        fixed: Mask the same batch in the same way each time, so that evaluations are comparable, and do not change the
+            random state of training.
     """
 
     def __init__(
         self, pad: Any, tokenizer: Any, probability: float, *, whole_words: bool = False, fixed: bool = False
     ) -> None:
         self.pad, self.whole_words, self.fixed = pad, whole_words, fixed
-        # Of whole words transformers makes nothing but mask tokens, and would warn of its default.
+        # With whole words, transformers uses the mask token only, and would warn about its default.
         replace: dict[str, Any] = {"mask_replace_prob": 1.0, "random_replace_prob": 0.0} if whole_words else {}
         self.collator = DataCollatorForLanguageModeling(
             tokenizer, mlm=True, mlm_probability=probability, whole_word_mask=whole_words, **replace
@@ -106,6 +107,6 @@ class MaskTokens:
 
 
 def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:
-    """Places in a text, (R, S, 2), in which a piece that goes on with a word begins where the one before it ends."""
+    """Token offsets, (R, S, 2), in which a piece that continues a word begins where the previous piece ends."""
     starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
     return torch.stack([starts_RS, starts_RS + 1], dim=-1)

@@ -1,4 +1,4 @@
-"""What a config calls a model; imports no torch."""
+"""Model names in the config; does not import torch."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from composer_speedups.core.files import check_folder
 
 __all__ = ["SIZES", "resolve_name"]
 
-# layers, hidden, heads; feed-forward is 4 × hidden. Source: arXiv 1908.08962 (tiny, mini), 1810.04805.
+# layers, hidden size, heads; the feed-forward size is 4 × hidden. Sources: arXiv 1908.08962 (tiny, mini), 1810.04805.
 SIZES = {"tiny": (2, 128, 2), "mini": (4, 256, 4), "base": (12, 768, 12), "large": (24, 1024, 16)}
 
 
 def resolve_name(name: str) -> str:
-    """``minilm`` → the folder of the minilm extra's weights; ``~`` expanded in a path; any other name as it is.
+    """``minilm`` → the folder of the minilm extra's weights; expands ``~`` in a path; returns other names unchanged.
 
     Raises:
-        ConfigError: The extra is not installed, or a path is no folder.
+        ConfigError: The extra is not installed, or a path is not a folder.
     """
     if name != "minilm":
         return check_folder(name, "model.name")

@@ -1,4 +1,4 @@
-"""A task's model: transformers' own with the task's head, as a ComposerModel that knows its FLOPs."""
+"""Build a task's model: a transformers model with the task's head, wrapped as a ComposerModel that counts FLOPs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from composer_speedups.tasks.task import Task
 
 __all__ = ["FinetuneModel", "build_model", "resolve_name"]
 
-# Weights that a pretrained encoder need not have: the head, which fine-tuning trains.
+# Weights that a pretrained encoder may lack: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
 _WITHOUT_HEAD = (
     "to train a new head on its encoder, save that alone with transformers' AutoModel.from_pretrained(…)"
     ".save_pretrained(FOLDER), and the tokenizer beside it"
 )
-# A model's own files may name code of theirs, for which transformers would otherwise ask on the console.
+# A model's files may reference code, for which transformers would otherwise prompt on the console.
 _SAFE: dict[str, Any] = {"trust_remote_code": False}
 
 
@@ -41,44 +41,46 @@ class FinetuneModel(HuggingFaceModel):
     """Composer's HuggingFaceModel with a task's loss and metrics, and the FLOPs of a training step on real tokens.
 
     Args:
-        model: A model of transformers with the task's head.
-        task: What is trained.
+        model: A transformers model with the task's head.
+        task: The task.
         tokenizer: Saved with checkpoints and exports.
-        max_length: Tokens that samples are cut to.
-        train_metrics: Compute the metrics of training at each batch.
+        max_length: Maximum number of tokens per sample.
+        train_metrics: Compute metrics for each training batch.
     """
 
-    _block_weights: list[torch.Tensor] | None = None  # found once: it takes as long as launching a layer
+    _block_weights: list[torch.Tensor] | None = None  # determined once, because it takes as long as launching a layer
 
     def __init__(
         self, model: Any, task: Task, tokenizer: Any = None, max_length: int = 512, *, train_metrics: bool = True
     ) -> None:
-        # To find out whether a model is a causal LM, Composer imports all of transformers' 180, for seconds.
+        # Composer would import all 180 causal LMs of transformers, which takes seconds, to check whether the model is
+        # one.
         with temporary_attribute(huggingface, "_is_registered_causal_lm", lambda model: False):
-            super().__init__(model, tokenizer=tokenizer, use_logits=True)  # metrics get logits, not the whole output
+            # metrics receive logits instead of the whole output
+            super().__init__(model, tokenizer=tokenizer, use_logits=True)
         self.task, self.max_length = task, max_length
         self.train_metrics = _metrics(task, training=True) if train_metrics else None
         self.val_metrics = _metrics(task, training=False)
 
     @property
     def reads_real_tokens(self) -> bool:
-        """Whether nothing reads what a bare encoder computes for padding; of a task of one's own it is not known."""
+        """Whether nothing reads the outputs of a bare encoder at padding positions; assumed False for custom tasks."""
         return self.task.pools_real_tokens and type(self.task).__module__.startswith("composer_speedups.tasks.")
 
     def forward(self, batch: Any) -> Any:
         return self.task.outputs(self.model, {k: v for k, v in batch.items() if k in self.model_forward_args})
 
     def loss(self, outputs: Any, batch: Any) -> Any:
-        """The task's; 0 for a micro-batch without a labelled token, which would be the mean of nothing."""
+        """The task's loss; 0 for a micro-batch without labelled tokens, whose mean would be NaN."""
         loss = self.task.loss(outputs, batch)
         if self.task.loss_per_token and isinstance(loss, torch.Tensor):
             return torch.where((batch["labels"] != IGNORED).any(), loss, torch.zeros_like(loss))
         return loss
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        """The logits of a batch, whose labels are set aside for the metrics.
+        """Return a batch's logits, with its labels set aside for the metrics.
 
-        Composer's asks for a setting that transformers deprecates, with a warning, and serves models that generate.
+        Composer's method uses a setting that transformers deprecates, with a warning, and supports generation.
         """
         self.labels = batch.pop("labels", None)
         logits = (outputs or self.forward(batch))["logits"]
@@ -92,7 +94,7 @@ class FinetuneModel(HuggingFaceModel):
         return {}
 
     def flops_per_batch(self, batch: Any) -> int:
-        """FLOPs of a forward and backward pass over ``batch``, padding left out; see :func:`.training_flops`."""
+        """FLOPs of a forward and backward pass over ``batch`` without padding; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
         flops = training_flops(self.model.config, lengths, "mlm" if self.task.name == "mlm" else "classification")
@@ -102,26 +104,27 @@ class FinetuneModel(HuggingFaceModel):
 
 
 def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
-    with warnings.catch_warnings():  # that ranks need every score, which an evaluation set has room for
+    with warnings.catch_warnings():  # ranking metrics keep every score, which fits in memory for an evaluation set
         warnings.filterwarnings("ignore", "Metric .* will save all", UserWarning)
         metrics = task.metrics(training=training)
     for metric in metrics.values():
-        if not any(isinstance(state, list) for state in metric._defaults.values()):  # sums, of one shape on all ranks
+        # sums with the same shape on all ranks
+        if not any(isinstance(state, list) for state in metric._defaults.values()):
             metric.dist_sync_fn = gather_alike
     return metrics
 
 
 def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int) -> FinetuneModel:
-    """The model of the config, with eager attention: SDPA is a technique, not a hidden default.
+    """Build the config's model, with eager attention, because SDPA is a technique.
 
     Args:
-        config: Name or size, and how to initialise.
-        task: What is trained, with its labels.
-        tokenizer: Saved with checkpoints and exports; its vocabulary sizes a random model.
-        max_length: Tokens a row, which a random model must have positions for.
+        config: Name or size, and initialization.
+        task: The task with its labels.
+        tokenizer: Saved with checkpoints and exports; its vocabulary determines the size of a random model.
+        max_length: Tokens per row, for which a random model needs positions.
 
     Raises:
-        ConfigError: It cannot be loaded, is no encoder, has a head for other labels, or lacks encoder weights,
+        ConfigError: It cannot be loaded, is not an encoder, has a head for other labels, or lacks encoder weights,
             vocabulary or positions.
     """
     auto = getattr(transformers, task.auto_class)
@@ -164,10 +167,11 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict
     try:
         stored = AutoConfig.from_pretrained(name, **_SAFE)
         _check_encoder(stored, name)
-        _check_quantisation(stored, name)  # transformers would ask for a package, or build layers that do not train
+        # transformers would ask for a package, or build layers that cannot be trained
+        _check_quantisation(stored, name)
         if asked.init == "random":
             config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
-            config.name_or_path = ""  # the weights are not those of that name
+            config.name_or_path = ""  # the weights belong to another model
             return _from_config(auto, config, task)
         _check_labels(stored, name, task, settings)
         settings |= task.model_arguments(auto._model_mapping[type(stored)])
@@ -175,43 +179,43 @@ def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict
         model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
     except ConfigError:
         raise
-    except Exception as error:  # OSError, ValueError, safetensors' and the hub's own classes
-        fix = "give a local folder, or model.init=random with model.size"
+    except Exception as error:  # OSError, ValueError, and classes of safetensors and the hub
+        fix = "use a local folder, or model.init=random with model.size"
         raise cannot_be_loaded("model.name", name, error, fix) from error
     for key, has, needs in sorted(info["mismatched_keys"]):
         raise ConfigError(
-            f"model.name: {name!r} has {key} of shape {list(has)} and not {list(needs)}, as model.task: {asked.task} "
+            f"model.name: {name!r} has {key} of shape {list(has)}, not {list(needs)} as model.task: {asked.task} "
             f"and its config need; {_WITHOUT_HEAD}"
         )
     missing = [key for key in sorted(info["missing_keys"]) if not any(head in key for head in _HEADS)]
     if missing:
         raise ConfigError(
             f"model.name: {name!r} lacks {len(missing)} encoder weights, {missing[0]} among them, "
-            "which would train from random values; give a complete model"
+            "which would start from random values; use a complete model"
         )
     return model
 
 
 def _check_encoder(config: Any, name: str) -> None:
-    """Refuse a decoder, which attends to the tokens before only, reads padding from another side, and counts other
-    FLOPs than those of :func:`.training_flops`."""
+    """Refuse decoders. They use causal attention and other padding, and their FLOPs differ from
+    :func:`.training_flops`."""
     kind = None
     if getattr(config, "is_encoder_decoder", False):
         kind = "an encoder-decoder"
     elif getattr(config, "is_decoder", False) or (
         config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # BERT and its kin are in both
+        and config.model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES  # BERT and similar encoders are in both
     ):
         kind = "a decoder"
     if kind is not None:
         raise ConfigError(
-            f"model.name: {name!r} ({type(config).__name__}) is {kind}, which this program does not train; give an "
+            f"model.name: {name!r} ({type(config).__name__}) is {kind}, which this program does not train; use an "
             "encoder of the BERT family, such as BERT, RoBERTa, DistilBERT, ELECTRA or ModernBERT"
         )
 
 
 def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) -> None:
-    """Refuse a head that was trained for other labels; of an encoder alone the labels say nothing."""
+    """Refuse a head that was trained for other labels. A bare encoder has no labels to check."""
     needed = len(settings["id2label"]) if "id2label" in settings else settings.get("num_labels")
     head = task.auto_class.removeprefix("AutoModel")
     if needed is None or not any(each.endswith(head) for each in config.architectures or ()):
@@ -225,7 +229,7 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
     stored, wanted = list(config.id2label.values()), list(settings.get("id2label", {}).values())
     if stored != wanted and sorted(stored) == sorted(wanted):
         raise ConfigError(
-            f"model.name: the head of {name!r} has its labels in another order than the data; set "
+            f"model.name: the head of {name!r} has its labels in a different order than the data; set "
             f"data.labels=[{','.join(stored)}]"
         )
 
@@ -233,8 +237,8 @@ def _check_labels(config: Any, name: str, task: Task, settings: dict[str, Any]) 
 def _check_quantisation(config: Any, name: str) -> None:
     if settings := getattr(config, "quantization_config", None):
         raise ConfigError(
-            f"model.name: {name!r} holds quantised weights ({settings.get('quant_method')}), which cannot be trained; "
-            "give the folder of the model before it was quantised"
+            f"model.name: {name!r} has quantised weights ({settings.get('quant_method')}), which cannot be trained; "
+            "use the model before quantisation"
         )
 
 

@@ -1,4 +1,4 @@
-"""Any number of labels for each text or pair of texts."""
+"""Multi-label classification of texts and pairs of texts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Multilabel"]
 
 @dataclass(kw_only=True)
 class Multilabel(Task):
-    """A label is a list of names, or there is a column of 0 and 1 for each; binary cross entropy; F1 and mean average
-    precision.
+    """Multi-label classification with lists of names or a column of 0 and 1 per label; binary cross entropy; F1 and
+    mean average precision.
 
     Attributes:
-        labels: Names of the labels in the order of the head's outputs; None takes those of the training samples.
-        label_columns: Columns of 0 and 1, one for each label, in place of ``label_column``.
+        labels: Names of the labels in the order of the head's outputs; None for those of the training samples.
+        label_columns: Columns of 0 and 1, one per label, instead of ``label_column``.
     """
 
     labels: Sequence[str] | None = None
@@ -42,7 +42,7 @@ class Multilabel(Task):
             if len(self.labels) != len(self.label_columns):
                 raise ConfigError(
                     f"data.labels names {len(self.labels)} labels for {len(self.label_columns)} data.label_columns; "
-                    "give one for each, or leave it out"
+                    "name one per column, or remove it"
                 )
 
     def columns(self, *, training: bool) -> list[tuple[str, str]]:
@@ -91,7 +91,7 @@ class Multilabel(Task):
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         if isinstance(metric, MeanLoss):
             metric.update(logits, labels)
-        else:  # torchmetrics would look at the values, on the host, to find out whether they are probabilities
+        else:  # torchmetrics would check on the host whether the values are probabilities
             metric.update(logits.float().sigmoid(), labels.long())
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:

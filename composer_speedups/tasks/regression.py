@@ -1,4 +1,4 @@
-"""A number for each text or pair of texts."""
+"""Regression on texts and pairs of texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Regression"]
 
 @dataclass(kw_only=True)
 class Regression(Task):
-    """Mean squared error; Pearson's and Spearman's correlation."""
+    """Regression with mean squared error; Pearson and Spearman correlation."""
 
     name = "regression"
 

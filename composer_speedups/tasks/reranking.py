@@ -1,4 +1,4 @@
-"""How well a document answers a query: a cross-encoder, which reads both together."""
+"""Reranking of documents by a cross-encoder, which reads query and document together."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ __all__ = ["Reranking"]
 
 @dataclass(kw_only=True)
 class Reranking(Task):
-    """A sample is a query, a document and how relevant it is; MRR@10 and NDCG@10 over the documents of each query.
+    """Relevance of a document for a query; MRR@10 and NDCG@10 over the documents of each query.
 
     Attributes:
-        loss: ``bce``, binary cross entropy on labels between 0 and 1; or ``pairwise``, RankNet's loss on a document and
+        loss: ``bce``: binary cross entropy on labels between 0 and 1. ``pairwise``: RankNet's loss on a document and
             another one of the same query with a lower label.
 
     Source: passage re-ranking with BERT, arXiv 1901.04085; RankNet, Burges et al., ICML 2005.
@@ -45,11 +45,11 @@ class Reranking(Task):
         if len(self.texts) != 2:
             raise ConfigError("data.text_columns: task reranking reads two columns, the query and the document")
         if self.loss_name not in ("bce", "pairwise"):
-            raise ConfigError(f"model.loss: task reranking has bce and pairwise, not {self.loss_name}")
+            raise ConfigError(f"model.loss: task reranking supports bce and pairwise, not {self.loss_name}")
 
     @property
     def needs_every_sample(self) -> bool:
-        """Pairs are formed of all documents of a query."""
+        """Whether pairs are formed from all documents of a query."""
         return self.loss_name == "pairwise"
 
     def label(self, value: Any, where: str) -> float:
@@ -57,14 +57,14 @@ class Reranking(Task):
         if self.loss_name == "bce" and not 0 <= label <= 1:
             raise DataError(
                 f"{where}: {self.label_column} is {shown(value)}; with model.loss=bce it must be between 0 and 1 "
-                "(model.loss=pairwise takes any number)"
+                "(model.loss=pairwise accepts any number)"
             )
         return label
 
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
-        """With the pairwise loss: each document that is not its query's best, after a better one, drawn at random.
+        """With the pairwise loss, each document that is not its query's best, paired with a better one drawn at random.
 
-        For evaluation: the samples with ``query_id``, the same number for the same query.
+        For evaluation: the samples with ``query_id``, which is equal for equal queries.
         """
         if not training:
             numbers: dict[str, int] = {}
@@ -82,7 +82,7 @@ class Reranking(Task):
                     pairs.append({"text_1": query, **texts})
         if not pairs:
             raise DataError(
-                "data: no query has two documents with different labels, which model.loss=pairwise compares; use bce"
+                "data: no query has two documents with different labels, which model.loss=pairwise needs; use bce"
             )
         return pairs
 
@@ -107,7 +107,7 @@ class Reranking(Task):
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         logits = outputs["logits"].float().squeeze(-1)
-        if logits.ndim == 2:  # (R, 2): a better document and a worse one
+        if logits.ndim == 2:  # (R, 2): a better and a worse document
             return F.softplus(logits[:, 1] - logits[:, 0]).mean()
         return F.binary_cross_entropy_with_logits(logits, batch["labels"])
 
@@ -128,8 +128,8 @@ class Reranking(Task):
             metric.update(scores, labels)
         else:
             graded = isinstance(metric, RetrievalNormalizedDCG)
-            target = labels.clamp(min=0) if graded else (labels > 0).long()  # a gain below 0 has no meaning
-            # torchmetrics' MRR leaves out documents with a score below 0; softplus keeps the order, and is positive.
+            target = labels.clamp(min=0) if graded else (labels > 0).long()  # gains must not be negative
+            # torchmetrics' MRR ignores documents with a score below 0; softplus is positive and keeps the order.
             metric.update(F.softplus(scores), target, indexes=batch["query_id"])
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -141,7 +141,7 @@ class Reranking(Task):
         return found
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
-        """The length at which sentence-transformers' CrossEncoder cuts its pairs: that of training."""
+        """Write the length to which sentence-transformers' CrossEncoder truncates pairs, which is that of training."""
         path = folder / "tokenizer_config.json"
         settings = json.loads(path.read_text())
         write_atomically(path, json.dumps({**settings, "model_max_length": max_length}, indent=2) + "\n")

@@ -1,6 +1,6 @@
-"""What every task is made of: the columns it reads, its labels, token ids, head, loss, metrics and predictions.
+"""The base class of tasks: columns, labels, token ids, head, loss, metrics and predictions.
 
-A task's file in this folder holds one subclass of :class:`Task`; :func:`build_task` finds it by name.
+A task's file in this folder defines one subclass of :class:`Task`; :func:`build_task` finds it by name.
 
 Letters in names of arrays: R rows (samples) of a batch, S token positions, K labels.
 """
@@ -26,12 +26,12 @@ Example = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Task:
-    """A task with its settings. Their names and defaults are those of the config keys under ``data`` and ``model``.
+    """A task with its settings, which have the names and defaults of the config keys under ``data`` and ``model``.
 
     Attributes:
-        text_columns: Columns of the texts of a sample; None takes ``default_texts``.
-        label_column: Column of the label; None takes ``default_label``.
-        truncation: Which text of a pair is cut to the maximum length: ``longest_first``, ``only_first``,
+        text_columns: Columns of a sample's texts; None for ``default_texts``.
+        label_column: Column of the label; None for ``default_label``.
+        truncation: Which text of a pair is truncated to the maximum length: ``longest_first``, ``only_first``,
             ``only_second``.
     """
 
@@ -44,10 +44,10 @@ class Task:
     default_label: ClassVar[str | None] = "label"
     most_texts: ClassVar[int | None] = 2
     auto_class: ClassVar[str] = "AutoModelForSequenceClassification"
-    loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens, and not over samples
-    splits_words: ClassVar[bool] = False  # the texts are lists of words
-    pools_real_tokens: ClassVar[bool] = False  # what is made of a bare encoder's vectors leaves out those of padding
-    groups_samples: ClassVar[bool] = False  # those with the same first text are evaluated together
+    loss_per_token: ClassVar[bool] = False  # the loss is a mean over labelled tokens instead of samples
+    splits_words: ClassVar[bool] = False  # texts are lists of words
+    pools_real_tokens: ClassVar[bool] = False  # the head on a bare encoder ignores outputs at padding positions
+    groups_samples: ClassVar[bool] = False  # samples with the same first text are evaluated together
 
     def __post_init__(self) -> None:
         self.text_columns = list(self.text_columns or self.default_texts)
@@ -59,17 +59,17 @@ class Task:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """The samples of a batch take part in one another's loss, so a batch cannot be split into micro-batches."""
+        """Whether the loss of a sample depends on other samples of the batch, so that a batch cannot be split."""
         return False
 
     @property
     def needs_every_sample(self) -> bool:
-        """Samples are made of all rows together, so they cannot be streamed."""
+        """Whether samples are built from all rows together, so that they cannot be streamed."""
         return False
 
     @property
     def lacks_classes(self) -> bool:
-        """The names of the classes are still to be learned, by :meth:`learn`."""
+        """Whether the names of the classes are still to be determined by :meth:`learn`."""
         return "labels" in vars(self) and vars(self)["labels"] is None
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -86,19 +86,19 @@ class Task:
         return named if self.label_column is None else [*named, (self.label_column, "data.label_column")]
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
-        """Take from the training samples what the settings leave open, such as the names of the classes.
+        """Determine open settings, such as the names of the classes, from the training samples.
 
         Args:
-            columns: Those of :meth:`columns`, raw.
-            declared: Column → the class names that the dataset itself declares, whose integers are names already.
+            columns: The raw columns named by :meth:`columns`.
+            declared: Column → the class names that the dataset declares for its integers.
             where: The dataset, for errors.
         """
 
     def example(self, row: Mapping[str, Any], where: str, *, training: bool) -> Example:
-        """A raw row, checked: ``text_1``, ``text_2``, … and ``labels``.
+        """Check a raw row and convert it to ``text_1``, ``text_2``, … and ``labels``.
 
         Raises:
-            DataError: One line that names ``where``, the column and the value.
+            DataError: Names ``where``, the column and the value.
         """
         found = {f"text_{i}": self.text(row, column, where) for i, column in enumerate(self.texts, start=1)}
         if self.label_column is not None:
@@ -106,22 +106,22 @@ class Task:
         return found
 
     def text(self, row: Mapping[str, Any], column: str, where: str) -> Any:
-        """The text of one column, checked."""
+        """Check and return the text of one column."""
         text = row.get(column)
         if not isinstance(text, str) or not text.strip():
             raise DataError(f"{where}: {column} is {shown(text)}; every sample needs text there")
         return text
 
     def label(self, value: Any, where: str) -> Any:
-        """A raw label, checked and turned into what the loss takes."""
+        """Check a raw label and convert it for the loss."""
         raise NotImplementedError
 
     def prepared(self, examples: list[Example], *, training: bool) -> list[Example]:
-        """The samples, made of all checked rows together; by default these themselves."""
+        """Build the samples from all checked rows; by default these are returned unchanged."""
         return examples
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
-        """Token ids of checked samples, cut to ``max_length``, and what else a batch is made of.
+        """Tokenize checked samples, truncated to ``max_length``.
 
         Returns:
             ``input_ids`` and other lists per token, ``labels`` and other numbers (or lists of one length) per sample.
@@ -130,13 +130,13 @@ class Task:
         return {**self.tokens(texts, tokenizer, max_length), **_without_texts(examples)}
 
     def tokens(self, texts: list[list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
-        """Token ids of single texts, or of pairs with their token types, as the head reads them."""
+        """Token ids of single texts, or of pairs with their token types."""
         kind = self.truncation if len(texts) == 2 else "longest_first"
         unread = {"return_attention_mask": False} | ({} if len(texts) == 2 else {"return_token_type_ids": False})
         try:
             encoded = tokenizer(*texts, truncation=kind, max_length=max_length, **unread)
             fits = max(map(len, encoded["input_ids"]), default=0) <= max_length
-        except Exception as error:  # tokenizers' own; the ones in Python only warn
+        except Exception as error:  # from the Rust tokenizers; those in Python only warn
             if "Truncation error" not in str(error):
                 raise
             fits = False
@@ -148,55 +148,55 @@ class Task:
         return {key: encoded[key] for key in ("input_ids", "token_type_ids") if key in encoded}
 
     def arranged(self, rows: Any, max_length: int, *, training: bool) -> Any:
-        """The tokenized samples as they are drawn from; by default as they are."""
+        """Rearrange the tokenized samples before batches are drawn; by default they are returned unchanged."""
         return rows
 
     def collator(self, pad: Any, tokenizer: Any, *, training: bool) -> Any:
-        """What makes a batch of rows; by default ``pad``, which pads each list per token."""
+        """The function that builds a batch from rows; by default ``pad``, which pads each list per token."""
         return pad
 
     # --- model --------------------------------------------------------------------------------------------------------
 
     def head_settings(self) -> dict[str, Any]:
-        """Settings of the model's configuration: labels and kind of problem."""
+        """Settings of the model's configuration: labels and problem type."""
         return {}
 
     def model_arguments(self, kind: type) -> dict[str, Any]:
-        """Arguments of the model's class beside its configuration."""
+        """Arguments of the model's class in addition to its configuration."""
         return {}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> Any:
-        """The model's outputs for a batch, of which ``logits`` go to the metrics."""
+        """The model's outputs for a batch; their ``logits`` are passed to the metrics."""
         return model(**batch)
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
-        """The loss of a batch, a scalar tensor; by default the one that the model computed."""
+        """The loss of a batch, a scalar tensor; by default the one computed by the model."""
         return outputs["loss"]
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        """Fresh metrics by the names they are logged under; those of training are computed at every batch."""
+        """New metrics by the names under which they are logged. Training metrics are computed for every batch."""
         raise NotImplementedError
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         metric.update(logits, labels)
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What a finished model says of each sample of a batch, as plain values."""
+        """The predictions of a trained model for each sample of a batch, as plain values."""
         raise NotImplementedError
 
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
-        """Write beside transformers' files in ``folder`` what another library needs to load the model."""
+        """Write the files that another library needs to load the model, next to those of transformers in ``folder``."""
 
 
 def build_task(model: Any, data: Any) -> Task:
-    """The task that ``model.task`` names, with its settings.
+    """Build the task that ``model.task`` names.
 
     Args:
         model: The keys under ``model``, a :class:`.ModelConfig`.
         data: The keys under ``data``, a :class:`composer_speedups.data.config.DataConfig`.
 
     Raises:
-        ConfigError: Settings that the task cannot use.
+        ConfigError: The task does not support the settings.
     """
     kind = task_class(model.task)
     known = {field.name for field in fields(kind)}
@@ -205,41 +205,41 @@ def build_task(model: Any, data: Any) -> Task:
 
 
 def task_class(name: str) -> type[Task]:
-    """The class of a task by its name in a config."""
+    """The class of a task by its name in the config."""
     module = importlib.import_module(f"composer_speedups.tasks.{name}")
     return next(kind for kind in vars(module).values() if isinstance(kind, type) and vars(kind).get("name") == name)
 
 
 @dataclass
 class Labels:
-    """Names of the classes, in the order of the head's outputs."""
+    """Names of the classes in the order of the head's outputs."""
 
     names: list[str]
 
     @classmethod
     def of(cls, values: Sequence[Any], declared: list[str] | None, where: str, column: str) -> Labels:
-        """Those that the dataset declares, or the distinct values in order.
+        """The names that the dataset declares, or the sorted distinct values.
 
         Raises:
-            DataError: Values that are no class, or of which there is one only.
+            DataError: Values that are not classes, or a single class.
         """
         if declared is None:
             distinct = {plain for value in values if (plain := _plain(value)) is not None}
             numbers = all(isinstance(value, int) for value in distinct)
             if numbers:
-                distinct -= {-1}  # datasets' sign for a row without a label
+                distinct -= {-1}  # datasets' value for rows without a label
             declared = [str(value) for value in (sorted(distinct) if numbers else sorted(distinct, key=str))]
         if len(declared) < 2:
             raise DataError(
-                f"{where}: {column} has the one class {', '.join(declared) or 'of no row'}; there must be two or more "
+                f"{where}: {column} has only the class {', '.join(declared) or '(no rows)'}; there must be two or more "
                 "(name them all with data.labels)"
             )
         return cls(declared)
 
     def index(self, value: Any, where: str, column: str, *, among: bool = False) -> int:
-        """The position of a raw label: a name, or the position itself where names are no numbers.
+        """The index of a raw label: of a name, or of an integer if the names are not integers.
 
-        ``among`` says that it is one of several in the column of its row.
+        ``among`` says that it is one of several labels of its row.
         """
         plain = _plain(value)
         if str(plain) in self.names:
@@ -248,29 +248,31 @@ class Labels:
         if positions and 0 <= plain < len(self.names):  # type: ignore[operator]
             return int(plain)  # type: ignore[arg-type]
         if isinstance(value, float) and not value.is_integer():
-            raise DataError(f"{where}: {column} is {shown(value)}, and no class; for numbers set model.task=regression")
+            raise DataError(
+                f"{where}: {column} is {shown(value)}, which is not a class; for numbers set model.task=regression"
+            )
         raise DataError(
             f"{where}: {column} {'holds' if among else 'is'} {shown(value)}; it must be one of "
             f"{', '.join(self.names[:20])} (data.labels)"
         )
 
     def settings(self) -> dict[str, Any]:
-        """The settings of a transformers configuration that hold them."""
+        """The transformers configuration settings that hold the names."""
         return {"id2label": dict(enumerate(self.names)), "label2id": {name: i for i, name in enumerate(self.names)}}
 
 
 def joined(texts: list[dict[str, list[Any]]]) -> dict[str, list[Any]]:
-    """Several texts of each sample as one list of tokens, and ``lengths``, the tokens of each text."""
+    """Join the texts of each sample to one list of tokens, with ``lengths``, the number of tokens of each text."""
     rows = len(texts[0]["input_ids"])
     found = {key: [[x for text in texts for x in text[key][row]] for row in range(rows)] for key in texts[0]}
     return {**found, "lengths": [[len(text["input_ids"][row]) for text in texts] for row in range(rows)]}
 
 
 def number(value: Any, where: str, column: str) -> float:
-    """A raw value as a finite number.
+    """Convert a raw value to a finite number.
 
     Raises:
-        DataError: It is none.
+        DataError: It is not a finite number.
     """
     try:
         found = float(value)
@@ -282,7 +284,7 @@ def number(value: Any, where: str, column: str) -> float:
 
 
 def shown(value: Any) -> str:
-    """A raw value for an error: ``empty``, or its start."""
+    """A raw value for an error message: ``empty``, or its beginning."""
     return "empty" if value is None or (isinstance(value, str) and not value.strip()) else repr(value)[:60]
 
 
@@ -291,10 +293,11 @@ def _without_texts(examples: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _plain(value: Any) -> int | str | None:
-    """A label as an integer or text; None for what is neither."""
+    """A label as an integer or text; None if it is neither."""
     if isinstance(value, bool):
         return int(value)
-    if isinstance(value, float) and value.is_integer():  # a CSV column with a gap is read as floats
+    # pandas and Arrow read an integer CSV column with gaps as floats
+    if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, int):
         return value

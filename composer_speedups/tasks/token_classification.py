@@ -1,4 +1,4 @@
-"""A tag for each word: named entities, parts of speech."""
+"""Token classification: named entities, parts of speech."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["TokenClassification"]
 
 @dataclass(kw_only=True)
 class TokenClassification(Task):
-    """A sample is a list of words and a list of their tags. Cross entropy over labelled tokens; F1 of whole entities.
+    """A tag per word. Cross entropy over labelled tokens; F1 of whole entities.
 
     Attributes:
-        labels: Names of the tags in the order of the head's outputs; None takes those of the training samples.
-        label_all_pieces: Label every word piece; a word that begins an entity goes on as ``I-``. Otherwise only the
-            first piece of each word has a label.
+        labels: Names of the tags in the order of the head's outputs; None for those of the training samples.
+        label_all_pieces: Label every word piece; the further pieces of a word with a ``B-`` tag get its ``I-`` tag.
+            Otherwise only the first piece of each word is labelled.
     """
 
     labels: Sequence[str] | None = None
@@ -62,10 +62,10 @@ class TokenClassification(Task):
         return [labels.index(tag, where, str(self.label_column), among=True) for tag in value]
 
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
-        """Token ids and the label of every token; without tags, 0 stands where a tag is to be predicted."""
+        """Token ids and the label of every token. Without tags, positions to predict have the label 0."""
         if not tokenizer.is_fast:
             raise ConfigError(
-                "data.tokenizer: task token_classification needs a fast tokenizer, which knows the word of each piece"
+                "data.tokenizer: task token_classification needs a fast tokenizer, which maps word pieces to words"
             )
         words = examples["text_1"]
         tags = examples.get("labels") or [[0] * len(each) for each in words]
@@ -74,7 +74,7 @@ class TokenClassification(Task):
         return {"input_ids": encoded["input_ids"], "token_labels": aligned}
 
     def _aligned(self, word_of: list[int | None], tags: list[int]) -> list[int]:
-        """The label of each token, of the word that it is a piece of."""
+        """The label of each token, taken from its word."""
         found, before = [], None
         for word in word_of:
             if word is None:
@@ -106,7 +106,7 @@ class TokenClassification(Task):
         return {type(metric).__name__: metric for metric in found}
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """The tag of each word, by its first piece; words past the maximum length have none."""
+        """The tag of each word, from its first piece; words beyond the maximum length have none."""
         names = list(self.labels or ())
         best_RS, probability_RS = (x.cpu() for x in reversed(logits.float().softmax(-1).max(-1)))
         labelled_RS = batch["labels"].cpu() != IGNORED

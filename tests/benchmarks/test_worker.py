@@ -45,7 +45,7 @@ def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(dist, "get_local_world_size", lambda: 2)
-    with pytest.raises(ConfigError, match=r"trainer\.device: 2 ranks need a GPU each, and there are 1"):
+    with pytest.raises(ConfigError, match=r"trainer\.device: 2 ranks need one GPU each, and there are 1"):
         open_device(TrainerConfig())
 
 

@@ -170,7 +170,7 @@ def test_a_clash_names_both_and_the_fix() -> None:
     message = str(error.value)
     assert "foreach_optimizer" in message
     assert "fused_optimizer" in message
-    assert "take" in message
+    assert "remove" in message
     with pytest.raises(TechniqueError, match="twice"):
         screen([FusedOptimizer(), FusedOptimizer()], CPU)
 

@@ -155,7 +155,7 @@ def test_the_optimizers_own_label_does_not_hide_what_it_leaves_out() -> None:
         model = tiny_bert()
         optimizer = function(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **settings)
         assert function(model, optimizer, **settings) is optimizer
-        with pytest.raises(ValueError, match=r"and (paged=False|compiled=None) is asked for"):
+        with pytest.raises(ValueError, match=r"and (paged=False|compiled=None) was requested"):
             function(model, optimizer)
 
 

@@ -39,7 +39,7 @@ def test_files_words_and_pairs_are_told_apart() -> None:
     ("arguments", "words", "message"),
     [
         (["-f"], [], "-f needs a file"),
-        (["-f", "a", "-f", "b"], [], "is given twice"),
+        (["-f", "a", "-f", "b"], [], "names a second config file"),
         ([], [], "no config file; add -f"),
         (["quickstart"], [], "cannot read 'quickstart'; expected -f FILE or key=value"),
         (["--lr=3"], [], "cannot read '--lr=3'; did you mean 'lr=3'"),

@@ -111,7 +111,7 @@ def test_what_was_changed_in_code_is_written_as_it_is(given: Config) -> None:
 
 def test_a_masked_value_is_asked_for(given: Config) -> None:
     save_config(given, Path("saved.yaml"))
-    with pytest.raises(ConfigError, match=r"^saved\.yaml: loggers\.wandb\.group holds <masked> .*\$\{oc\.env:NAME\}$"):
+    with pytest.raises(ConfigError, match=r"^saved\.yaml: loggers\.wandb\.group holds <masked>, .*\$\{oc\.env:NAME\}$"):
         load_config("saved.yaml")
 
 
@@ -130,10 +130,10 @@ def test_a_run_may_go_on_whatever_the_environment_holds_now(given: Config, monke
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("data.hub_name=https://me:${oc.env:PASSWORD}@host/y", "@host/x and not https://me:${oc.env:PASSWORD}@host/y"),
-        ("data.hub_name=https://me:${oc.env:OTHER}@host/x", "PASSWORD}@host/x and not https://me:${oc.env:OTHER}@"),
-        ("data.hub_name=https://me:hunter3@host/y", "@host/x and not https://<masked>@host/y"),
-        ("seed=3", "seed=${data.seed} and not 3"),
+        ("data.hub_name=https://me:${oc.env:PASSWORD}@host/y", "@host/x and is https://me:${oc.env:PASSWORD}@host/y"),
+        ("data.hub_name=https://me:${oc.env:OTHER}@host/x", "PASSWORD}@host/x and is https://me:${oc.env:OTHER}@"),
+        ("data.hub_name=https://me:hunter3@host/y", "@host/x and is https://<masked>@host/y"),
+        ("seed=3", "seed was ${data.seed} and is 3"),
     ],
 )
 def test_a_change_is_noticed_and_named_without_credentials(

@@ -86,7 +86,7 @@ def test_another_rate_than_the_checkpoints_is_refused_and_weights_alone_take_it(
         run(*JOB)
     given = ["checkpoint.load=runs/job/checkpoints/ep0-ba4-rank0.pt", "run_name=other", "export=false"]
     brief = ["trainer.max_duration=6ba", "trainer.eval_batches=1"]
-    with pytest.raises(ConfigError, match=r"^optimizer\.lr: the checkpoint goes on with 0\.001 and not 1e-05; "):
+    with pytest.raises(ConfigError, match=r"^optimizer\.lr: the checkpoint continues with 0\.001 instead of 1e-05; "):
         run(*given, *brief, "optimizer.lr=1e-5")
     assert run(*given, *brief)["training"]["batches"] == 6
     assert run(*given, *brief, "optimizer.lr=1e-5", "checkpoint.weights_only=true")["training"]["batches"] == 6
@@ -100,7 +100,7 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_with_is_pruned(monkey
         run(*again)
     assert names() == ["ep1-ba6-rank0.pt"]
     assert run(*again)["resumed"][-1] == {"batch": 6, "checkpoint": "ep1-ba6-rank0.pt"}
-    with pytest.raises(ConfigError, match=r"^checkpoint\.load is no file: .*ep0-ba3-rank0\.pt"):
+    with pytest.raises(ConfigError, match=r"^checkpoint\.load is not a file: .*ep0-ba3-rank0\.pt"):
         run(*again, "run_name=new")
 
 
@@ -146,7 +146,7 @@ def test_a_halved_micro_batch_is_kept_by_a_resume(monkeypatch: pytest.MonkeyPatc
 
     small = True
     monkeypatch.setattr(FinetuneModel, "forward", small_until_saved)
-    with pytest.warns(UserWarning, match="going on with 4"), crash_after(5, monkeypatch):
+    with pytest.warns(UserWarning, match="continuing with 4"), crash_after(5, monkeypatch):
         run(*JOB)
     small = False
     seen.clear()

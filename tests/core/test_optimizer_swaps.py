@@ -163,7 +163,7 @@ def test_a_swap_that_something_undoes_is_noticed(case: Case, back: str) -> None:
     optimizer = grouped_adamw(model := tiny_bert())
     trainer = make_trainer(case.build_all(), model=model, optimizer=optimizer)
     trainer.state.optimizers = optimizer if back == "old" else grouped_adamw(model)
-    said = "replaced is the one that steps" if back == "old" else "took no step"
+    said = "replaced optimizer is still stepping" if back == "old" else "took no step"
     with pytest.raises(NotEngagedError, match=said):
         trainer.fit()
     trainer.close()
@@ -180,7 +180,7 @@ def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -
     (foreign,) = plain_run()[0].state.state_dict()["optimizers"].values()
     checkpoint["state"]["optimizers"] = {name: foreign}
     torch.save(checkpoint, tmp_path / "foreign.pt")
-    with pytest.raises(ValueError, match=r"state loaded is that of another optimizer.*; load a state") as error:
+    with pytest.raises(ValueError, match=r"loaded state belongs to another optimizer.*; load a state") as error:
         make_trainer(case.build_all(), load_path=str(tmp_path / "foreign.pt"))
     assert "\n" not in str(error.value)
 

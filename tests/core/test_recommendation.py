@@ -52,7 +52,7 @@ def test_a_model_that_unpadding_cannot_serve_gets_sdpa_and_the_reason() -> None:
 
 
 def test_a_module_without_a_transformers_model_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"^apply_recommended found no model of transformers in Linear"):
+    with pytest.raises(ValueError, match=r"^apply_recommended found no transformers model in Linear"):
         apply_recommended(nn.Linear(2, 2))
 
 

@@ -69,7 +69,7 @@ def test_a_damaged_tokenizer_is_one_line() -> None:
     load_tokenizer(config, "unused", train["text_1"])
     for file in Path("cache/tokenizers").rglob("tokenizer.json"):
         file.write_bytes(file.read_bytes()[:500])
-    with pytest.raises(DataError, match=r"data\.cache_dir: the tokenizer in cache/tokenizers/\w+ is damaged; remove"):
+    with pytest.raises(DataError, match=r"data\.cache_dir: the tokenizer in cache/tokenizers/\w+ is damaged; delete"):
         load_tokenizer(config, "unused", train["text_1"])
 
 
@@ -80,7 +80,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.
         return table
 
     monkeypatch.setitem(sources._READERS, ".parquet", read)
-    with pytest.raises(DataError, match=r"data\.train_file: a\.parquet changed while it was read; start again"):
+    with pytest.raises(DataError, match=r"data\.train_file: a\.parquet changed while it was being read; start again"):
         load_samples(files(save({"text": ["a", "b"], "label": [1, 0]}, "a.parquet")), Classification())
 
     def remove(path: Path) -> pyarrow.Table:

@@ -103,11 +103,11 @@ BAD_ROWS: list[tuple[dict[str, Any], str]] = [
     ({"text": ["a", "b", "c"], "label": [0, 1, None]}, "row 3: label is empty; it must be one of 0, 1"),
     (
         {"text": ["a", "b"], "label": ["pos", "pos"]},
-        "the column label has the one class pos; there must be two or more",
+        "the column label has only the class pos; there must be two or more",
     ),
     (
         {"text": ["a", "b", "c"], "label": [1.0, 0.0, 0.5]},
-        r"row 3: label is 0\.5, and no class; .* model\.task=regression",
+        r"row 3: label is 0\.5, which is not a class; .* model\.task=regression",
     ),
     ({"text": [3, 4], "label": [0, 1]}, "row 1: text is 3"),
     (
@@ -164,7 +164,7 @@ NOT_UTF8 = {
 def test_a_file_that_is_not_utf8_is_named_with_the_place_and_the_fix(name: str) -> None:
     text, encoding, place, conversion = NOT_UTF8[name]
     Path(name).write_bytes(text.encode(encoding))
-    fix = rf"save it as UTF-8, as with: iconv -f {conversion} -t utf-8"
+    fix = rf"save it as UTF-8, for example with: iconv -f {conversion} -t utf-8"
     with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{place}.*{fix}"):
         load_samples(files(name), Classification())
     with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{place}.*{fix}"):
@@ -202,22 +202,18 @@ def test_tokens_and_tokenizer_are_cached_and_the_cache_is_checked() -> None:
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
-    with pytest.raises(
-        ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; give a local folder"
-    ):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; use a local folder"):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
-    with pytest.raises(
-        ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); give a local folder"
-    ):
+    with pytest.raises(ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); use a local folder"):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is no folder"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: /no/folder is not a folder"):
         load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", ROWS["text"])
 
 
 def test_a_cache_that_cannot_be_written_is_one_line() -> None:
     Path("file").write_text("")
     config = files("a.csv", cache_dir="file/cache", tokenizer="wordpiece")
-    with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers \(relative to /.*\) cannot be made"):
+    with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers \(relative .*\) cannot be created"):
         load_tokenizer(config, "x", ROWS["text"])
 
 

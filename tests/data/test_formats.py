@@ -88,7 +88,7 @@ def test_a_pattern_reads_all_its_files_in_order() -> None:
     save({"text": ["x"], "label": [3]}, "parts/part-3.csv")
     with pytest.raises(DataError, match=r"parts/part-\*\.csv: the files have different columns"):
         load("parts/part-*.csv")
-    with pytest.raises(DataError, match=r"data\.train_file: no file is called other-\*\.csv \(relative to /"):
+    with pytest.raises(DataError, match=r"data\.train_file: there is no file other-\*\.csv \(relative to /"):
         load("other-*.csv")
     save({"text": ["x", ""], "label": ["no", "no"]}, "parts/part-3.csv")
     with pytest.raises(DataError, match=r"parts/part-\*\.csv, row 8: text is empty"):
@@ -105,7 +105,7 @@ def test_a_folder_that_datasets_wrote_is_read_with_its_class_names() -> None:
     assert evaluation == {"text_1": [ROWS["text"][5], ROWS["text"][0]], "labels": [0, 1]}
     assert task.labels == ["yes", "no"], "in the dataset's order"
     datasets.DatasetDict({"train": dataset, "test": dataset}).save_to_disk("splits")
-    with pytest.raises(DataError, match=r"splits holds the splits train, test; give .* such as splits/train"):
+    with pytest.raises(DataError, match=r"splits contains the splits train, test; name .* such as splits/train"):
         load("splits")
     assert load("splits/train")[0] == train
     Path("empty").mkdir()
@@ -165,7 +165,7 @@ def test_a_share_is_held_out_and_trained_on_no_more() -> None:
     assert load(name, eval_fraction=0.2, seed=3)[1] != held
     two = save({"text": ["a", "b"], "label": [0, 1]}, "b.csv")
     assert load(two, Classification(labels=["0", "1"]), eval_fraction=0.01)[1] is not None, "one row at least"
-    with pytest.raises(DataError, match=r"c\.csv has one row only, which data\.eval_fraction cannot divide"):
+    with pytest.raises(DataError, match=r"c\.csv has only one row, which data\.eval_fraction cannot split"):
         load(save({"text": ["a"], "label": [0]}, "c.csv"), eval_fraction=0.5)
 
 
@@ -258,6 +258,6 @@ def test_a_pair_that_cannot_be_cut_so_is_one_line() -> None:
 
 def test_a_column_of_two_types_is_named() -> None:
     Path("rows.jsonl").write_text('{"text": "a", "label": 1.5}\n{"text": "b", "label": "many"}\n')
-    message = r"rows\.jsonl: the column 'label' holds both number and string values; give it one type"
+    message = r"rows\.jsonl: the column 'label' has both number and string values; use one type"
     with pytest.raises(DataError, match=message):
         read_file(Path("rows.jsonl"), "data.train_file")

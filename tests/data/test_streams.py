@@ -125,7 +125,10 @@ def refusal_of(rows: Any) -> str:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffix: str, workers: int) -> None:
+def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(
+    suffix: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # the failed worker has to be killed
     row = "un café noir,{}" if suffix == "csv" else '{{"text": "un café noir", "label": {}}}'
     text = "\n".join(["text,label"] * (suffix == "csv") + [row.format(i % 2) for i in range(4)])
     Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))
@@ -181,7 +184,7 @@ def test_a_run_trains_on_a_stream_and_a_resumed_one_goes_on_in_it() -> None:
             ["trainer.max_duration=8ba", "data.length_batching=4", "data.padding=longest"],
             r"data\.length_batching needs",
         ),
-        (["trainer.max_duration=8ba", "data.train_samples=8"], r"data\.train_samples draws at random"),
+        (["trainer.max_duration=8ba", "data.train_samples=8"], r"data\.train_samples draws random samples"),
         (["trainer.max_duration=8ba", "data.tokenizer=wordpiece"], r"data\.tokenizer wordpiece is trained on all"),
         (["trainer.max_duration=8ba", "data.source=builtin"], r"data\.streaming is for data\.source: hub or files"),
         (["trainer.max_duration=8ba", "data.train_file=rows.txt"], r"rows\.txt must end in \.parquet"),
@@ -201,7 +204,7 @@ def test_what_a_stream_cannot_do_is_one_line(overrides: list[str], message: str)
 def test_a_stream_that_shows_no_classes_is_refused_before_training(task: str) -> None:
     tokenizer_in("words")
     pyarrow.parquet.write_table(pyarrow.table(builtin_samples(task, 44, 1, "train", 0.1)), "train.parquet")
-    with pytest.raises(ConfigError, match=r"^data\.labels is missing: a stream without validation samples does not"):
+    with pytest.raises(ConfigError, match=r"^data\.labels is missing: without validation samples, the classes"):
         stream_run("trainer.max_duration=2ba", f"model.task={task}", "data.labels=null")
 
 

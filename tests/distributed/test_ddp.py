@@ -199,7 +199,7 @@ def test_gradients_that_something_may_read_are_waited_for() -> None:
         (0, "Plain._train_microbatches"),
         (0, "a hook on AdamW.step"),
         (0, "a hook on a parameter's gradient"),
-        (0, "SGD, which is no AdamW"),
+        (0, "SGD, which is not AdamW"),
     ]
 
 

@@ -127,7 +127,7 @@ def fit_batches(model: Any, batches: list[Batch]) -> list[Batch]:
     """The batches with the model's own padding id and, for a masked LM, labels (rows, length).
 
     RoBERTa counts positions from the ids that are not padding, so no real token may have the padding's id. A
-    masked LM is asked for every third real token of a row, beginning with the first; -100 elsewhere.
+    masked LM was requested every third real token of a row, beginning with the first; -100 elsewhere.
     """
     pad = model.config.pad_token_id
     fitted = []

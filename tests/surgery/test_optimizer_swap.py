@@ -96,7 +96,7 @@ def test_swapping_twice_gives_the_same_optimizer_and_to_a_third_is_refused() -> 
     new = swapped(AdamW(linear().parameters()))
     assert swapped(new) is new
     assert label_of(new) == "other"
-    with pytest.raises(UnfitOptimizerError, match=r"is other already, and third is asked for; swap a fresh"):
+    with pytest.raises(UnfitOptimizerError, match=r"is already other, and third was requested; pass a new"):
         swapped(new, "third")
 
 
@@ -118,7 +118,7 @@ def _stepped(optimizer: Optimizer) -> Optimizer:
         (lambda p: AdamW(p, maximize=True), "maximize=True"),
         (lambda p: AdamW(p, differentiable=True, foreach=False), "differentiable=True"),
         (lambda p: AdamW(p, lr=torch.tensor(1e-3), foreach=False), "learning rate in a tensor; give it as a float"),
-        (lambda p: _stepped(AdamW(p)), "has stepped already and its state would be lost; swap it before training"),
+        (lambda p: _stepped(AdamW(p)), "has already stepped, and its state would be lost; replace it before training"),
         (lambda p: DecoupledAdamW(p, lr=0.0), "DecoupledAdamW with a learning rate of 0"),
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), "complex64 parameters"),
     ],
@@ -163,15 +163,15 @@ def test_a_foreign_state_is_refused_and_its_own_is_not() -> None:
     new = swapped(old)
     new.step(closure(model, new))
     own = copy.deepcopy(new.state_dict())
-    with pytest.raises(ValueError, match=r"that of another optimizer, and this optimizer is other; load a state"):
+    with pytest.raises(ValueError, match=r"belongs to another optimizer, and this optimizer is other; load a"):
         new.load_state_dict(foreign)
     third = swapped(AdamW(model.parameters()), "third").state_dict()
-    with pytest.raises(ValueError, match="that of third, and this optimizer is other"):
+    with pytest.raises(ValueError, match="belongs to third, and this optimizer is other"):
         new.load_state_dict(third)
     new.load_state_dict(own)
     check_label(new, "other")
     new.param_groups[0]["swapped_to"] = "third"  # as load_state_dict without hooks would
-    with pytest.raises(ValueError, match="that of third"):
+    with pytest.raises(ValueError, match="belongs to third"):
         check_label(new, "other")
 
 

@@ -28,7 +28,7 @@ def test_classes_are_those_of_the_samples_in_order() -> None:
     assert learned([True, False]) == ["0", "1"]
     assert learned([1, 0, -1]) == ["0", "1"], "-1 stands for a row without a label"
     assert learned([0, 0], ["neg", "pos"]) == ["neg", "pos"]
-    with pytest.raises(DataError, match=r"f\.csv: label has the one class a; .*data\.labels"):
+    with pytest.raises(DataError, match=r"f\.csv: label has only the class a; .*data\.labels"):
         learned(["a", "a", None])
 
 
@@ -40,7 +40,7 @@ def test_a_label_is_found_by_name_or_position_and_refused_by_row_and_value() -> 
         Labels(["1", "2"]).index(0, "f, row 1", "label")
     for value, shown in (("great", "'great'"), (2, "2"), (-1, "-1"), (None, "empty"), (float("nan"), "nan")):
         with pytest.raises(
-            DataError, match=rf"f, row 3: label is {shown}(; it must be one of bad, good|, and no class)"
+            DataError, match=rf"f, row 3: label is {shown}(; it must be one of bad, good|, which is not a class)"
         ):
             names.index(value, "f, row 3", "label")
 
@@ -62,7 +62,7 @@ def test_class_weights_and_label_smoothing_are_torchs(weights: list[float] | Non
 
 
 def test_weights_for_another_number_of_classes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model\.class_weights has 2 numbers for 3 classes \(a, b, c\)"):
+    with pytest.raises(ConfigError, match=r"model\.class_weights has 2 values for 3 classes \(a, b, c\)"):
         Classification(labels=["a", "b", "c"], class_weights=[1, 2]).head_settings()
 
 
@@ -85,7 +85,7 @@ def test_a_stored_classifiers_labels_give_the_order() -> None:
     torch.testing.assert_close(again.model.classifier.weight, stored.model.classifier.weight)
     assert again.config.label2id == {"bad": 0, "good": 1}
     other = DataConfig(labels=["good", "bad"])
-    with pytest.raises(ConfigError, match=r"in another order than the data; set data\.labels=\[bad,good\]"):
+    with pytest.raises(ConfigError, match=r"in a different order than the data; set data\.labels=\[bad,good\]"):
         build_model(config, build_task(config, other), tokenizer, 16)
     with pytest.raises(ConfigError, match=r"is a classifier of 2 labels, .* needs 3"):
         build_model(config, build_task(config, DataConfig(labels=["a", "b", "c"])), tokenizer, 16)

@@ -459,7 +459,7 @@ def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
     try:
         trainer.fit()
     except torch.OutOfMemoryError as error:
-        said = "one of 2 ranks cannot repeat it in part, since the model's loss may gather samples from the others; "
+        said = "one of 2 ranks cannot repeat it with fewer samples, since its loss may gather samples from the others; "
         os._exit(9 if said + "lower the micro-batch, or set check: never" in str(error) else 8)  # the other one waits
     return small.rows, unpadding.evidence["compared_with_untouched"]["loss"]
 
@@ -481,7 +481,7 @@ FILES = [
     "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=12",
     "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
     "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}",
+    "algorithms.fused_optimizer={}", "baseline.batches=10",
 ]  # fmt: skip
 
 
@@ -572,7 +572,7 @@ def test_out_of_memory_names_the_key_that_helps(cache: int | None, fix: str, tok
     task = Embedding(text_columns=THREE, gradient_cache=cache)
     batch = collated(task, ROWS[:8], tokenizer)
     trainer = make_trainer([SmallGPU()], model=built(task, tokenizer), batches=[batch], cls=MicrobatchTrainer)
-    with pytest.raises(torch.OutOfMemoryError, match=rf"data.batch_size: 8 samples a rank {fix}$"):
+    with pytest.raises(torch.OutOfMemoryError, match=rf"data.batch_size: 8 samples per rank {fix}$"):
         trainer.fit()
     trainer.close()
 
@@ -580,10 +580,12 @@ def test_out_of_memory_names_the_key_that_helps(cache: int | None, fix: str, tok
 def test_micro_batches_are_refused_in_a_config_and_in_code(files: list[str]) -> None:
     for size in ("4", "auto"):
         with pytest.raises(
-            ConfigError, match=r"trainer.microbatch_size would take .*; set model.gradient_cache instead"
+            ConfigError, match=r"trainer.microbatch_size would use .*; set model.gradient_cache instead"
         ):
             train_in_process(f"trainer.microbatch_size={size}")
-    with pytest.raises(ConfigError, match=r"model.gradient_cache encodes in parts that cuda_graphs cannot capture"):
+    with pytest.raises(
+        ConfigError, match=r"model.gradient_cache encodes a batch in chunks, which cuda_graphs cannot capture"
+    ):
         train_in_process("model.gradient_cache=4", "algorithms.cuda_graphs={}")
     config = DataConfig(
         source="files", train_file="train.jsonl", eval_file="eval.jsonl", tokenizer="wordpiece", vocab_size=300,
@@ -619,7 +621,7 @@ def test_batches_of_like_length_go_by_the_longest_text() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"loss_name": "bce"}, r"model.loss: task embedding has ranking and cosine, not bce"),
+        ({"loss_name": "bce"}, r"model.loss: task embedding supports ranking and cosine, not bce"),
         ({"text_columns": ["anchor"]}, r"data.text_columns: task embedding reads two columns or more"),
         ({"loss_name": "cosine"}, r"data.label_column is missing; model.loss=cosine needs the column of the scores"),
         ({"loss_name": "cosine", "text_columns": THREE, "label_column": "score"}, r"model.loss=cosine compares two"),

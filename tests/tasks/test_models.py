@@ -109,8 +109,8 @@ def test_a_folder_of_quantised_weights_is_refused(settings: dict[str, Any], init
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
     with pytest.raises(
         ConfigError,
-        match=rf"model\.name: 'model' holds quantised weights \({settings['quant_method']}\), which cannot be trained; "
-        "give the folder of the model before it was quantised",
+        match=rf"model\.name: 'model' has quantised weights \({settings['quant_method']}\), which cannot be trained; "
+        "use the model before quantisation",
     ):
         built(ModelConfig(name=name, init=init), tokenizer, 16)
 
@@ -126,7 +126,7 @@ def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
         ConfigError, match=r"model\.name: 'nowhere' cannot be loaded .*no folder nowhere \(relative to /.*\)"
     ):
         built(ModelConfig(name="nowhere"), tokenizer, 16)
-    with pytest.raises(ConfigError, match=r"model\.name: \./nowhere \(relative to /.*\) is no folder"):
+    with pytest.raises(ConfigError, match=r"model\.name: \./nowhere \(relative to /.*\) is not a folder"):
         built(ModelConfig(name="./nowhere"), tokenizer, 16)
     Path("model/model.safetensors").write_bytes(b"garbage")
     with pytest.raises(ConfigError, match=r"model\.name: 'model' cannot be loaded") as error:
@@ -194,7 +194,7 @@ def test_a_path_in_the_home_folder_is_expanded(tokenizer: Any, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(Path.cwd()))
     assert resolve_name("~/model") == f"{Path.cwd()}/model"
     assert load_tokenizer(DataConfig(tokenizer="~/model"), "x", None).get_vocab() == tokenizer.get_vocab()
-    with pytest.raises(ConfigError, match=r"^model\.name: ~/other is no folder"):
+    with pytest.raises(ConfigError, match=r"^model\.name: ~/other is not a folder"):
         resolve_name("~/other")
 
 

@@ -167,7 +167,7 @@ FILES = [
     "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=14",
     "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
     "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}",
+    "algorithms.fused_optimizer={}", "baseline.batches=10",
 ]  # fmt: skip
 
 
@@ -274,7 +274,7 @@ def test_validation_draws_whole_queries(files: list[dict[str, Any]]) -> None:
 
 
 def test_bad_settings_and_rows_are_refused(files: list[dict[str, Any]]) -> None:
-    with pytest.raises(ConfigError, match=r"model.loss: task reranking has bce and pairwise, not ranking"):
+    with pytest.raises(ConfigError, match=r"model.loss: task reranking supports bce and pairwise, not ranking"):
         Reranking(loss_name="ranking")
     with pytest.raises(ConfigError, match=r"data.text_columns: task reranking reads two columns"):
         Reranking(text_columns=["query"])

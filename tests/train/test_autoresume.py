@@ -103,20 +103,20 @@ def test_it_begins_anew_where_that_is_asked_for() -> None:
 @pytest.mark.parametrize(
     ("override", "named"),
     [
-        ("optimizer.lr=0.5", "optimizer.lr=0.001 and not 0.5"),
-        ("seed=3", "seed=17 and not 3"),
-        ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer={} and not nothing"),
-        ("data.batch_size=16", "data.batch_size=8 and not 16"),
-        ("trainer.max_duration=7ba", "trainer.max_duration=8ba and not 7ba"),
-        ("trainer.max_duration=3ep", "trainer.max_duration=8ba and not 3ep"),
-        ("trainer.max_duration=9ep", "trainer.max_duration=8ba and not 9ep"),
+        ("optimizer.lr=0.5", "optimizer.lr was 0.001 and is 0.5"),
+        ("seed=3", "seed was 17 and is 3"),
+        ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer was {} and is nothing"),
+        ("data.batch_size=16", "data.batch_size was 8 and is 16"),
+        ("trainer.max_duration=7ba", "trainer.max_duration was 8ba and is 7ba"),
+        ("trainer.max_duration=3ep", "trainer.max_duration was 8ba and is 3ep"),
+        ("trainer.max_duration=9ep", "trainer.max_duration was 8ba and is 9ep"),
     ],
 )
 def test_another_config_is_refused_by_name(override: str, named: str) -> None:
     before = sorted(Path("runs").rglob("*"))
     with pytest.raises(ConfigError) as error:
         run(*JOB, override)
-    assert f"run_name: 'job' was interrupted under another config, {named}; to go on, give what" in str(error.value)
+    assert f"run_name: 'job' was interrupted under another config: {named}; to resume, set the same" in str(error.value)
     assert sorted(Path("runs").rglob("*")) == before
     (FOLDER / "config.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"its runs/job/config\.yaml cannot be read"):

@@ -131,9 +131,9 @@ def test_thousands_of_mutated_configs() -> None:
     ("override", "message"),
     [
         ("data.train_samples=1000000000", "data.train_samples must be at most 1,000,000 with data.source: builtin"),
-        ("runs_folder=/dev/null/x", "runs_folder: /dev/null/x/quickstart cannot be written"),
-        ("data.cache_dir=/dev/null/x", "data.cache_dir: /dev/null/x/tokenizers cannot be made"),
-        ("loggers.wandb={mode: offline, project: a/b}", "loggers.wandb: Weights & Biases cannot begin a run"),
+        ("runs_folder=/dev/null/x", "runs_folder: /dev/null/x/quickstart is not writable"),
+        ("data.cache_dir=/dev/null/x", "data.cache_dir: /dev/null/x/tokenizers cannot be created"),
+        ("loggers.wandb={mode: offline, project: a/b}", "loggers.wandb: Weights & Biases cannot start a run"),
     ],
 )
 def test_what_only_a_run_finds_out_is_one_line_too(override: str, message: str) -> None:

@@ -122,7 +122,7 @@ def test_a_key_that_composer_would_take_for_another_is_left_out(honest: Path) ->
     brief = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
     for attack, more in ((by_underscore, []), (by_underscore_alone, ["checkpoint.weights_only=true"])):
         load = f"checkpoint.load={poisoned(honest, attack)}"
-        with pytest.warns(UserWarning, match=r"left out of the checkpoint, .*: state/_algorithms"):
+        with pytest.warns(UserWarning, match=r"unknown keys of the checkpoint are ignored: state/_algorithms"):
             assert run(load, *more, *brief)["training"]["batches"] == 3
     with pytest.raises(
         ConfigError, match=r"checkpoint\.load: poisoned\.pt is malformed: state/algorithms is missing; "
@@ -237,7 +237,7 @@ def test_a_place_behind_the_random_words_is_refused_where_numpy_reads_it(honest:
         np.random.random()
 
     assert Fork(trusting).wait().status == -signal.SIGSEGV
-    with pytest.raises(ConfigError, match=r"is malformed: rng/0/numpy/2 is 1000000000, and not within 0 to 624"):
+    with pytest.raises(ConfigError, match=r"is malformed: rng/0/numpy/2 is 1000000000, not within 0 to 624"):
         run("checkpoint.load=poisoned.pt")
 
 
@@ -286,9 +286,9 @@ LIST_TWICE = b"q\0]h\0ah\0a"
     ("instructions", "said"),
     [
         (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashed, it overflows the stack
-        (b"})" + TWICE * 60 + b"Ns", "in too many places"),  # hashed, it takes years
-        (b"]" + LIST_TWICE * 60, "in too many places"),
-        (b"]q\0h\0a", "holds itself"),
+        (b"})" + TWICE * 60 + b"Ns", "too many times"),  # hashed, it takes years
+        (b"]" + LIST_TWICE * 60, "too many times"),
+        (b"]q\0h\0a", "contains itself"),
         (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "import bytearray"),
         (b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x01\x85R", "import torch.FloatTensor"),
         (b"0", "no pickle of torch's|instruction POP"),
@@ -363,12 +363,12 @@ def test_the_index_of_a_sharded_checkpoint_in_an_object_store_is_not_unpickled(t
         composer_checkpoint.load_checkpoint("ep1", sharded, None, FakeStore(tmp_path / "bucket"))  # type: ignore[arg-type]
     assert MARKER.exists() is trust
     if not trust:
-        assert "checkpoint.load: ep1: refused, sharded checkpoints are unpickled without any check" in str(error.value)
+        assert "checkpoint.load: ep1: refused, sharded checkpoints are unpickled without checks" in str(error.value)
 
 
 def test_an_address_of_a_folder_is_refused_before_anything_is_touched() -> None:
     for address in ("s3://bucket/run/ep1-ba4", "gs://bucket/run/checkpoints/", "s3://bucket/latest-rank0.pt.symlink"):
-        with pytest.raises(ConfigError, match=rf"checkpoint\.load: {address} names no file that ends in \.pt; sharded"):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.load: {address} is not a file that ends in \.pt; sharded"):
             run(f"checkpoint.load={address}")
     assert not list(Path("runs").glob("q*"))
 

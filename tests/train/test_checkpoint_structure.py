@@ -49,21 +49,21 @@ def test_a_value_that_conforms_comes_back_equal(value: Any, hint: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "hint", "said"),
     [
-        (True, int, "top is a bool, and not an int"),
-        (0.5, int, "top is a float, and not an int"),
-        (None, int, "top is nothing, and not an int"),
-        ("x", int | None, "top is a str, and not an int"),
-        ([1, "x"], list[int], "top/1 is a str, and not an int"),
-        ((1, 2), list[int], "top is a tuple, and not a list"),
+        (True, int, "top is a bool, not an int"),
+        (0.5, int, "top is a float, not an int"),
+        (None, int, "top is nothing, not an int"),
+        ("x", int | None, "top is a str, not an int"),
+        ([1, "x"], list[int], "top/1 is a str, not an int"),
+        ((1, 2), list[int], "top is a tuple, not a list"),
         ((1, 2), tuple[int], "top has 2 entries, not 1"),
-        ({1: 1}, dict[str, int], "a key of top is an int, and not a str"),
-        ({"name": "x", "size": 4}, Pair, "top/size is 4, and not within 1 to 3"),
+        ({1: 1}, dict[str, int], "a key of top is an int, not a str"),
+        ({"name": "x", "size": 4}, Pair, "top/size is 4, not within 1 to 3"),
         ({"name": "x"}, Pair, "top has no size"),
-        ({"name": "x", "size": 1, "more": 2}, Pair, "top has 'more', which this run has not"),
-        ({"a": {1, 2}}, Any, "top/a is a set, and not a plain value"),
-        ({"a": torch.ones(1)}, Any, "top/a is a Tensor, and not a plain value"),
+        ({"name": "x", "size": 1, "more": 2}, Pair, "top has 'more', which this run does not have"),
+        ({"a": {1, 2}}, Any, "top/a is a set, not a plain value"),
+        ({"a": torch.ones(1)}, Any, "top/a is a Tensor, not a plain value"),
         (DEEP, Any, "is nested deeper than 30 levels"),
-        ([1], Tensor, "top is a list, and not a tensor"),
+        ([1], Tensor, "top is a list, not a tensor"),
         (torch.ones(2).to_sparse(), Tensor, "top is a sparse or nested tensor"),
         (torch.ones(2, dtype=torch.complex64), Tensor, "top is a complex tensor"),
         (torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), Tensor, "top is a quantised tensor"),
@@ -90,17 +90,17 @@ def test_containers_and_attributes_of_a_file_are_not_handed_on() -> None:
 @pytest.mark.parametrize(
     ("value", "own", "said"),
     [
-        (torch.ones(1), torch.ones(3), "top has the shape (1,), and not (3,)"),
-        (torch.ones(3).long(), torch.ones(3), "top holds int64, and not float32"),
-        (0.5, torch.ones(3), "top is a float, and not a tensor"),
-        ("x", 0.5, "top is a str, and not a float"),
-        (torch.ones(3), 0.5, "top is a Tensor, and not a float"),
+        (torch.ones(1), torch.ones(3), "top has the shape (1,), not (3,)"),
+        (torch.ones(3).long(), torch.ones(3), "top has the dtype int64, not float32"),
+        (0.5, torch.ones(3), "top is a float, not a tensor"),
+        ("x", 0.5, "top is a str, not a float"),
+        (torch.ones(3), 0.5, "top is a Tensor, not a float"),
         ([1], [1, 2], "top is a list of 1 and not a list of 2"),
         ("ab", [1, 2], "top is a str and not a list of 2"),
         ({"a": 1}, {"a": 1, "b": 2}, "top has no b"),
-        ({"a": 1, "b": 2}, {"a": 1}, "top has 'b', which this run has not"),
-        ([1], None, "top is a list, and not nothing"),
-        (None, "x", "top is nothing, and not a str"),
+        ({"a": 1, "b": 2}, {"a": 1}, "top has 'b', which this run does not have"),
+        ([1], None, "top is a list, not nothing"),
+        (None, "x", "top is nothing, not a str"),
     ],
 )
 def test_what_could_not_take_the_place_of_the_runs_own_is_named(value: Any, own: Any, said: str) -> None:
@@ -131,11 +131,11 @@ def test_the_tensors_that_a_quantised_one_consists_of_are_looked_at_too() -> Non
     given = like(held, own, "top")
     torch.testing.assert_close(given.dequantize(), held.dequantize(), rtol=0, atol=0)
     held.scale = torch.ones(1)  # type: ignore[attr-defined]  # of two blocks
-    with pytest.raises(MalformedError, match=r"top/scale has the shape \(1,\), and not \(2,\)"):
+    with pytest.raises(MalformedError, match=r"top/scale has the shape \(1,\), not \(2,\)"):
         like(held, own, "top")
-    with pytest.raises(MalformedError, match="top is a Tensor, and not an OptimState8bit"):
+    with pytest.raises(MalformedError, match="top is a Tensor, not an OptimState8bit"):
         like(torch.ones(512), own, "top")
-    with pytest.raises(MalformedError, match="top is an OptimState8bit, and not a tensor"):
+    with pytest.raises(MalformedError, match="top is an OptimState8bit, not a tensor"):
         like(own, torch.ones(512), "top")
     with pytest.raises(MalformedError, match="another shape"):
         like(low_bit_moment(256), own, "top")
@@ -154,7 +154,7 @@ def test_of_missing_keys_the_first_is_named_and_the_others_counted(given: str, s
 
 @pytest.mark.parametrize(("type_", "said"), [(int, "an int"), (str, "a str"), (OrderedDict, "an OrderedDict")])
 def test_names_have_the_article_that_they_are_spoken_with(type_: type, said: str) -> None:
-    with pytest.raises(MalformedError, match=f"top is nothing, and not {said}$"):
+    with pytest.raises(MalformedError, match=f"top is nothing, not {said}$"):
         conforming(None, type_, "top")
 
 

@@ -107,7 +107,7 @@ def test_a_config_that_comes_with_the_package_is_found_by_its_name() -> None:
     shipped = ", ".join(sorted(str(p.relative_to(ROOT / "yamls"))[: -len(".yaml")] for p in YAMLS))
     with pytest.raises(ConfigError, match=f"bert_imbd: no such file.*did you mean 'bert_imdb'.* known: {shipped}$"):
         find_config("bert_imbd")
-    with pytest.raises(ConfigError, match=f"no config comes under that name; known: {shipped}$"):
+    with pytest.raises(ConfigError, match=f"no config of the package has that name; known: {shipped}$"):
         find_config("zzz")
 
 

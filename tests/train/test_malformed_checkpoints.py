@@ -81,45 +81,45 @@ SCHEDULE = "state/schedulers/LambdaLR"
 CALLBACKS = "state/callbacks"
 MALFORMED: list[tuple[Change, str]] = [
     (put("state", []), "state is missing"),
-    (put("state/model", [1, 2]), "state/model is a list, and not a dict"),
+    (put("state/model", [1, 2]), "state/model is a list, not a dict"),
     (put("state/model", ...), "state/model is missing"),
-    (put(WEIGHT, 3), f"{WEIGHT} is an int, and not a tensor"),
+    (put(WEIGHT, 3), f"{WEIGHT} is an int, not a tensor"),
     (put(WEIGHT, torch.eye(3).to_sparse()), f"{WEIGHT} is a sparse or nested tensor"),
     (put(WEIGHT, torch.empty(3, device="meta")), f"{WEIGHT} is a tensor without values"),
-    (put(f"{TIME}/batch", "two"), f"{TIME}/batch is a str, and not an int"),
+    (put(f"{TIME}/batch", "two"), f"{TIME}/batch is a str, not an int"),
     (put(f"{TIME}/batch", -1), f"{TIME}/batch is -1"),
     (put(f"{TIME}/batch", True), f"{TIME}/batch is a bool"),
     (put(f"{TIME}/epoch", 2**10), f"{TIME}/epoch is 1024, and batch is 2"),
-    (put(f"{TIME}/epoch", 2**40), f"{TIME}/epoch is 1099511627776, and not within 0 to 99999"),
+    (put(f"{TIME}/epoch", 2**40), f"{TIME}/epoch is 1099511627776, not within 0 to 99999"),
     (put(f"{TIME}/token", ...), f"{TIME} has no token"),
-    (put(f"{TIME}/total_wct", 1.0), f"{TIME}/total_wct is a float, and not a timedelta"),
+    (put(f"{TIME}/total_wct", 1.0), f"{TIME}/total_wct is a float, not a timedelta"),
     (put("state/timestamp", {}), "state/timestamp has no Timestamp"),
-    (put("state/rank_zero_seed", "17"), "state/rank_zero_seed is a str, and not an int"),
+    (put("state/rank_zero_seed", "17"), "state/rank_zero_seed is a str, not an int"),
     (put("state/rank_zero_seed", 2**40), "state/rank_zero_seed is 1099511627776"),
-    (put("state/rank_zero_seed", 2**32 - 2**16), "state/rank_zero_seed is 4294901760, and not within 0 to 4294901759"),
+    (put("state/rank_zero_seed", 2**32 - 2**16), "state/rank_zero_seed is 4294901760, not within 0 to 4294901759"),
     (put("state/rank_zero_seed", torch.tensor(17)), "state/rank_zero_seed is a Tensor"),
-    (put("state/algorithms", {"a": {}}), "state/algorithms is a dict, and not a list"),
-    (put("state/algorithms", ["FusedOptimizer"]), "state/algorithms/0 is a str, and not a tuple"),
+    (put("state/algorithms", {"a": {}}), "state/algorithms is a dict, not a list"),
+    (put("state/algorithms", ["FusedOptimizer"]), "state/algorithms/0 is a str, not a tuple"),
     (put("state/callbacks", ...), "state/callbacks is missing"),
-    (put("state/dataset_state", {"train": 3, "eval": {}}), "state/dataset_state/train is an int, and not a dict"),
-    (put("rng", ...), "rng is nothing, and not a list"),
+    (put("state/dataset_state", {"train": 3, "eval": {}}), "state/dataset_state/train is an int, not a dict"),
+    (put("rng", ...), "rng is nothing, not a list"),
     (put("rng", []), "rng is empty"),
-    (put("rng/0/torch", torch.zeros(9, dtype=torch.uint8)), "rng/0/torch is no state of that generator"),
-    (put("rng/0/torch", "x"), "rng/0/torch is a str, and not a tensor"),
-    (put("rng/0/python", (3, (1, 2), None)), "rng/0/python is no state of that generator"),
-    (put("rng/0/numpy", ("MT19937", (1, 2), 0, 0, 0.0)), "rng/0/numpy is no state of that generator"),
-    (put("rng/0/numpy", ("PCG64", (1,) * 624, 0, 0, 0.0)), "rng/0/numpy is no state of that generator"),
-    (put("rng/0/numpy", ("MT19937", (1,) * 624, 625, 0, 0.0)), "rng/0/numpy/2 is 625, and not within 0 to 624"),
-    (put("rng/0/numpy", ("MT19937", (1,) * 624, 624, 2, 0.0)), "rng/0/numpy/3 is 2, and not within 0 to 1"),
+    (put("rng/0/torch", torch.zeros(9, dtype=torch.uint8)), "rng/0/torch is not a state of that generator"),
+    (put("rng/0/torch", "x"), "rng/0/torch is a str, not a tensor"),
+    (put("rng/0/python", (3, (1, 2), None)), "rng/0/python is not a state of that generator"),
+    (put("rng/0/numpy", ("MT19937", (1, 2), 0, 0, 0.0)), "rng/0/numpy is not a state of that generator"),
+    (put("rng/0/numpy", ("PCG64", (1,) * 624, 0, 0, 0.0)), "rng/0/numpy is not a state of that generator"),
+    (put("rng/0/numpy", ("MT19937", (1,) * 624, 625, 0, 0.0)), "rng/0/numpy/2 is 625, not within 0 to 624"),
+    (put("rng/0/numpy", ("MT19937", (1,) * 624, 624, 2, 0.0)), "rng/0/numpy/3 is 2, not within 0 to 1"),
     (put("rng/0/numpy", ...), "rng/0 has no numpy"),
 ]
 # What only the run knows: its own objects have other keys, lengths and sizes.
 UNFIT: list[tuple[Change, str]] = [
     (put(f"{SCHEDULE}/last_epoch", ...), f"{SCHEDULE} has no last_epoch"),
     (put(f"{SCHEDULE}/base_lrs", [0.1]), f"{SCHEDULE}/base_lrs is a list of 1 and not a list of 2"),
-    (put(f"{SCHEDULE}/step", "x"), f"{SCHEDULE} has 'step', which this run has not"),
+    (put(f"{SCHEDULE}/step", "x"), f"{SCHEDULE} has 'step', which this run does not have"),
     (put("state/schedulers", {}), "state/schedulers has no LambdaLR"),
-    (put(f"{ADAMW}/param_groups/0/lr", "x"), f"{ADAMW}/param_groups/0/lr is a str, and not a float"),
+    (put(f"{ADAMW}/param_groups/0/lr", "x"), f"{ADAMW}/param_groups/0/lr is a str, not a float"),
     (put(f"{ADAMW}/param_groups/0/params", []), f"{ADAMW}/param_groups/0/params is a list of 0"),
     (put(f"{ADAMW}/param_groups", []), f"{ADAMW}/param_groups is a list of 0 and not a list of 2"),
     (
@@ -130,11 +130,11 @@ UNFIT: list[tuple[Change, str]] = [
     (put("state/optimizers", {"Adam": {}}), "state/optimizers has no AdamW, which this run has"),
     (
         put(f"{CALLBACKS}/RunHistory/wall_seconds", "x"),
-        f"{CALLBACKS}/RunHistory/wall_seconds is a str, and not a float",
+        f"{CALLBACKS}/RunHistory/wall_seconds is a str, not a float",
     ),
     (
         put(f"{CALLBACKS}/RunHistory/wall_seconds", 2**2000),
-        f"{CALLBACKS}/RunHistory/wall_seconds is an int that no float can hold",
+        f"{CALLBACKS}/RunHistory/wall_seconds is an int too large for a float",
     ),
     (put(f"{CALLBACKS}/RunHistory/resumed", [{}]), f"{CALLBACKS}/RunHistory/resumed/0 has no batch"),
     (put(f"{CALLBACKS}/FiniteLoss", {}), f"{CALLBACKS}/FiniteLoss has no losses"),
@@ -142,17 +142,17 @@ UNFIT: list[tuple[Change, str]] = [
     *(
         (
             put(f"{CALLBACKS}/MicrobatchHistory/changes", [{"batch": 1, "from": 8, "to": size}]),
-            f"{CALLBACKS}/MicrobatchHistory/changes/0/to is {size}, and not within 1 to",
+            f"{CALLBACKS}/MicrobatchHistory/changes/0/to is {size}, not within 1 to",
         )
         for size in (0, -4)
     ),
     (
         put(WEIGHT, torch.ones(500, 128)),
-        f"{WEIGHT} has the shape (500, 128), and not (400",
+        f"{WEIGHT} has the shape (500, 128), not (400",
     ),
-    (put(WEIGHT, torch.ones(400, 128).long()), f"{WEIGHT} holds int64, and not float32"),
+    (put(WEIGHT, torch.ones(400, 128).long()), f"{WEIGHT} has the dtype int64, not float32"),
     (put(WEIGHT, ...), f"state/model has no {EMBEDDINGS}"),
-    (put("state/model/more", torch.ones(1)), "state/model has 'more', which this run's model has not"),
+    (put("state/model/more", torch.ones(1)), "state/model has 'more', which this run's model does not have"),
 ]
 
 
@@ -166,7 +166,7 @@ def test_what_no_run_can_use_is_refused_before_anything_is_touched(change: Chang
     with pytest.raises(ConfigError) as error:
         run(changed(honest, change), *BRIEF)
     assert f"checkpoint.load: changed.pt is malformed: {said}" in str(error.value)
-    assert "; give the model" in str(error.value) or "; take another checkpoint" in str(error.value)
+    assert "; use the model" in str(error.value) or "; use another checkpoint" in str(error.value)
     assert in_runs() == [Path("runs/quickstart")]
 
 
@@ -205,7 +205,7 @@ def test_what_does_not_fit_the_run_is_refused_and_an_earlier_run_stays(change: C
     with pytest.raises(ConfigError) as error:
         run(changed(honest, change), *BRIEF)
     assert f"checkpoint.load: changed.pt does not fit this run: {said}" in str(error.value)
-    assert "; give the model" in str(error.value) or "; take another checkpoint" in str(error.value)
+    assert "; use the model" in str(error.value) or "; use another checkpoint" in str(error.value)
     assert in_runs() == [Path("runs/quickstart"), Path("runs/quickstart/report.json")]
 
 
@@ -269,13 +269,13 @@ def test_a_name_that_lies_about_its_batch_is_no_newest_checkpoint(honest: Path) 
     Path("runs/mine/report.json").unlink()
     true = folder / "ep0-ba2-rank0.pt"
     (folder / "ep0-ba50-rank0.pt").symlink_to(true.name)
-    with pytest.raises(ConfigError, match=r"ba50-rank0\.pt is not what its name says: .* in epoch 0 after batch 2; "):
+    with pytest.raises(ConfigError, match=r"ba50-rank0\.pt does not match its name: .* in epoch 0 after batch 2; "):
         run(f"checkpoint.load={folder}/ep0-ba50-rank0.pt", "run_name=other", *BRIEF)
     shutil.copy(true, "ep3-ba9-rank0.pt")
     Path("latest-rank0.pt").symlink_to("ep3-ba9-rank0.pt")
-    with pytest.raises(ConfigError, match=r"latest-rank0\.pt is not what its name says"):
+    with pytest.raises(ConfigError, match=r"latest-rank0\.pt does not match its name"):
         run("checkpoint.load=latest-rank0.pt", "run_name=other", *BRIEF)
-    with pytest.warns(UserWarning, match=r"passed over: .*ba50-rank0\.pt is not what its name says"):
+    with pytest.warns(UserWarning, match=r"passed over: .*ba50-rank0\.pt does not match its name"):
         report = run(*job, "trainer.max_duration=4ba")
     assert report["resumed"] == [{"batch": 2, "checkpoint": "ep0-ba2-rank0.pt"}]
     assert (folder / "ep0-ba4-rank0.pt").exists()
@@ -284,19 +284,19 @@ def test_a_name_that_lies_about_its_batch_is_no_newest_checkpoint(honest: Path) 
 @pytest.mark.parametrize(
     ("address", "said"),
     [
-        ("https://example.org/a.pt", "is an address of a kind that Composer loads no checkpoint from (https)"),
-        ("file:///tmp/a.pt", "is an address of a kind that Composer loads no checkpoint from (file)"),
-        ("ftp://example.org/a.pt", "is an address of a kind that Composer loads no checkpoint from (ftp)"),
-        ("wandb://a/b.pt", "is an address of a kind that Composer loads no checkpoint from (wandb)"),
-        ("https:/example.org/a.pt", "is no file: https:/example.org/a.pt"),
-        ("s3:bucket/a.pt", "is no file: s3:bucket/a.pt"),
-        ("s3:///a.pt", "names no bucket: s3:///a.pt"),
-        ("s3://", "names no bucket: s3://"),
-        ("file:a.pt", "is no file: file:a.pt"),
-        ("run:one.pt", "has a colon"),
-        ("a{b.pt", "is no file"),
-        ("a{}b.pt", "is no file"),
-        ("a{rank.x}.pt", "is no file"),
+        ("https://example.org/a.pt", "is an address from which Composer cannot load checkpoints (https)"),
+        ("file:///tmp/a.pt", "is an address from which Composer cannot load checkpoints (file)"),
+        ("ftp://example.org/a.pt", "is an address from which Composer cannot load checkpoints (ftp)"),
+        ("wandb://a/b.pt", "is an address from which Composer cannot load checkpoints (wandb)"),
+        ("https:/example.org/a.pt", "is not a file: https:/example.org/a.pt"),
+        ("s3:bucket/a.pt", "is not a file: s3:bucket/a.pt"),
+        ("s3:///a.pt", "does not name a bucket: s3:///a.pt"),
+        ("s3://", "does not name a bucket: s3://"),
+        ("file:a.pt", "is not a file: file:a.pt"),
+        ("run:one.pt", "contains a colon"),
+        ("a{b.pt", "is not a file"),
+        ("a{}b.pt", "is not a file"),
+        ("a{rank.x}.pt", "is not a file"),
     ],
 )
 def test_addresses_that_lead_nowhere(address: str, said: str, honest: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_smaller_pieces_to_the_same_weig
     """7 reviews → 3 + 3 + 1: wherever the memory ran out, nothing of the failed pass is left in the gradient."""
     whole, losses, untouched = train()
     gpu = SmallGPU(3, at)
-    with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 samples .*; going on with 3, the eff"):
+    with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 samples .*; continuing with 3"):
         pieces, smaller, history = train(gpu, Unpadding())
     assert gpu.seen == [7, 3, 3, 1, 3, 3, 1, 3]
     assert history.changes == [{"batch": 0, "from": 7, "to": 3}]
@@ -243,7 +243,7 @@ def test_the_report_says_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
     whole = run(*settings)
     monkeypatch.setattr(FinetuneModel, "forward", small)
-    with pytest.warns(UserWarning, match="out of memory with 8 samples per forward pass in batch 0; going on with 4"):
+    with pytest.warns(UserWarning, match="out of memory with 8 samples per forward pass in batch 0; continuing with 4"):
         report = run(*settings)
     training = report["training"]
     assert (training["microbatch_size"], training["microbatch_chosen"]) == (4, "after running out of memory")

@@ -95,7 +95,7 @@ def test_what_imports_made_is_not_collected_in_a_training_step(monkeypatch: pyte
     before = gc.get_freeze_count()
     with without_gc():
         pass
-    assert gc.get_freeze_count() == before, "torch was loaded already, and what is garbage now must go"
+    assert gc.get_freeze_count() == before, "torch was loaded , and what is garbage now must go"
     monkeypatch.delitem(sys.modules, "torch")
     try:
         with without_gc():

@@ -93,7 +93,7 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_where_it_is() -> None:
 
 def test_a_folder_that_cannot_be_written_is_one_line() -> None:
     Path("file").touch()
-    with pytest.raises(ConfigError, match=r"runs_folder: file/deep/quickstart \(relative to /.*\) cannot be written"):
+    with pytest.raises(ConfigError, match=r"runs_folder: file/deep/quickstart \(relative to /.*\) is not writable"):
         run("runs_folder=file/deep")
 
 

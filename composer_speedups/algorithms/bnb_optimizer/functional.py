@@ -54,7 +54,7 @@ def apply_bnb_optimizer(
     label = f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})"
     if label_of(optimizer) == label and optimizer.is_paged != paged:  # type: ignore[attr-defined]
         raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
-            f"the optimizer is bitsandbytes AdamW with paged={not paged} already, and paged={paged} is asked for",
+            f"the optimizer is bitsandbytes AdamW with paged={not paged} already, and paged={paged} was requested",
             "swap a fresh torch.optim.AdamW",
         )
     norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}

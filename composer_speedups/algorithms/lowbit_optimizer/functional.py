@@ -49,7 +49,7 @@ def apply_lowbit_optimizer(
     label = f"torchao AdamW({bits=}, {embeddings_32bit=}, {min_size=})"
     if label_of(optimizer) == label and (before := optimizer.compiled) != compiled:  # type: ignore[attr-defined]
         raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
-            f"the optimizer is torchao AdamW with compiled={before} already, and compiled={compiled} is asked for",
+            f"the optimizer is torchao AdamW with compiled={before} already, and compiled={compiled} was requested",
             "swap a fresh torch.optim.AdamW",
         )
     return swap_optimizer(

@@ -1,1 +1,1 @@
-"""Checkpoints: written whole or not at all, read without running anything in them, and found again after a stop."""
+"""Checkpoints: written atomically, read without executing their contents, and found again after an interruption."""

@@ -1,10 +1,10 @@
-"""Checkpoints of others: read without executing anything that they hold, and refused in one line.
+"""Read checkpoints without executing anything in them, and refuse others with a one-line error.
 
 Composer unpickles a checkpoint with ``weights_only=False``, evaluates the recorded ``repr`` of its own algorithms as
-Python, reads the index of a sharded one with pickle, strips a leading underscore from any key, and sets what it does
-not know on its State. Each can run what the file's author wished. So the file goes through a restricted unpickler
-(:mod:`.unpickling`), and nothing is handed on because it looks harmless: Composer gets a new dict of the keys below,
-with values of the types and sizes that the run has, and the algorithms' entry is made from the run's own algorithms.
+Python, reads the index of a sharded checkpoint with pickle, strips a leading underscore from any key, and sets unknown
+keys on its State. Each of these can execute code of the file's author. Here the file is read by a restricted unpickler
+(:mod:`.unpickling`), and only known contents are passed on: Composer receives a new dict with the keys below, with
+values of the types and sizes that the run has, and with algorithms' entries made from the run's own algorithms.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ __all__ = [
 ]
 
 _COUNT = Annotated[int, range(2**62)]
-_EPOCHS = Annotated[int, range(10**5)]  # a resumed run begins each of the earlier ones, to draw what it drew
+# a resumed run iterates over each earlier epoch, to draw the same random numbers
+_EPOCHS = Annotated[int, range(10**5)]
 _SPAN = datetime.timedelta
 _COUNTS = (
     "iteration epoch batch sample token epoch_in_iteration token_in_iteration "
@@ -60,7 +61,7 @@ _COUNTS = (
 _SPANS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
 _WITHIN = {"epoch": "batch", "batch_in_epoch": "batch", "sample_in_epoch": "sample", "token_in_epoch": "token"}
 _WEIGHTS = {"model": dict[str, Tensor]}
-# Of the run's objects, each by the name of its class: looked into where those objects are there.
+# State of the run's objects, by class name; checked against the objects themselves.
 _TRAINING = {
     "optimizers": dict[str, object],
     "schedulers": dict[str, object],
@@ -68,42 +69,42 @@ _TRAINING = {
     "scaler": dict[str, object],
     "algorithms": list[tuple[str, dict[str, object]]],
     "timestamp": {"Timestamp": {**dict.fromkeys(_COUNTS, _COUNT), "epoch": _EPOCHS, **dict.fromkeys(_SPANS, _SPAN)}},
-    "rank_zero_seed": Annotated[int, range(2**32 - 2**16)],  # each rank adds its number
+    "rank_zero_seed": Annotated[int, range(2**32 - 2**16)],  # each rank appends its number
     "dataset_state": {"train": dict[str, Any] | None, "eval": dict[str, Any]},
 }
-# What Composer writes and no run needs: it overwrites the name, reads the next two for nothing, and a run's metrics
-# begin anew.
+# Written by Composer and not needed: it overwrites the name, ignores the next two, and metrics start from zero.
 _LEFT_OUT = ("run_name", "integrations", "metadata", "train_metrics", "eval_metrics")
 _WORD = Annotated[int, range(2**32)]
-_PLACE = Annotated[int, range(625)]  # NumPy looks up the next word there without any check
+_PLACE = Annotated[int, range(625)]  # NumPy does not check this index
 _GENERATORS = {
     "python": tuple[int, tuple[_WORD, ...], float | None],
     "numpy": tuple[str, tuple[_WORD, ...], _PLACE, Annotated[int, range(2)], float],
     "torch": Tensor,
 }
-_TRUST = "only if you trust whoever wrote it, set checkpoint.trust_checkpoint=true"
-_ANOTHER = "take another checkpoint"
-_WEIGHTS_ONLY = "checkpoint.weights_only=true takes its weights alone"
+_TRUST = "if you trust its author, set checkpoint.trust_checkpoint=true"
+_ANOTHER = "use another checkpoint"
+_WEIGHTS_ONLY = "checkpoint.weights_only=true loads its weights only"
 
 
 class DamagedCheckpointError(ConfigError):
-    """A file that is no whole checkpoint: cut short, with a bit that flipped, or not made as Composer makes them."""
+    """A file is not a complete checkpoint: truncated, with a flipped bit, or not written by Composer."""
 
 
 class UnknownAlgorithmError(ValueError):
-    """An algorithm that Composer would rebuild from the checkpoint's text, or that nobody here knows."""
+    """A checkpoint names an unknown algorithm, or one that Composer would rebuild by evaluating text of the
+    checkpoint."""
 
 
 @contextlib.contextmanager
 def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
-    """A Trainer built inside loads a checkpoint as this module reads it, and says in one line why it cannot.
+    """Make a Trainer that is built inside the block load its checkpoint as this module does, with one-line errors.
 
     Args:
-        key: The config key that names the checkpoint, for the error.
-        trust: Load it as Composer does; only the errors are in one line.
+        key: The config key that names the checkpoint, for errors.
+        trust: Load it as Composer does; only the errors are changed.
 
     Raises:
-        ConfigError: It cannot be loaded, does not fit the run, or holds what would be executed, which is named.
+        ConfigError: It cannot be loaded, does not fit the run, or contains something that would be executed.
     """
     load = functools.partial(_load, composer_checkpoint.load_checkpoint, key, trust)
     open_store = functools.partial(_open_store, composer_trainer.maybe_create_object_store_from_uri, key)
@@ -116,9 +117,9 @@ def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
 
 
 def check_whole(path: str, key: str) -> None:
-    """Refuse a local checkpoint that is cut short or differs from its checksums: about a second a GB.
+    """Refuse a local checkpoint that is truncated or does not match its checksums. Takes about a second per GB.
 
-    torch writes checksums and never looks at them.
+    torch writes checksums but does not check them.
 
     Raises:
         DamagedCheckpointError: It is damaged.
@@ -133,42 +134,42 @@ def check_whole(path: str, key: str) -> None:
 
 
 def check_checkpoint(path: str, key: str, *, weights_only: bool = False) -> None:
-    """Refuse a checkpoint that is damaged, malformed, or whose loading would execute something, before anything is
-    touched.
+    """Refuse a checkpoint that is damaged, malformed, or would execute something when loaded, before anything is
+    changed.
 
-    Of an address only the kind of file is known yet, and only the run knows whether the sizes fit. Weights are mapped,
-    not read, except by the checksums. The load itself looks at everything again: changing the file meanwhile gains
-    nothing.
+    For an address, only the kind of file can be checked here; whether sizes fit is checked when the run loads it.
+    Weights are memory-mapped and read only for the checksums. Loading repeats all checks, so changing the file in
+    between does not help an attacker.
 
     Args:
-        path: Of a file, or an address.
-        key: The config key that names it, for the error.
-        weights_only: Whether nothing but its weights is going to be loaded.
+        path: Path or address of the file.
+        key: The config key that names it, for errors.
+        weights_only: Whether only its weights will be loaded.
 
     Raises:
-        DamagedCheckpointError: It is cut short, differs from its checksums, is no checkpoint, or not the one that its
-            name says.
-        ConfigError: It is refused; the message names what it holds.
+        DamagedCheckpointError: It is truncated, does not match its checksums or its name, or is not a checkpoint.
+        ConfigError: It is refused; the message names the reason.
     """
     remote = "://" in path
     if Path(path).is_dir() or (remote and not (path.endswith(".pt") or is_tar(path) or is_compressed_pt(path))):
-        kind = "names no file that ends in .pt" if remote else "is a folder"
-        raise ConfigError(f"{key}: {path} {kind}; sharded checkpoints are unpickled without any check: {_TRUST}")
+        kind = "is not a file that ends in .pt" if remote else "is a folder"
+        raise ConfigError(f"{key}: {path} {kind}; sharded checkpoints are unpickled without checks: {_TRUST}")
     if is_tar(path) or is_compressed_pt(path):
         raise ConfigError(
-            f"{key}: {path} is an archive, which Composer unpacks wherever it says; unpack it, or {_TRUST}"
+            f"{key}: {path} is an archive, which Composer unpacks to any path in it; unpack it yourself, or {_TRUST}"
         )
     if remote:
-        return  # it is looked at when it is here
+        return  # checked after the download
     check_whole(path, key)
     with restricted_unpickling(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)  # of a tensor that is refused below
+        # of a tensor type that is refused below
+        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
         try:
             held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{key}: {path}: refused, {reason_of(error)}; {_TRUST}") from error
-        except Exception as error:  # of many classes
-            raise DamagedCheckpointError(f"{key}: {path} is no checkpoint ({first_line(error)[:200]})") from error
+        except Exception as error:  # of various classes
+            raise DamagedCheckpointError(f"{key}: {path} is not a checkpoint ({first_line(error)[:200]})") from error
     try:
         kept = check_contents(held, weights_only=weights_only)
     except UnknownAlgorithmError as error:
@@ -180,21 +181,22 @@ def check_checkpoint(path: str, key: str, *, weights_only: bool = False) -> None
 
 
 def _check_name(path: str, time: dict[str, Any], key: str) -> None:
-    """Names say which checkpoint is the newest, and the rest is removed by them; a link's target has a name too."""
+    """Check the name, by which the newest checkpoint is found and old ones are deleted. A link's target is checked
+    too."""
     for name in (Path(path).name, Path(path).resolve().name):
         said = FILE_NAME.fullmatch(name)
         if said and (int(said[1]), int(said[2])) != (time["epoch"], time["batch"]):
             raise DamagedCheckpointError(
-                f"{key}: {path} is not what its name says: it was written in epoch {time['epoch']} after batch "
-                f"{time['batch']}; give it that name, or {_ANOTHER}"
+                f"{key}: {path} does not match its name: it was written in epoch {time['epoch']} after batch "
+                f"{time['batch']}; rename it, or {_ANOTHER}"
             )
 
 
 def _load(load: Callable[..., Any], key: str, trust: bool, path: str, state: State, *args: Any, **settings: Any) -> Any:
-    """Composer's ``load_checkpoint``, which gets to see what :func:`admit` leaves."""
+    """Composer's ``load_checkpoint``, applied to what :func:`admit` keeps."""
     if not trust:
         if state.fsdp_sharded_state_dict_enabled:
-            raise ConfigError(f"{key}: {path}: refused, sharded checkpoints are unpickled without any check; {_TRUST}")
+            raise ConfigError(f"{key}: {path}: refused, sharded checkpoints are unpickled without checks; {_TRUST}")
         weights_only = settings.get("load_weights_only", False)
         settings["ignore_keys"] = functools.partial(admit, state=state, weights_only=weights_only)
     try:
@@ -206,42 +208,43 @@ def _load(load: Callable[..., Any], key: str, trust: bool, path: str, state: Sta
         raise ConfigError(f"{key}: {path}: refused, {reason}; {_TRUST}") from error
     except MalformedError as error:
         raise ConfigError(f"{key}: {path} does not fit this run: {error}; {_fix(error)}") from error
-    except Exception as error:  # of the file system, an object store, torch or Composer
+    except Exception as error:  # from the file system, an object store, torch or Composer
         raise ConfigError(f"{key}: {path} cannot be loaded ({first_line(error)[:300]}); {_ANOTHER}") from error
 
 
 def _open_store(open_store: Callable[[str], Any], key: str, uri: str) -> Any:
     try:
         return open_store(uri)
-    except Exception as error:  # of a package that is missing, an account or a bucket
+    except Exception as error:  # a missing package, account or bucket
         raise ConfigError(
-            f"{key}: {uri} cannot be reached ({first_line(error)[:300]}); download it, and give the file"
+            f"{key}: {uri} cannot be reached ({first_line(error)[:300]}); download it, and name the local file"
         ) from error
 
 
 def _fix(error: MalformedError) -> str:
     if error.where == "state/model" or error.where.startswith("state/model/"):
         keys = "model.name, model.size, model.task, data.vocab_size"
-        return f"give the model and the tokenizer that it was trained with ({keys})"
+        return f"use the model and the tokenizer that it was trained with ({keys})"
     return _ANOTHER if error.where == "state" else f"{_ANOTHER}, or {_WEIGHTS_ONLY}"
 
 
 def check_contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
-    """What may be used of a checkpoint, as far as that can be said without the run that it is for.
+    """Extract the usable contents of a checkpoint, with all checks that do not need the run.
 
     Args:
-        held: As it was read.
-        weights_only: Look at nothing but the weights, and at what they were trained with.
+        held: The contents as read.
+        weights_only: Extract only the weights and what they were trained with.
 
     Returns:
-        A dict of its own with ``state`` and, for more than the weights, ``rng``.
+        A new dict with ``state`` and, unless ``weights_only``, ``rng``.
 
     Raises:
-        MalformedError: Something is missing, or of another type or size.
+        MalformedError: Something is missing, or has another type or size.
         UnknownAlgorithmError: See there.
     """
-    if type(held) is not dict or type(held.get("state")) is not dict:  # others may have attributes for methods
-        raise MalformedError("state", "is missing: it is no checkpoint of Composer's")
+    # other classes may have attributes in place of methods
+    if type(held) is not dict or type(held.get("state")) is not dict:
+        raise MalformedError("state", "is missing: it is not a checkpoint of Composer")
     state = held["state"]
     wanted = _WEIGHTS if weights_only else {**_WEIGHTS, **_TRAINING}
     if missing := [name for name in wanted if name not in state]:
@@ -260,19 +263,19 @@ def check_contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
 
 
 def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
-    """Leave in a checkpoint what Composer may load into ``state``, and nothing else.
+    """Reduce a checkpoint to what Composer may load into ``state``.
 
     Args:
-        held: As it was read; changed in place, as Composer's ``load_ignore_keys`` may.
-        state: Of the run, after its algorithms changed the model.
-        weights_only: Leave the weights alone.
+        held: The contents as read; changed in place, as Composer's ``load_ignore_keys`` is allowed to do.
+        state: The run's state, after its algorithms changed the model.
+        weights_only: Keep only the weights.
 
     Raises:
-        ConfigError: It was written under other techniques.
+        ConfigError: It was written with other techniques.
         MalformedError: It does not fit the run; the message says where.
         UnknownAlgorithmError: See there.
     """
-    elsewhere = state.load_monolith_rank0_only and dist.get_global_rank() != 0  # rank 0 has the tensors
+    elsewhere = state.load_monolith_rank0_only and dist.get_global_rank() != 0  # only rank 0 has the tensors
     contents = held if not elsewhere else {**held, "state": {**held["state"], "model": {}, "optimizers": {}}}
     kept = check_contents(contents, weights_only=weights_only)
     if dist.get_global_rank() == 0:
@@ -282,7 +285,8 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
         mine["algorithms"] = _of_algorithms(mine["algorithms"], state.algorithms)
     if elsewhere:
         mine.update(model=None, optimizers=None)
-    elif state.fsdp_config_version != 1:  # whose flat parameters have other names and shapes: torch checks them itself
+    # FSDP1's flat parameters have other names and shapes; torch checks them itself
+    elif state.fsdp_config_version != 1:
         _check_weights(mine["model"], state)
         if not weights_only:
             mine["optimizers"] = _of_optimizers(mine["optimizers"], state)
@@ -301,20 +305,20 @@ def _name_unknown_keys(held: dict[str, Any]) -> None:
     unknown += [str(name) for name in held if name not in ("state", "rng")]
     if unknown:
         warnings.warn(
-            f"checkpoint.load: left out of the checkpoint, since nothing here needs it: {', '.join(unknown)[:300]}",
+            f"checkpoint.load: unknown keys of the checkpoint are ignored: {', '.join(unknown)[:300]}",
             UserWarning,
             stacklevel=2,
         )
 
 
 def _check_known(recorded: Any) -> None:
-    """Algorithms of Composer's that rebuild the model are made from text in the checkpoint, where Composer loads it."""
+    """Refuse algorithms that Composer would rebuild from text in the checkpoint."""
     ours = {technique.class_name for technique in describe()}
     for name in recorded:
         if name in ours:
             continue
         if name not in composer.algorithms.__all__:
-            raise UnknownAlgorithmError(f"it records an algorithm {name!r:.80}, which is unknown here")
+            raise UnknownAlgorithmError(f"it records an unknown algorithm {name!r:.80}")
         if getattr(composer.algorithms, name).required_on_load():
             raise UnknownAlgorithmError(
                 f"it was trained with {name}, which changes the model and which Composer would make by evaluating text "
@@ -323,7 +327,8 @@ def _check_known(recorded: Any) -> None:
 
 
 def _of_algorithms(recorded: list[tuple[str, dict[str, Any]]], algorithms: list[Algorithm]) -> dict[str, Any]:
-    """A dict, in which Composer looks for the run's own algorithms; of a list it would evaluate what it says."""
+    """The algorithms as a dict, in which Composer looks up the run's own ones; it would evaluate the entries of a
+    list."""
     states = dict(recorded)
     ours = {technique.class_name for technique in describe()}
     before = sorted(
@@ -342,16 +347,16 @@ def _of_algorithms(recorded: list[tuple[str, dict[str, Any]]], algorithms: list[
 
 
 def _of_callbacks(recorded: dict[str, Any], callbacks: list[Callback]) -> dict[str, Any]:
-    """What callbacks have declared under ``checkpoint_fields``, name by name with its type, as ``Technique`` does.
+    """The state of callbacks that declare ``checkpoint_fields``: each field with its type, as in ``Technique``.
 
-    Others get their own state, which changes nothing.
+    Other callbacks receive their own state, which changes nothing.
     """
     states = {}
     for callback in callbacks:
         name, fields = type(callback).__qualname__, getattr(callback, "checkpoint_fields", None)
         if fields is None:
             states[name] = callback.state_dict()
-        elif name in recorded:  # else Composer says that it is not restored
+        elif name in recorded:  # otherwise Composer warns that it is not restored
             states[name] = conforming(recorded[name], fields, f"state/callbacks/{name}")
     return states
 
@@ -373,26 +378,26 @@ def _check_weights(recorded: dict[str, Tensor], state: State) -> None:
     missing, more = ([n for n in one if n not in other] for one, other in ((own, recorded), (recorded, own)))
     if missing or more:
         lacks = f"has no {missing[0]}" if missing else ""
-        has = f"has {more[0]!r:.200}, which this run's model has not" if more else ""
+        has = f"has {more[0]!r:.200}, which this run's model does not have" if more else ""
         raise MalformedError("state/model", " and ".join(filter(None, (lacks, has))))
     for name, tensor in own.items():
         like(recorded[name], tensor, f"state/model/{name}")
 
 
 def _of_optimizers(recorded: dict[str, Any], state: State) -> dict[str, Any]:
-    # torch takes the step for an optimizer without a state that it takes at loading
+    # for an optimizer without state, torch steps as it does when loading
     own = {type(each).__qualname__: get_optimizer_state_dict(state.model, each) for each in state.optimizers}
     states = _by_class("optimizers", recorded, state.optimizers, lambda each: own[type(each).__qualname__])
     for name, held in states.items():
         for i, (theirs, ours) in enumerate(zip(held["param_groups"], own[name]["param_groups"], strict=True)):
             if set(theirs["params"]) != set(ours["params"]):  # type: ignore[arg-type, index]
                 where = f"state/optimizers/{name}/param_groups/{i}/params"
-                raise MalformedError(where, "names other parameters than this run's")
+                raise MalformedError(where, "names parameters that differ from this run's")
     return states
 
 
 def _generators(recorded: Any) -> list[dict[str, Any]]:
-    """The random states of each rank, which generators of nobody's have taken."""
+    """The random states of each rank, checked by loading them into separate generators."""
     ranks = []
     for i, rank in enumerate(conforming(recorded, list[dict[str, object]], "rng")):
         where = f"rng/{i}"
@@ -409,9 +414,9 @@ def _generators(recorded: Any) -> list[dict[str, Any]]:
             try:
                 attempt(states[name])
             except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                raise MalformedError(f"{where}/{name}", f"is no state of that generator ({error})") from error
+                raise MalformedError(f"{where}/{name}", f"is not a state of that generator ({error})") from error
         if "cuda" in states and states["cuda"].dtype != torch.uint8:
-            raise MalformedError(f"{where}/cuda", "is no state of that generator")
+            raise MalformedError(f"{where}/cuda", "is not a state of that generator")
         ranks.append(states)
     if not ranks:
         raise MalformedError("rng", "is empty")

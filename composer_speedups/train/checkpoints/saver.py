@@ -1,4 +1,4 @@
-"""The checkpoints of a run's folder: written whole or not at all, found, and removed."""
+"""Write, find and remove the checkpoints in a run's folder."""
 
 from __future__ import annotations
 
@@ -28,27 +28,28 @@ __all__ = [
     "remove_partials",
 ]
 
-FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # as Composer names them
+FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # named as by Composer
 
 
 class WholeCheckpointSaver(CheckpointSaver):
-    """Saves as Composer does, to a name that nothing reads, and gives the file its own name once it is on the disk.
+    """Saves checkpoints under a temporary name and renames them when they are on the disk.
 
-    Composer writes in place, and takes ``latest-rank0.pt`` away before it makes it anew: a kill in between leaves half
-    a file under a good name, or no latest one. It also forgets, at a resume, the checkpoints of before, which would
-    stay. Here an older checkpoint goes only after the newer one is whole and on the disk, whichever process wrote it.
+    Composer writes in place, and deletes ``latest-rank0.pt`` before writing it again: a kill in between leaves a
+    partial file under a valid name, or no latest one. After a resume it also does not delete checkpoints of earlier
+    processes. Here, an older checkpoint is deleted only after the newer one is complete and on the disk, whichever
+    process wrote it.
 
-    FSDP's sharded checkpoints are Composer's own.
+    Sharded checkpoints of FSDP are written by Composer.
 
     Args:
-        folder: Where they go; of this run alone.
-        interval: How often, as a Composer time.
-        keep: How many; -1 for all.
-        stop: When it asks, a checkpoint is written at the end of the batch, and training ends with
+        folder: Folder of the checkpoints; used by this run only.
+        interval: How often to save, as a Composer time.
+        keep: Number of checkpoints to keep; -1 for all.
+        stop: When it requests the end, a checkpoint is written at the end of the batch, and training ends with
             :class:`Interrupted`.
 
     Raises:
-        WriteError: A checkpoint cannot be written, for want of space for example. Those before are untouched.
+        WriteError: A checkpoint cannot be written, for example because the disk is full. Earlier ones are intact.
     """
 
     def __init__(self, folder: Path, interval: str, keep: int, stop: StopSignals) -> None:
@@ -57,16 +58,16 @@ class WholeCheckpointSaver(CheckpointSaver):
             remote_file_name=None,
             latest_remote_file_name=None,
             save_interval=interval,
-            overwrite=True,  # the folder is this run's own
+            overwrite=True,  # the folder belongs to this run
             num_checkpoints_to_keep=keep,
         )
         self.stop = stop
-        self._due = False  # at the end of the epoch
+        self._due = False  # due at the end of the epoch
 
     def fit_start(self, state: State, logger: Logger) -> None:
         super().fit_start(state, logger)
         if dist.get_global_rank() == 0 and (found := checkpoints_in(Path(self.folder))):
-            self._remove_older(found[0])  # a kill came before it
+            self._remove_older(found[0])  # the process was killed before the link was made
         self.stop.defer()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -75,7 +76,7 @@ class WholeCheckpointSaver(CheckpointSaver):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         if state.timestamp.batch_in_epoch.value == state.dataloader_len:
-            # The epoch's end comes next, where a resumed run starts more cleanly than after a last batch.
+            # The epoch ends next, from where a resumed run starts more cleanly than from after the last batch.
             self._due = self.save_interval(state, Event.BATCH_CHECKPOINT)
         else:
             super().batch_checkpoint(state, logger)
@@ -114,7 +115,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             self._remove_older(path)
 
     def _point_at(self, path: Path, state: State) -> None:
-        """The symlink to the latest one, replaced in one step."""
+        """Atomically point the symlink to the latest checkpoint."""
         assert self.latest_filename is not None
         link = Path(self.latest_filename.format(state))
         new = link.with_name(f".{link.name}.partial")
@@ -132,38 +133,38 @@ class WholeCheckpointSaver(CheckpointSaver):
 
 
 def _explained(error: Exception, path: Path) -> Exception:
-    """The system's error behind one of torch's, in one line; another error as it is."""
+    """Reduce torch's error to the system's error behind it, in one line; other errors are returned unchanged."""
     cause = next((cause for cause in causes_of(error) if isinstance(cause, OSError)), None)
     if cause is None:
         return error
     older = next(iter(checkpoints_in(path.parent)), None)
     fix = "free some space" if cause.errno in NO_SPACE else "see to the folder"
-    kept = f"{older} is whole, and the same command resumes from it" if older else "there was none before"
+    kept = f"the same command resumes from {older}" if older else "there was none before"
     return WriteError(f"checkpoint: {path} could not be written ({cause.strerror or cause}); {fix}; {kept}")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Checkpoints by their names, the one after the most batches first. Partial files are none."""
+    """Checkpoints sorted by batches, the newest first. Partial files are not included."""
     found = {path: match for path in folder.glob("*.pt") if (match := FILE_NAME.fullmatch(path.name))}
     return sorted(found, key=lambda path: (int(found[path][2]), int(found[path][1])), reverse=True)
 
 
 def checkpoints_after(path: Path) -> list[Path]:
-    """Checkpoints beside this one that were written after more batches; none where it is not named as they are."""
+    """Checkpoints in the same folder with more batches than this one; empty if its name is not a checkpoint's."""
     all_of_them = checkpoints_in(path.parent)
     return all_of_them[: all_of_them.index(path)] if path in all_of_them else []
 
 
 def remove_partials(folder: Path) -> None:
-    """Take away what a kill or a full disk left half-written."""
+    """Delete partial files left by a kill or a full disk."""
     for path in folder.glob(".*.partial"):
         path.unlink(missing_ok=True)
 
 
 def plain_generators(checkpoint: dict[str, Any]) -> None:
-    """Turn NumPy's random state into plain numbers before a checkpoint is written; NumPy takes them back as they are.
+    """Convert NumPy's random state to plain numbers before a checkpoint is written; NumPy accepts them.
 
-    An array is unpickled by NumPy's own code, which trusts what it reads.
+    An array would be unpickled by NumPy's own code, which trusts its input.
     """
     for rank in checkpoint["rng"]:
         name, words, *others = rank["numpy"]

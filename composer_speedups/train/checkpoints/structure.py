@@ -1,4 +1,4 @@
-"""Whether a value read from a file has the structure that it should have: types, keys, lengths and shapes."""
+"""Check that a value read from a file has the expected structure: types, keys, lengths and shapes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["MalformedError", "conforming", "like"]
 
-_DEEPEST = 30  # levels of lists and dicts within plain values
+_DEEPEST = 30  # nested levels of plain values
 
 
 class MalformedError(ValueError):
-    """A value that is not what its place asks for.
+    """A value in a checkpoint does not have the expected structure.
 
     Args:
-        where: The path of its keys, such as ``state/timestamp/Timestamp/batch``.
+        where: The path of keys to it, such as ``state/timestamp/Timestamp/batch``.
         reason: The end of a sentence that begins with ``where``.
     """
 
@@ -30,18 +30,18 @@ class MalformedError(ValueError):
 
 
 def conforming(value: Any, hint: Any, where: str) -> Any:
-    """``value`` in containers of its own, where it is what a type hint says.
+    """Return ``value`` in new containers if it matches a type hint.
 
     Args:
-        value: Of any type.
-        hint: A class, whose instances are of exactly that class (an integer will do for a float); a union, a list, a
-            tuple or a dict of hints; ``Annotated[int, range(…)]``; a ``TypedDict``, or a dict of field names and their
-            hints: all of them are there, and no others; ``Tensor``, dense and in host memory; ``Any``, which is what
-            JSON can hold; ``object``, which is not looked into.
-        where: The path of keys that leads to it.
+        value: Any value.
+        hint: A class, for instances of exactly that class (an int is accepted for a float); a union, list, tuple or
+            dict of hints; ``Annotated[int, range(…)]``; a ``TypedDict``, or a dict of field names and hints, whose
+            fields must all be present, and no others; ``Tensor``, for a dense tensor in host memory; ``Any``, for
+            JSON-like values; ``object``, which is not checked.
+        where: The path of keys to the value.
 
     Raises:
-        MalformedError: It is something else.
+        MalformedError: It does not match.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is object:
@@ -56,7 +56,7 @@ def conforming(value: Any, hint: Any, where: str) -> Any:
         return {name: conforming(value[name], each, f"{where}/{name}") for name, each in hint.items()}
     if origin is typing.Annotated:
         if conforming(value, arguments[0], where) not in arguments[1]:
-            raise MalformedError(where, f"is {value}, and not within {arguments[1][0]} to {arguments[1][-1]}")
+            raise MalformedError(where, f"is {value}, not within {arguments[1][0]} to {arguments[1][-1]}")
         return value
     if origin in (typing.Union, types.UnionType):
         return _one_of(value, arguments, where)
@@ -73,26 +73,26 @@ def conforming(value: Any, hint: Any, where: str) -> Any:
         _check_type(value, dict, where)
         for name in value:
             _check_type(name, arguments[0], f"a key of {where}")
-        entries = dict.items(value)  # not by an attribute of that name, which an OrderedDict keeps
+        entries = dict.items(value)  # not by attribute access: an OrderedDict keeps attributes of any name
         return {name: conforming(each, arguments[1], f"{where}/{name}") for name, each in entries}
     if hint is Tensor:
         return _dense(value, where)
     if hint is float and type(value) is int:
         if value.bit_length() > 1023:
-            raise MalformedError(where, "is an int that no float can hold")
+            raise MalformedError(where, "is an int too large for a float")
         return value
     _check_type(value, hint, where)
     return value
 
 
 def like(value: Any, own: Any, where: str) -> Any:
-    """``value`` in containers of its own, where it could take the place of ``own``, which this run has made.
+    """Return ``value`` in new containers if it has the structure of ``own``, a value of this run.
 
-    Numbers are alike, whatever their class, and are given as ``own`` is: some optimizers keep them in tensors of no
-    dimension. So are the dtypes of floating point, which torch casts as it loads.
+    Numbers match regardless of their class and are converted to the form of ``own``, since some optimizers keep them in
+    0-dimensional tensors. So do floating-point dtypes, which torch casts when loading.
 
     Raises:
-        MalformedError: It has other keys, another length, another shape, or is of another kind.
+        MalformedError: Its keys, length, shape or kind differ.
     """
     if isinstance(own, Tensor):
         if own.ndim == 0 and _is_number(value):
@@ -117,7 +117,7 @@ def like(value: Any, own: Any, where: str) -> Any:
             return _dense(value, where).item()
     elif type(value) is type(own):
         return value
-    raise MalformedError(where, f"is {_kind(value)}, and not {_kind(own)}")
+    raise MalformedError(where, f"is {_kind(value)}, not {_kind(own)}")
 
 
 def _like_tensor(value: Any, own: Any, where: str) -> Tensor:
@@ -130,25 +130,25 @@ def _like_tensor(value: Any, own: Any, where: str) -> Tensor:
         parts = {name: _like_tensor(getattr(value, name), getattr(own, name), f"{where}/{name}") for name in inner}
         return type(own).__tensor_unflatten__(parts, settings, own.shape, own.stride())  # type: ignore[attr-defined]
     if wraps:
-        raise MalformedError(where, f"is {_kind(value)}, and not {_kind(own)}")
+        raise MalformedError(where, f"is {_kind(value)}, not {_kind(own)}")
     dense = _dense(value, where)
     if dense.shape != own.shape:
-        raise MalformedError(where, f"has the shape {tuple(dense.shape)}, and not {tuple(own.shape)}")
+        raise MalformedError(where, f"has the shape {tuple(dense.shape)}, not {tuple(own.shape)}")
     if dense.is_floating_point() != own.is_floating_point():
-        raise MalformedError(where, f"holds {_format(dense.dtype)}, and not {_format(own.dtype)}")
+        raise MalformedError(where, f"has the dtype {_format(dense.dtype)}, not {_format(own.dtype)}")
     return dense
 
 
 def _dense(value: Any, where: str) -> Tensor:
-    """A tensor with its storage and nothing else: torch keeps attributes of any name with a tensor."""
+    """A tensor with its storage only; torch restores additional attributes of any name."""
     if type(value) not in (Tensor, torch.nn.Parameter):
-        raise MalformedError(where, f"is {_kind(value)}, and not a tensor")
+        raise MalformedError(where, f"is {_kind(value)}, not a tensor")
     if value.layout != torch.strided or value.is_quantized or value.is_nested or value.dtype.is_complex:
         kind = "quantised" if value.is_quantized else "complex" if value.dtype.is_complex else "sparse or nested"
-        raise MalformedError(where, f"is a {kind} tensor, and not a dense one")
+        raise MalformedError(where, f"is a {kind} tensor, not a dense one")
     if value.device.type != "cpu":
         raise MalformedError(where, f"is a tensor without values (on the device {value.device})")
-    return Tensor.detach(value)  # not by an attribute of that name
+    return Tensor.detach(value)  # not by attribute access
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
@@ -162,7 +162,7 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
                 raise MalformedError(f"a key of {where}", f"is {_kind(name)}")
         return {name: _plain(each, f"{where}/{name}", depth + 1) for name, each in value.items()}
     if value is not None and type(value) not in (bool, int, float, str):
-        raise MalformedError(where, f"is {_kind(value)}, and not a plain value")
+        raise MalformedError(where, f"is {_kind(value)}, not a plain value")
     return value
 
 
@@ -180,14 +180,14 @@ def _one_of(value: Any, hints: tuple[Any, ...], where: str) -> Any:
 
 def _check_type(value: Any, wanted: Any, where: str) -> None:
     if type(value) is not wanted and not (wanted is dict and isinstance(value, dict)):
-        raise MalformedError(where, f"is {_kind(value)}, and not {_article(wanted.__name__)}")
+        raise MalformedError(where, f"is {_kind(value)}, not {_article(wanted.__name__)}")
 
 
 def _check_keys(value: dict[Any, Any], wanted: dict[Any, Any], where: str) -> None:
     if missing := [name for name in wanted if name not in value]:
         raise MalformedError(where, f"has no {missing[0]}" + (f" (and {len(missing) - 1} more)" * (len(missing) > 1)))
     if more := [name for name in value if name not in wanted]:
-        raise MalformedError(where, f"has {more[0]!r:.80}, which this run has not")
+        raise MalformedError(where, f"has {more[0]!r:.80}, which this run does not have")
 
 
 def _is_number(value: Any) -> bool:

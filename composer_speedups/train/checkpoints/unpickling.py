@@ -1,12 +1,12 @@
-"""torch's restricted unpickler with what Composer's checkpoints need beside tensors, and nothing that runs code.
+"""torch's restricted unpickler, extended by what Composer's checkpoints need, without anything that runs code.
 
-NumPy's objects are not among it: NumPy rebuilds an array from whatever dtype and bytes a file names, and one that lies
-is a crash or worse. The only array in a checkpoint that Composer writes is the state of NumPy's random generator, which
-stand-ins read.
+NumPy's classes are not allowed: NumPy rebuilds an array from the dtype and bytes in the file, and inconsistent ones can
+crash the process. The only array in a checkpoint that Composer writes is the state of NumPy's random generator, which
+the classes below read instead.
 
-How deep the values in a pickle nest, and how many there are, is counted in its instructions before any is carried out.
-Python calls itself in C to hash a tuple, and overflows the stack for one within a million others. And a list that holds
-another twice, forty times over, is a few hundred bytes and has more entries than any memory.
+The nesting depth and the number of values are determined from the pickle's instructions before any of them is executed.
+Python hashes a tuple recursively in C, so a million nested tuples overflow the stack. A list that contains another list
+twice, repeated forty times, takes a few hundred bytes and has more entries than fit in any memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 ]
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-_COUNT = 624  # words of a Mersenne Twister
+_COUNT = 624  # 32-bit words of a Mersenne Twister
 _DEEPEST = 100
-_SHARED = 100  # times as many values, with each counted wherever it is found, as there are instructions
+_SHARED = 100  # limit on the number of values, counted once per occurrence, relative to the number of instructions
 _TAKEN = {
     "TUPLE1": 1,
     "TUPLE2": 2,
@@ -46,17 +46,17 @@ _TAKEN = {
     "NEWOBJ": 2,
     "REDUCE": 2,
     "BINPERSID": 1,
-}  # from the stack, for one new
-_ADDED = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}  # to what is below them on the stack
+}  # instructions that replace values on the stack by a new one
+_ADDED = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}  # instructions that add to the value below them on the stack
 
-_Node = list  # of the nodes that a value is made of
+_Node = list  # the nodes of the parts of a value
 
 
 class Words:
-    """In the place of ``numpy.ndarray``: the 624 words of 32 bits that NumPy's random generator is made of.
+    """Replaces ``numpy.ndarray``: the 624 32-bit words of NumPy's random generator.
 
     Attributes:
-        values: The words; empty until they were read.
+        values: The words; empty until they are read.
     """
 
     values: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ class Words:
 
 
 class _Kind:
-    """In the place of ``numpy.dtype``: unsigned words of 32 bits, the lowest byte first."""
+    """Replaces ``numpy.dtype``: little-endian unsigned 32-bit integers."""
 
     def __init__(self, name: Any, align: Any = False, copy: Any = True) -> None:
         if name != "u4":
@@ -82,14 +82,14 @@ class _Kind:
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> Words:
-    """In the place of the function that NumPy pickles an array as."""
+    """Replaces the function with which NumPy unpickles arrays."""
     if kind is not Words:
-        raise pickle.UnpicklingError("NumPy array of a class of its own")
+        raise pickle.UnpicklingError("instance of a subclass of NumPy's array")
     return Words()
 
 
 class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
-    """torch's reader of archives, which looks at the pickle before torch does."""
+    """torch's archive reader, which checks the pickle before torch reads it."""
 
     def get_record(self, name: str) -> bytes:
         record: bytes = super().get_record(name)
@@ -102,9 +102,9 @@ _torch_legacy_load = serialization._legacy_load
 
 
 def _legacy_load(file: Any, *arguments: Any, **settings: Any) -> Any:
-    """In the place of torch's reader of the files that it wrote until 2020.
+    """Replaces torch's reader of its file format before 2020.
 
-    Ranks send one another storages in that format, as bytes in memory; a checkpoint is read from a file.
+    Ranks exchange storages in that format as bytes in memory, which stays possible; checkpoints are files.
     """
     if isinstance(file, io.BytesIO):
         return _torch_legacy_load(file, *arguments, **settings)
@@ -116,7 +116,7 @@ _torch_types = _weights_only_unpickler._get_allowed_globals
 
 @functools.cache
 def _types() -> dict[str, Any]:
-    """What torch's unpickler allows by itself, without what takes memory by the number that a file names."""
+    """The types that torch's unpickler allows, without those whose memory depends on a number in the file."""
     allowed = _torch_types()
     return {name: value for name, value in allowed.items() if value not in (bytearray, *torch._tensor_classes)}
 
@@ -125,7 +125,7 @@ _ALLOWED: list[Any] = [
     (Words, "numpy.ndarray"),
     (_Kind, "numpy.dtype"),
     (_reconstruct, "numpy._core.multiarray._reconstruct"),
-    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # before NumPy 2
+    (_reconstruct, "numpy.core.multiarray._reconstruct"),  # the module's name before NumPy 2
     datetime.timedelta,
     torch.torch_version.TorchVersion,
 ]
@@ -133,10 +133,11 @@ _ALLOWED: list[Any] = [
 
 @contextlib.contextmanager
 def restricted_unpickling() -> Iterator[None]:
-    """``torch.load`` inside unpickles tensors, plain values and the above only, whatever its caller asked for.
+    """Restrict ``torch.load`` inside the block to tensors, plain values and the types above, whatever its caller
+    requests.
 
-    It is torch's own switch, in the environment, since Composer asks for unrestricted loading. What else a file holds
-    is a ``pickle.UnpicklingError``.
+    It uses torch's own environment variable, because Composer requests unrestricted loading. Other contents of a file
+    raise ``pickle.UnpicklingError``.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
@@ -156,25 +157,25 @@ def restricted_unpickling() -> Iterator[None]:
 
 
 def reason_of(error: pickle.UnpicklingError) -> str:
-    """Why a file was refused, in a few words."""
+    """Summarize why a file was refused."""
     found = re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", str(error))
     if found:
-        return f"loading it would import {found[1]}, which no checkpoint needs"
+        return f"loading it would import {found[1]}, which checkpoints do not need"
     reason = str(error).partition("WeightsUnpickler error:")[2].strip() or str(error)
     return f"it holds more than weights and plain values ({reason.splitlines()[0][:200]})"
 
 
 def _check_nesting(data: bytes) -> None:
-    """Look at a pickle as torch's restricted unpickler would read it, which knows few instructions.
+    """Check a pickle as torch's restricted unpickler would read it, which supports few instructions.
 
     Raises:
-        pickle.UnpicklingError: It nests too deep, or holds itself or one value in too many places; or it is no pickle.
+        pickle.UnpicklingError: It nests too deeply, contains itself or one value too often, or is not a pickle.
     """
     try:
         nodes = _nodes(data)
-    except (AttributeError, IndexError, KeyError, ValueError) as error:  # of a stack or a memo that lacks something
-        raise pickle.UnpicklingError(f"no pickle of torch's ({type(error).__name__})") from error
-    sizes: dict[int, tuple[int, int]] = {}  # by id: levels, and values with each counted wherever it is found
+    except (AttributeError, IndexError, KeyError, ValueError) as error:  # the stack or the memo lacks an entry
+        raise pickle.UnpicklingError(f"not a pickle written by torch ({type(error).__name__})") from error
+    sizes: dict[int, tuple[int, int]] = {}  # by id: nested levels, and number of values counted once per occurrence
     most = _SHARED * (len(nodes) + 1000)
     for first in nodes:
         open_nodes, entered = [first], set()
@@ -186,7 +187,7 @@ def _check_nesting(data: bytes) -> None:
                 entered.add(id(node))
                 waiting = [each for each in node if id(each) not in sizes]
                 if any(id(each) in entered for each in waiting):
-                    raise pickle.UnpicklingError("value that holds itself")
+                    raise pickle.UnpicklingError("value that contains itself")
                 open_nodes += waiting
             else:
                 inside = [sizes[id(each)] for each in node]
@@ -194,16 +195,16 @@ def _check_nesting(data: bytes) -> None:
                 if levels > _DEEPEST:
                     raise pickle.UnpicklingError(f"values nested deeper than {_DEEPEST} levels")
                 if values > most:
-                    raise pickle.UnpicklingError("values that hold others in too many places")
+                    raise pickle.UnpicklingError("values that contain others too many times")
                 sizes[id(node)] = levels, values
                 open_nodes.pop()
 
 
 def _nodes(data: bytes) -> list[_Node]:
-    """A node for each value that the pickle makes."""
+    """Yield a node for each value that the pickle creates."""
     nodes: list[_Node] = []
     stack: list[_Node] = []
-    below: list[list[_Node]] = []  # stacks, one for each mark
+    below: list[list[_Node]] = []  # stacks, one per mark
     memo: dict[int, _Node] = {}
     argument: Any
     for instruction, argument, _ in pickletools.genops(data):

@@ -1,1 +1,1 @@
-"""The typed config: its keys, its checks, and the YAML that it is read from and written to."""
+"""The typed config: its keys, its checks, and reading and writing it as YAML."""

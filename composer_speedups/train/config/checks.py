@@ -1,4 +1,4 @@
-"""Checks of values: each against its bounds, then those that must agree with one another."""
+"""Checks of config values: first each against its bounds, then combinations of values."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_BUILTIN", "check_bounds", "check_together", "checkpoint_problem"]
 
-_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # of Composer's, by an address alone
-MOST_BUILTIN = 1_000_000  # reviews; generating them takes minutes
+_STORES = ("s3", "gs", "oci", "azure", "dbfs")  # supported by Composer, which needs an address only
+MOST_BUILTIN = 1_000_000  # samples; generating them takes minutes
 
 
 def check_bounds(config: Any, origin_of: Origins, prefix: str = "") -> None:
@@ -35,7 +35,7 @@ def check_bounds(config: Any, origin_of: Origins, prefix: str = "") -> None:
 
 
 def check_together(config: Config, origin_of: Origins) -> None:
-    """Values that are fine alone but not together."""
+    """Refuse values that are valid separately but not together."""
     model, data = config.model, config.data
     asked = {"algorithms": config.algorithms}
     if config.baseline is not None:
@@ -53,7 +53,7 @@ def check_together(config: Config, origin_of: Origins) -> None:
 
     _check_task(config, refuse)
     if model.size is not None and model.init != "random":
-        refuse("model.size", "goes with model.init: random; a pretrained model has its own size")
+        refuse("model.size", "needs model.init: random; a pretrained model has its own size")
     if data.source == "files" and data.train_file is None:
         refuse("data.train_file", "is missing; data.source: files needs the path of a parquet, csv or jsonl file")
     if data.source == "mds" and data.train_file is None:
@@ -80,12 +80,12 @@ def check_together(config: Config, origin_of: Origins) -> None:
     if data.length_batching is not None and data.padding != "longest":
         refuse("data.length_batching", "saves no padding with data.padding: max_length; set data.padding=longest")
     if data.tokenizer is None and model.init == "random" and model.size is not None:
-        refuse("data.tokenizer", "is missing; a random model has none: name one, or wordpiece to train it")
+        refuse("data.tokenizer", "is missing; a random model has no tokenizer: name one, or wordpiece to train it")
     if config.checkpoint.weights_only and config.checkpoint.load is None:
-        refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to take them from")
-    # A run that goes on by itself may have pruned the one that it was begun with: RunFolder looks then.
+        refuse("checkpoint.weights_only", "needs checkpoint.load, the checkpoint to load them from")
+    # A resumed run may have deleted the checkpoint it was started with, so RunFolder checks this later.
     goes_on = config.checkpoint.autoresume and config.checkpoint.interval is not None
-    pattern = "{" in str(config.checkpoint.load)  # of the run's name and rank
+    pattern = "{" in str(config.checkpoint.load)  # placeholders for the run's name and rank
     if not goes_on and not pattern and (problem := checkpoint_problem(config.checkpoint.load)):
         refuse("checkpoint.load", problem)
     if config.trainer.precision != "fp32" and "mixed_precision" in config.algorithms:
@@ -94,24 +94,24 @@ def check_together(config: Config, origin_of: Origins) -> None:
         if config.trainer.parallelism_config:
             refuse("trainer.parallelism_config", "and trainer.fsdp both shard the model; remove one of them")
         if config.trainer.microbatch_size == "auto":
-            refuse("trainer.microbatch_size", "auto is not for trainer.fsdp; give a number, or null")
+            refuse("trainer.microbatch_size", "auto is not supported with trainer.fsdp; set a number, or null")
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
-        refuse("trainer.parallelism_config", f"takes fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
+        refuse("trainer.parallelism_config", f"accepts fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
 
 
 def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
-    """Refuse what the task would not read, and what it cannot do."""
+    """Refuse settings that the task does not use or support."""
     task, data = config.model.task, config.data
     for name, tasks in TASK_KEYS.items():
         section, field = name.split(".")
         default = next(f.default for f in dataclasses.fields(getattr(config, section)) if f.name == field)
         if task not in tasks and getattr(getattr(config, section), field) != default:
-            refuse(name, f"is for model.task: {' or '.join(tasks)}, not {task}; leave it out")
+            refuse(name, f"is for model.task: {' or '.join(tasks)}, not {task}; remove it")
     if data.source == "random" and task not in ("classification", "mlm"):
         refuse("data.source", f"random has no labels for model.task: {task}; use builtin")
     if data.packing and (data.streaming or data.source == "mds"):
-        refuse("data.packing", "joins all texts up front; streaming cannot provide them; leave it out")
+        refuse("data.packing", "joins all texts up front; streaming cannot provide them; remove it")
     if task == "reranking" and config.model.loss == "pairwise" and (data.streaming or data.source == "mds"):
         refuse(
             "model.loss", "pairwise needs every document of a query up front; streaming cannot provide them; use bce"
@@ -120,28 +120,31 @@ def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -
     if whole_batch and config.trainer.microbatch_size is not None:
         refuse(
             "trainer.microbatch_size",
-            "would take in-batch negatives from a micro-batch only; set model.gradient_cache instead",
+            "would use in-batch negatives of one micro-batch only; set model.gradient_cache instead",
         )
     if config.model.gradient_cache is not None and "cuda_graphs" in config.algorithms:
-        refuse("model.gradient_cache", "encodes in parts that cuda_graphs cannot capture; leave one of them out")
+        refuse(
+            "model.gradient_cache", "encodes a batch in chunks, which cuda_graphs cannot capture; remove one of them"
+        )
     if data.eval_fraction is not None:
         if data.eval_file is not None:
-            refuse("data.eval_fraction", "and data.eval_file both say what to validate on; remove one of them")
+            refuse("data.eval_fraction", "and data.eval_file both define the validation samples; remove one of them")
         if data.source not in ("hub", "files") or data.streaming:
-            refuse("data.eval_fraction", "divides the samples of data.source: hub or files, read into memory")
+            refuse("data.eval_fraction", "needs data.source: hub or files, read into memory")
 
 
 def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
     data = config.data
     if data.streaming and data.source not in ("hub", "files"):
-        refuse("data.streaming", f"is for data.source: hub or files, not {data.source}; leave it out")
+        refuse("data.streaming", f"is for data.source: hub or files, not {data.source}; remove it")
     if data.train_samples is not None:
-        refuse("data.train_samples", "draws at random, which a stream cannot; set data.train_samples=null")
+        refuse("data.train_samples", "draws random samples, which streaming cannot; set data.train_samples=null")
     if data.length_batching is not None:
-        refuse("data.length_batching", "needs every length up front; streaming cannot provide them; leave it out")
+        refuse("data.length_batching", "needs every length up front; streaming cannot provide them; remove it")
     if data.tokenizer == "wordpiece":
         refuse(
-            "data.tokenizer", "wordpiece is trained on all texts up front; streaming cannot provide them; name another"
+            "data.tokenizer",
+            "wordpiece is trained on all texts up front; streaming cannot provide them; name a tokenizer",
         )
     times = {
         "trainer.max_duration": config.trainer.max_duration,
@@ -150,26 +153,26 @@ def _check_streaming(config: Config, refuse: Callable[[str, str], typing.NoRetur
     }
     for name, time in times.items():
         if data.streaming and time.endswith("ep"):
-            refuse(name, f"is {time}, and a stream has no epochs; count in batches, such as 500ba")
+            refuse(name, f"is {time}, and a stream has no epochs; use batches, such as 500ba")
 
 
 def checkpoint_problem(name: str | None) -> str | None:
-    """What is wrong with the address or the local file of a checkpoint, as far as can be told without loading it."""
-    if name is None or os.path.isdir(name):  # pathlib's raise where a name is too long
+    """Describe what is wrong with a checkpoint's address or local file, as far as can be seen without loading it."""
+    if name is None or os.path.isdir(name):  # pathlib raises for names that are too long
         return None
-    kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer reads it
+    kind = urlsplit(name.replace("AZURE_BLOBS", "azure"))  # as Composer parses it
     if "://" in name:
         if kind.scheme not in _STORES:
             return (
-                f"is an address of a kind that Composer loads no checkpoint from ({kind.scheme}): {name}; download it "
-                f"and give the file, or an address of {', '.join(_STORES)}"
+                f"is an address from which Composer cannot load checkpoints ({kind.scheme}): {name}; download it "
+                f"and name the local file, or use an address of {', '.join(_STORES)}"
             )
-        return None if kind.netloc else f"names no bucket: {name}; give {kind.scheme}://BUCKET/PATH.pt"
+        return None if kind.netloc else f"does not name a bucket: {name}; write {kind.scheme}://BUCKET/PATH.pt"
     if kind.scheme and os.path.exists(name):
-        return f"has a colon, by which Composer takes it for an address: {name}; give ./{name}"
+        return f"contains a colon, so Composer would parse it as an address: {name}; write ./{name}"
     if not os.path.isfile(name):
         shown = with_working_directory(name)
-        return f"is no file: {shown}; give the path of a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
-    if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, with its directory last
-        return f"is no complete checkpoint: {name}; it is damaged or of another kind"
+        return f"is not a file: {shown}; name a checkpoint, such as runs/NAME/checkpoints/latest-rank0.pt"
+    if not zipfile.is_zipfile(name):  # torch.save writes a zip archive, which ends with its directory
+        return f"is not a complete checkpoint: {name}; it is damaged or another kind of file"
     return None

@@ -33,11 +33,11 @@ __all__ = [
     "written",
 ]
 
-_MOST_BYTES = 2**20  # of a config file; ours have two thousand
-_MOST_NESTED = 50  # levels: libyaml's parser calls itself for each, and a hundred thousand overflow the stack
+_MOST_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
+_MOST_NESTED = 50  # nesting limit: libyaml's parser is recursive, and a hundred thousand levels overflow the stack
 _MISSING = object()
 
-Keys = tuple[str | int, ...]  # that lead to a value
+Keys = tuple[str | int, ...]  # path of keys to a value
 
 
 def load_config(file: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Config:
@@ -52,14 +52,14 @@ def load_with_origins(
 
     Args:
         file: YAML file; None starts from the defaults.
-        overrides: ``key=value`` strings, the value in YAML; later ones win. ``algorithms.NAME=null``
-            takes a technique out.
+        overrides: ``key=value`` strings with values in YAML; the last one of a key wins. ``algorithms.NAME=null``
+            removes a technique.
 
     Returns:
-        The config, and for each key the file or command line that set it.
+        The config, and the file or command line that set each key.
 
     Raises:
-        ConfigError: One line that names the key, the nearest known key, and the file.
+        ConfigError: Names the key, the closest known key, and the file.
     """
     merged = copy.deepcopy(_defaults())
     origin_of = Origins(COMMAND_LINE if file is None else str(file))
@@ -78,7 +78,7 @@ def load_with_origins(
     config.interpolations = _interpolations(config, OmegaConf.to_container(merged, resolve=False))
     if (name := _find_masked(config)) is not None:
         raise ConfigError(
-            f"{origin_of[name]}: {name} holds {MASK} in place of a credential, as runs write it down; give the value "
+            f"{origin_of[name]}: {name} holds {MASK}, which runs write in place of a credential; set the value "
             "itself, best as ${oc.env:NAME}"
         )
     check_bounds(config, origin_of)
@@ -87,7 +87,7 @@ def load_with_origins(
 
 
 def _asked_for(algorithms: Mapping[str, Any]) -> dict[str, Any]:
-    """Without those that are switched off, by null or false."""
+    """The entries that are not switched off by null or false."""
     return {
         name: {} if settings is True else settings
         for name, settings in algorithms.items()
@@ -101,13 +101,13 @@ def _defaults() -> Any:
 
 
 def save_config(config: Config, path: Path, *, credentials: bool = False) -> None:
-    """Write a config that ``-f`` reads back.
+    """Write a config that ``-f`` can read.
 
     Args:
-        config: As :func:`load_config` gave it.
+        config: From :func:`load_config`.
         path: The YAML file.
-        credentials: Write what a run uses, for a file that only this process's own reads. Otherwise it is what
-            :func:`.written` leaves of it; ``-f`` asks for those that were masked.
+        credentials: Write the values that a run uses, for a file that only child processes read. Otherwise the result
+            of :func:`written` is saved, and ``-f`` asks for the masked values.
     """
     write_atomically(path, as_yaml(config, credentials=credentials))
 
@@ -119,14 +119,14 @@ def as_yaml(config: Config, *, credentials: bool = False) -> str:
 
 
 def written(config: Config) -> dict[str, Any]:
-    """The config as config.yaml, report.json and loggers have it.
+    """The config as it is written to config.yaml, report.json and loggers.
 
-    A value that was given as ``${oc.env:NAME}`` is that text again: the environment may hold what nobody else is to
-    see. Of the others, what looks like a credential is masked.
+    A value that was set as ``${oc.env:NAME}`` is written in that form, because the environment may contain secrets.
+    Other values that look like credentials are masked.
     """
     values = dataclasses.asdict(config)
     for path, (text, value) in config.interpolations.items():
-        if _at(values, path) == value:  # else it was changed since
+        if _at(values, path) == value:  # otherwise it was changed after loading
             _at(values, path[:-1])[path[-1]] = text
     masked: dict[str, Any] = mask(values)
     return masked
@@ -140,10 +140,10 @@ def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
         empty = not loaded and not isinstance(yaml.compose(text, yaml.SafeLoader), yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
-    if empty:  # OmegaConf's {} would train the default model on the default dataset
-        raise ConfigError(f"{file}: the file is empty, or has comments only; start from yamls/quickstart.yaml")
+    if empty:  # OmegaConf reads it as {}, which would train the default model on the default dataset
+        raise ConfigError(f"{file}: the file is empty or contains only comments; start from yamls/quickstart.yaml")
     if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"{file}: must hold keys and values at its top, not a {type(loaded).__name__}")
+        raise ConfigError(f"{file}: must contain keys and values at the top level, not a {type(loaded).__name__}")
     return loaded
 
 
@@ -178,7 +178,7 @@ def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
 
 
 def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
-    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` mean the same."""
+    """``[a, {b: {x: 1}}]`` and ``{a: {}, b: {x: 1}}`` are equivalent."""
     if value is None:
         return {}
     items: list[tuple[Any, Any]] = []
@@ -188,14 +188,14 @@ def _algorithms_as_mapping(value: Any, origin: str, key: str) -> dict[str, Any]:
         elif isinstance(entry, str) and isinstance(value, list):
             items.append((entry, {}))
         else:
-            raise ConfigError(f"{origin}: {key} must hold technique names, not {entry!r}")
+            raise ConfigError(f"{origin}: {key} must contain technique names, not {entry!r}")
     names = [name for name, _ in items]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
-        raise ConfigError(f"{origin}: {key} names {twice!r} twice; list it once")
+        raise ConfigError(f"{origin}: {key} lists {twice!r} twice; list it once")
     for name, settings in items:
         if not isinstance(name, str):
-            raise ConfigError(f"{origin}: {key} must hold technique names, not {name!r}")
+            raise ConfigError(f"{origin}: {key} must contain technique names, not {name!r}")
         if settings is not None and not isinstance(settings, (dict, bool)):
             raise ConfigError(f"{origin}: {key}.{name} must be a mapping of settings, not {settings!r}")
     return dict(items)
@@ -215,10 +215,10 @@ def _check_keys(raw: Mapping[Any, Any], cls: type, prefix: str, origin: str) -> 
 
 
 def _nearest(dotted: str) -> str:
-    """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or a pointer to the list of keys."""
+    """``; did you mean 'data.batch_size'?`` for ``data.bach_size``, or a hint at the list of keys."""
     known = [name for name, _, _ in schema_keys()]
     close = difflib.get_close_matches(dotted, known, n=1, cutoff=0.75)
-    if not close:  # the right name in the wrong section
+    if not close:  # the right name in another section
         leaves = {name.rsplit(".", 1)[-1]: name for name in reversed(known)}
         close = [leaves[m] for m in difflib.get_close_matches(dotted.rsplit(".", 1)[-1], leaves, n=1, cutoff=0.7)]
     return f"; did you mean {close[0]!r}?" if close else "; composer train.py --help lists all keys"
@@ -237,17 +237,17 @@ def _explain(error: Exception, origin: Any, raw: Mapping[Any, Any] | None = None
 
 
 def _read_text(file: str | os.PathLike[str]) -> str:
-    """The file's text, at most 1 MiB of UTF-8 (or of UTF-16 with a byte order mark)."""
+    """The file's text: at most 1 MiB in UTF-8, or in UTF-16 with a byte order mark."""
     try:
         with open(file, "rb") as stream:
-            data = stream.read(_MOST_BYTES + 1)  # of a device there is no end
+            data = stream.read(_MOST_BYTES + 1)  # a device may be endless
     except FileNotFoundError:
         shown = with_working_directory(file)
         raise ConfigError(f"{shown}: no such file; -f takes a YAML file, such as yamls/quickstart.yaml") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(file)[:80]}: cannot be read: {error}; -f takes a YAML file") from error
     if len(data) > _MOST_BYTES:
-        raise ConfigError(f"{file}: cannot be a config: it has more than {_MOST_BYTES} bytes")
+        raise ConfigError(f"{file}: is not a config: it has more than {_MOST_BYTES} bytes")
     try:
         return data.decode("utf-16" if data[:2] in (b"\xff\xfe", b"\xfe\xff") else "utf-8-sig")
     except UnicodeDecodeError as error:
@@ -255,7 +255,7 @@ def _read_text(file: str | os.PathLike[str]) -> str:
 
 
 def _check_nesting(text: str) -> None:
-    """Raises a YAMLError for what nests too deep, without going that deep."""
+    """Raise a YAMLError if the nesting is too deep, without recursion."""
     depth = 0
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
@@ -267,9 +267,10 @@ def _check_nesting(text: str) -> None:
 
 
 def _problem_in(value: Any, name: str = "") -> str | None:
-    """The dotted key of a value that no key can take, and why, as a sentence without its end; None where there is none.
+    """The dotted key of an unusable value, with the reason as a sentence without its end; None if there is none.
 
-    That is text with a NUL or half a surrogate pair, which no path holds, a number that is none, or one past 64 bits.
+    Unusable are text with a NUL or an unpaired surrogate, which cannot be part of a path, NaN, infinity, and integers
+    of more than 64 bits.
     """
     if isinstance(value, Mapping):
         inside = [(key, f"{name}.{key}" if name else f"{key}") for key in value if isinstance(key, str)]
@@ -278,7 +279,7 @@ def _problem_in(value: Any, name: str = "") -> str | None:
         return next((problem for item in value if (problem := _problem_in(item, name))), None)
     if isinstance(value, str):
         odd = next((c for c in value if c == "\0" or "\ud800" <= c <= "\udfff"), None)
-        return None if odd is None else f"{ascii(name)[1:-1]} must be plain text, and holds the character {odd!a}"
+        return None if odd is None else f"{ascii(name)[1:-1]} must be plain text, and contains the character {odd!a}"
     if isinstance(value, int) and value.bit_length() > 63:
         return f"{name} must be less than 2**63, and has {value.bit_length()} bits"
     if isinstance(value, float) and not math.isfinite(value):
@@ -287,11 +288,11 @@ def _problem_in(value: Any, name: str = "") -> str | None:
 
 
 def _interpolations(config: Config, raw: Any) -> dict[Keys, tuple[str, Any]]:
-    """Which values of a config were given as ``${…}``: path → the text, and what it stood for.
+    """The values of a config that were set as ``${…}``: path → the text, and the value it resolved to.
 
     Args:
-        config: All of them resolved.
-        raw: Nested as the config, nothing resolved.
+        config: The config, resolved.
+        raw: The same structure, unresolved.
     """
     values = dataclasses.asdict(config)
     found = {path: (text, _at(values, path)) for path, text in _leaves(raw) if isinstance(text, str) and "${" in text}
@@ -299,7 +300,7 @@ def _interpolations(config: Config, raw: Any) -> dict[Keys, tuple[str, Any]]:
 
 
 def _find_masked(config: Config) -> str | None:
-    """The first key whose value was masked when it was written down; None where there is none."""
+    """The first key whose value was masked when it was written; None if there is none."""
     leaves = _leaves(dataclasses.asdict(config))
     return next((".".join(map(str, path)) for path, value in leaves if isinstance(value, str) and MASK in value), None)
 

@@ -1,4 +1,4 @@
-"""Every config key: its type, default, bounds, and under it the doc line that ``--help`` prints."""
+"""All config keys: type, default, bounds, and below each the doc line that ``--help`` prints."""
 
 import dataclasses
 import types
@@ -51,9 +51,9 @@ class OptimizerConfig:
     eps: float = key(1e-8, gt=0, le=1)
     """Added to AdamW's denominator."""
     decay_bias_and_norm: bool = False
-    """Apply weight decay to biases and LayerNorm too."""
+    """Apply weight decay to biases and LayerNorm weights too."""
     max_grad_norm: float | None = key(None, gt=0)
-    """Clip the gradient to this global norm; null does not clip."""
+    """Clip the gradient to this global L2 norm; null disables clipping."""
 
 
 @dataclass
@@ -73,25 +73,26 @@ class TrainerConfig:
     eval_interval: str = key("1ep", units=("ep", "ba"), gt=0)
     """How often to validate."""
     eval_batches: int | None = key(None, ge=1)
-    """Validate on this many batches only."""
+    """Number of batches to validate on; null for all."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to train; auto takes a GPU when there is one."""
+    """Where to train; auto uses a GPU if there is one."""
     precision: Literal["fp32", "amp_bf16", "amp_fp16"] = "fp32"
-    """Composer's precision. The mixed_precision technique owns it when that is asked for."""
+    """Composer's precision. The mixed_precision technique sets it instead if requested."""
     microbatch_size: int | str | None = key(None, ge=1, words=("auto",))
-    """Samples per forward pass and device; `auto` finds the largest that fits a GPU; null splits nothing."""
+    """Samples per forward pass and device; `auto` finds the largest size that fits a GPU; null does not split
+    batches."""
     on_out_of_memory: Literal["halve", "stop"] = "halve"
-    """On one GPU: halve the micro-batch, keep the effective batch, and say so; or stop."""
+    """On one GPU: halve the micro-batch and keep the effective batch, with a warning; or stop."""
     fsdp: FSDPConfig | None = None
-    """Shard the model over the ranks; null is DDP, a whole copy on each."""
+    """Shard the model across ranks; null trains with DDP, a full replica on each rank."""
     parallelism_config: dict[str, Any] | None = None
-    """Composer's own FSDP1 and tensor-parallel settings, passed on, in place of trainer.fsdp."""
+    """Composer's own FSDP1 and tensor-parallel settings, instead of trainer.fsdp."""
     dist_timeout: float = key(300.0, gt=0, le=86_400)
-    """Seconds that a rank waits for the others before it ends with an error."""
+    """Seconds that a rank waits for the others before it fails."""
     progress_bar: bool = True
     """Show progress, samples/s, loss and time left: a bar on a terminal, lines in a log file."""
     deterministic: bool = False
-    """Deterministic kernels only; slower."""
+    """Use deterministic kernels only; slower."""
 
 
 @dataclass
@@ -99,69 +100,70 @@ class CheckpointConfig:
     interval: str | None = key(None, units=("ep", "ba"), gt=0)
     """How often to write a checkpoint to runs/<run_name>/checkpoints; null writes none."""
     keep: int = key(1, ge=-1)
-    """Checkpoints kept; -1 keeps all."""
+    """Number of checkpoints to keep; -1 keeps all."""
     load: str | None = None
     """Checkpoint to resume from: weights, optimizer, schedule, data position and random state."""
     weights_only: bool = False
-    """Load only the weights from checkpoint.load, and start the run afresh."""
+    """Load only the weights from checkpoint.load, and start a new run."""
     autoresume: bool = True
-    """A named run with checkpoint.interval that was interrupted resumes from its newest whole checkpoint."""
+    """Resume an interrupted run with this run_name and a checkpoint.interval from its newest complete checkpoint."""
     trust_checkpoint: bool = False
-    """Load a checkpoint without looking at what it holds: whoever wrote it can run any code here."""
+    """Load a checkpoint without checking its contents: its author can execute any code on this machine."""
 
 
 @dataclass
 class ThroughputConfig:
     window: int = key(20, ge=1, le=100_000)
-    """Batches the logged rate is averaged over."""
+    """Number of batches that logged rates average over."""
     warmup_batches: int = key(3, ge=0, le=8)
-    """First batches left out of the steady state; batches that compile are always left out."""
+    """Number of first batches excluded from the steady state; batches that compile are always excluded."""
 
 
 @dataclass
 class MemoryConfig:
     interval: int = key(10, ge=1)
-    """Batches between two measurements."""
+    """Number of batches between two measurements."""
 
 
 @dataclass
 class FiniteLossConfig:
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A loss that is NaN or infinite stops the run (exit status 1), or its batch is left out of training."""
+    """Stop the run at a NaN or infinite loss (exit status 1), or skip the batch."""
     max_skips: int = key(10, ge=1, le=1_000_000)
-    """With skip: stop after this many such batches in a row."""
+    """With skip: stop after this many consecutive skipped batches."""
 
 
 @dataclass
 class DivergenceConfig:
     factor: float = key(1.5, ge=1, le=1e6)
-    """The smoothed loss may be this many times what it was at the last good checkpoint (or the start) ..."""
+    """Limit on the smoothed loss, as a multiple of its value at the last good checkpoint (or at the start) ..."""
     margin: float = key(0.1, ge=0, le=1e6)
-    """... and this much more."""
+    """... plus this margin."""
     batches: int = key(50, ge=1, le=10_000_000)
-    """Batches in a row above that which stop the run."""
+    """Number of consecutive batches above the limit after which the run stops."""
     smoothing: float = key(0.9, ge=0, le=0.9999)
-    """Weight of the past in the smoothed loss, an exponential moving average."""
+    """Weight of the past in the exponential moving average of the loss."""
 
 
 @dataclass
 class CallbacksConfig:
     throughput: ThroughputConfig | None = key(factory=ThroughputConfig)
-    """Samples/s, real tokens/s, padding, MFU, warm-up; null turns it off."""
+    """Samples/s, real tokens/s, padding, MFU, warm-up; null disables it."""
     memory: MemoryConfig | None = key(factory=MemoryConfig)
-    """Peak memory and its parts; null turns it off."""
+    """Peak memory and its breakdown; null disables it."""
     finite_loss: FiniteLossConfig | None = key(factory=FiniteLossConfig)
-    """What a loss that is no number does; it also keeps such weights out of checkpoints. null lets all pass."""
+    """Handle NaN and infinite losses, and keep NaN weights out of checkpoints; null disables it."""
     divergence: DivergenceConfig | None = None
-    """Stop when the loss climbs far above that of the last good checkpoint, and write no checkpoint meanwhile."""
+    """Stop when the loss climbs far above its value at the last good checkpoint, and do not write checkpoints
+    meanwhile."""
 
 
 @dataclass
 class BaselineConfig:
     algorithms: dict[str, Any] = key(factory=dict)
-    """Techniques of the baseline, as under algorithms; {} is none."""
+    """Techniques of the baseline, as under algorithms; {} for none."""
     batches: int = key(100, ge=10, le=100_000)
-    """Batches that each trains, of a model that is then thrown away."""
+    """Number of batches that each set trains, on a temporary model."""
 
 
 @dataclass
@@ -175,19 +177,19 @@ class WandbConfig:
     tags: list[str] = key(factory=list)
     """Tags of the run."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """offline needs no account and writes under runs/<run_name>/wandb."""
+    """offline needs no account and writes to runs/<run_name>/wandb."""
 
 
 @dataclass
 class TensorboardConfig:
     flush_interval: int = key(100, ge=1)
-    """Batches between two writes to runs/<run_name>/tensorboard."""
+    """Number of batches between two writes to runs/<run_name>/tensorboard."""
 
 
 @dataclass
 class FileConfig:
     flush_interval: int = key(100, ge=1)
-    """Batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
+    """Number of batches between two flushes of runs/<run_name>/log-rank<rank>.txt."""
 
 
 @dataclass
@@ -205,44 +207,45 @@ class Config:
     run_name: str = key("run", name=True)
     """Name of the run's folder under runs_folder."""
     runs_folder: str = "runs"
-    """Folder of all runs; an earlier run of the same name is kept beside it under a dated name."""
+    """Folder of all runs; an earlier run of the same name is kept under a dated name."""
     seed: int = key(17, ge=0, lt=2**31)
-    """Seed of the weights, the dropout and the shuffling."""
+    """Seed of the weights, dropout and shuffling."""
     on_unavailable: Literal["stop", "warn"] = "stop"
-    """A technique that cannot engage here stops the run, or only warns."""
+    """stop: a technique that cannot engage stops the run; warn: the run warns and continues without it."""
     bytecode: bool = True
-    """Keep the packages' bytecode under ~/.cache where the environment keeps none: the next run imports faster."""
+    """Cache the packages' bytecode under ~/.cache if the environment does not: the next run imports faster."""
     export: bool = True
-    """Write the trained model to runs/<run_name>/model in transformers' own format."""
+    """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
     """Draw samples/s, loss and accuracy over the run to runs/<run_name>/throughput.png."""
     algorithms: dict[str, Any] = key(factory=dict)
     """Techniques by name, each with its settings: {tf32_matmul: {}, torch_compile: {scope: blocks}}."""
     baseline: BaselineConfig | None = None
-    """First train a few batches with these techniques and with those of the run, in turns, and report the ratio."""
+    """Before training, compare these techniques with the run's in alternating turns of a few batches, and report
+    the ratio."""
     model: ModelConfig = key(factory=ModelConfig)
-    """What is trained."""
+    """The model and the task."""
     data: DataConfig = key(factory=DataConfig)
-    """Reviews, tokenizer and DataLoader."""
+    """Samples, tokenizer and DataLoader."""
     optimizer: OptimizerConfig = key(factory=OptimizerConfig)
-    """AdamW; a technique may change its implementation, never these values."""
+    """AdamW; a technique may change its implementation but not these values."""
     scheduler: SchedulerConfig = key(factory=SchedulerConfig)
     """Learning-rate schedule."""
     trainer: TrainerConfig = key(factory=TrainerConfig)
-    """What goes to Composer's Trainer."""
+    """Settings of Composer's Trainer."""
     checkpoint: CheckpointConfig = key(factory=CheckpointConfig)
     """Saving and resuming."""
     callbacks: CallbacksConfig = key(factory=CallbacksConfig)
     """Measurements."""
     loggers: LoggersConfig = key(factory=LoggersConfig)
-    """Where the measurements go beside report.json."""
+    """Where metrics are logged in addition to report.json."""
 
-    # Values that were given as ${...}: load_config sets it for written(). Without an annotation it is no key.
+    # Values that were set as ${...}; load_config sets it for written(). Without an annotation it is not a key.
     interpolations = NO_INTERPOLATIONS
 
 
 def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], Any]]:
-    """Every dotted key with its field and type, sections before what they hold."""
+    """Every dotted key with its field and type; sections precede their keys."""
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         yield prefix + field.name, field, hints[field.name]
@@ -252,6 +255,6 @@ def schema_keys(cls: type = Config, prefix: str = "") -> Iterator[tuple[str, dat
 
 
 def section_of(hint: Any) -> type | None:
-    """The dataclass behind ``Section`` or ``Section | None``; None for a plain value."""
+    """The dataclass of ``Section`` or ``Section | None``; None for a plain value."""
     options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return next((o for o in options if dataclasses.is_dataclass(o) and isinstance(o, type)), None)
