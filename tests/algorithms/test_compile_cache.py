@@ -123,10 +123,10 @@ def _of_another_torch(data: bytes) -> bytes:
     [
         (_truncated, "it is damaged"),
         (_flipped, "it is damaged"),
-        (lambda _: b"", "it is no compile cache"),
-        (lambda _: b"GIF89a\n{}", "it is no compile cache"),
+        (lambda _: b"", "it is not a compile cache"),
+        (lambda _: b"GIF89a\n{}", "it is not a compile cache"),
         (lambda data: data.split(b"\n")[0] + b"\nnot json\n", "Expecting value"),
-        (_of_another_torch, r"it was made with torch 1\.13\.0, device cpu .*, and this is torch"),
+        (_of_another_torch, r"it was written with torch 1\.13\.0, device cpu .*, and this is torch"),
     ],
 )
 def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, reason: str) -> None:
@@ -134,7 +134,7 @@ def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, re
     whole = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(change(whole))
     cache = CompileCache(folder, torch.device("cpu"))
-    with pytest.warns(UserWarning, match=f"portable.bin is not used, and compiling begins anew: {reason}") as warned:
+    with pytest.warns(UserWarning, match=f"portable.bin is ignored, and everything is compiled: {reason}") as warned:
         cache.open()
     assert len(warned) == 1
     cache.save()
@@ -160,7 +160,7 @@ def test_artifacts_that_torch_cannot_read_cost_one_warning(cold: Any, monkeypatc
 def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
     folder = portable_only(cold)
     (folder / FILE).write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="it is no compile cache"):
+    with pytest.warns(UserWarning, match="it is not a compile cache"):
         losses, evidence = fit_compiled(folder)
     assert losses == cold[1]
     assert evidence["cache_misses"] == cold[2]["cache_misses"]
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch
     folder = portable_only(cold)
     (folder / FILE).write_bytes(b"old")
     cache = CompileCache(folder, torch.device("cpu"))
-    with pytest.warns(UserWarning, match="it is no compile cache"):
+    with pytest.warns(UserWarning, match="it is not a compile cache"):
         cache.open()
 
     def full(*_: Any) -> None:
@@ -208,18 +208,18 @@ def test_resuming_does_not_depend_on_the_folder() -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="cache='x' must be the folder of inductor's cache"):
+    with pytest.raises(ValueError, match="cache='x' must be a folder for inductor's cache"):
         TorchCompile(backend="aot_eager", cache="x")
     with pytest.raises(ValueError, match="cache='' must be"):
         TorchCompile(cache="")
     Path("file").touch()
-    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is no folder; choose a folder"):
+    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):
         make_trainer([TorchCompile(cache="file/cache")])
-    with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be created"):
         CompileCache("file/cache", torch.device("cpu")).open()
     with (
         torch._inductor.config.patch(force_disable_caches=True),
-        pytest.raises(TechniqueError, match="inductor's caches are switched off; unset TORCHINDUCTOR_FORCE"),
+        pytest.raises(TechniqueError, match="inductor's caches are disabled; unset TORCHINDUCTOR_FORCE"),
     ):
         make_trainer([TorchCompile(cache="x")])
 

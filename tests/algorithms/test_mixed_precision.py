@@ -72,7 +72,7 @@ def test_precision_lost_after_init_is_detected() -> None:
     trainer = make_trainer([MixedPrecision("bf16", allow_cpu=True)])
     model: Any = trainer.state.model
     model.forward = model.forward.without_autocast
-    with pytest.raises(NotEngagedError, match="gave float32 and no bfloat16"):
+    with pytest.raises(NotEngagedError, match="returned float32 and no bfloat16"):
         trainer.fit()
     trainer.close()
 

@@ -92,7 +92,7 @@ def test_a_second_call_returns_the_same_optimizer() -> None:
 
 
 def test_the_cpu_is_refused_unless_allowed() -> None:
-    with pytest.raises(TechniqueError, match="taking the optimizer off the GPU needs a CUDA GPU, and this"):
+    with pytest.raises(TechniqueError, match="offloading the optimizer needs a CUDA GPU, and this"):
         make_trainer([OffloadedOptimizer()])
 
 

@@ -126,7 +126,7 @@ def test_bypassed_routers_are_detected() -> None:
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
     layer.forward = lambda hidden: layer.experts[0](hidden)  # type: ignore[method-assign]
-    with pytest.raises(NotEngagedError, match="routers noted nothing"):
+    with pytest.raises(NotEngagedError, match="routers recorded nothing"):
         trainer.fit()
     trainer.close()
 
@@ -144,7 +144,7 @@ class DropsTheLoss(Algorithm):
 
 def test_a_lost_load_balancing_loss_is_detected() -> None:
     trainer = make_trainer([SparseUpcycling(), DropsTheLoss()])
-    with pytest.raises(NotEngagedError, match="took no part in the backward pass"):
+    with pytest.raises(NotEngagedError, match="was not part of the backward pass"):
         trainer.fit()
     trainer.close()
     train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())

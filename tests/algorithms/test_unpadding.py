@@ -181,10 +181,10 @@ def test_unsupported_models_are_refused_and_not_changed() -> None:
     chunked = tiny_bert()
     chunked.config.chunk_size_feed_forward = 2
     for model, reason in [
-        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss is over padding"),
+        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss includes padding"),
         (decoder, "decoder"),
         (chunked, "chunk_size_feed_forward=0"),
-        (tiny_bert().bert.encoder, "BertEncoder stands alone"),
+        (tiny_bert().bert.encoder, "BertEncoder is only the encoder"),
         (nn.Linear(2, 2), "without transformers' modules"),
     ]:
         with pytest.raises(ValueError, match=reason):

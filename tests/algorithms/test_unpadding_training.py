@@ -59,7 +59,7 @@ def test_the_evidence_counts_layers_and_tokens_and_names_the_attention() -> None
 def test_the_evidence_notes_a_run_without_padding() -> None:
     technique = Unpadding()
     fit(technique, batches=[batch([8, 8], seed=i) for i in range(2)])
-    assert technique.evidence["note"] == "the first batch has no padding to leave out"
+    assert technique.evidence["note"] == "the first batch has no padding to remove"
     assert technique.evidence["padding_of_the_run"] == 0
 
 
@@ -132,14 +132,14 @@ def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
         make_trainer([Unpadding()], model=model)
     head = type(model).__name__
     assert str(error.value) == (
-        f"unpadding: cannot serve {head}, whose loss is over padding positions too; remove it for this model"
+        f"unpadding: does not support {head}, whose loss includes padding positions; remove it for this model"
     )
     assert any(type(m) is encoder for m in model.modules())
     assert not unpadded_encoders(model)
 
 
 def test_sdpa_conflicts() -> None:
-    with pytest.raises(TechniqueError, match="unpadding brings its own"):
+    with pytest.raises(TechniqueError, match="unpadding has its own"):
         make_trainer([Unpadding(), SDPAAttention()])
 
 

@@ -672,7 +672,7 @@ def test_an_evaluation_or_a_prediction_alone_compares_outputs(alone: str) -> Non
 def test_the_function_compares_a_batch_where_it_is_given_one() -> None:
     good, bad, untouched = Pooling(masked_mean), Pooling(plain_mean), Pooling(plain_mean)
     assert apply_unpadding(good, 8, compare_on=INPUTS) == ["bert.encoder"]
-    with pytest.raises(ValueError, match=r"cannot serve this model: the loss is .* on the given batch"):
+    with pytest.raises(ValueError, match=r"does not support this model: the loss is .* on the given batch"):
         apply_unpadding(bad, 8, compare_on=INPUTS)
     assert not unpadded_encoders(bad)
     assert not bad.bert._forward_pre_hooks
@@ -1022,7 +1022,7 @@ def test_what_the_function_changed_stays_changed_after_a_trainer() -> None:
 def test_sdpa_after_unpadding_is_refused_and_nothing_changes() -> None:
     model = tiny_bert()
     apply_unpadding(model, 8)
-    with pytest.raises(ValueError, match="unpadding brings its own attention"):
+    with pytest.raises(ValueError, match="unpadding has its own attention"):
         apply_sdpa_attention(model)
     assert model.config._attn_implementation == "unpadded"
     model(**INPUTS)

@@ -1,7 +1,7 @@
 """The combinations of model families, techniques, heads and inputs that are refused.
 
-``tests/families/test_family_techniques.py`` checks the error of each entry, and compares every other combination with the
-untouched model. ``benchmarks/tables.py`` writes docs/FAMILIES.md from this table.
+``tests/families/test_family_techniques.py`` checks the error of each entry, and compares every other combination with
+the untouched model. ``benchmarks/tables.py`` writes docs/FAMILIES.md from this table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Refusal(NamedTuple):
 REFUSALS = (
     Refusal(
         ("unpadding", "fused_layers"),
-        r"^unpadding cannot serve \w+ForQuestionAnswering, whose loss is over padding positions too$",
+        r"^unpadding does not support \w+ForQuestionAnswering, whose loss includes padding positions$",
         "its loss includes padding positions",
         head="answering",
     ),
@@ -102,7 +102,7 @@ REFUSALS = (
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"^sparse_upcycling knows the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
+        r"^sparse_upcycling supports the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
         "its feed-forward layers are shared between blocks or gated",
         families=("albert", "modernbert", "t5"),
     ),
