@@ -472,7 +472,7 @@ def starts(name: str) -> list[str]:
 
 
 def kernels(name: str) -> list[str]:
-    """The kernels of the last row with their own options, beside PyTorch's and the time of one copy."""
+    """The kernels of the last row with their default options, PyTorch's, and the time of one copy."""
     row = rows_of(name)[-1]
     lines = []
     for kernel in row["kernels"]:
@@ -480,7 +480,8 @@ def kernels(name: str) -> list[str]:
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
-    return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [{**row, "repeats": 1}])
+    columns = ["kernel", "µs", "PyTorch's", "over it", "one copy"]
+    return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
 
 
 def suite() -> list[str]:
@@ -541,7 +542,8 @@ def kinds(override: str) -> list[str]:
         ("its products alone, bf16", "gemm_floor_ms"),
     ):
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
-    return _figure(["ms per step", *rows], lines, [{**row, "repeats": 1} for row in rows.values()])
+    where = where_of(list(rows.values()))
+    return [*table(["ms per step", *rows], lines), "", f"One profile of each configuration. {where}"]
 
 
 def profiled(row: Row) -> str:
