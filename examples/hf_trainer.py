@@ -1,8 +1,8 @@
-"""Hugging Face's own Trainer, with unpadding and fused layers from one call.
+"""Train with Hugging Face's Trainer; one call adds unpadding and fused layers to the model.
 
-python examples/hf_trainer.py                      # a small BERT from random weights on built-in film reviews
-python examples/hf_trainer.py --model FOLDER       # a model and tokenizer of transformers, a folder or hub id
-python examples/hf_trainer.py --stock              # the same Trainer with transformers' model as it is
+python examples/hf_trainer.py                      # a small BERT with random weights, on built-in film reviews
+python examples/hf_trainer.py --model FOLDER       # a transformers model and tokenizer: a folder or hub id
+python examples/hf_trainer.py --stock              # the same, with the unchanged transformers model
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from composer_speedups.data.tokens import load_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train for one epoch; the logged losses, one for each batch."""
+    """Train for one epoch; return the loss of each batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id; default: random weights")
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--stock", action="store_true", help="leave transformers' model as it is")
+    parser.add_argument("--stock", action="store_true", help="do not change the model")
     args = parser.parse_args(arguments)
 
     reviews = builtin_reviews(args.samples, seed=17, split="train", length_scale=0.3)

@@ -1,9 +1,9 @@
-"""A Composer Trainer of one's own on several GPUs, with the recommended techniques and what train.py has beside them.
+"""Train on several GPUs with your own Composer Trainer, the recommended techniques and train.py's data parallelism.
 
-    composer -n 2 examples/own_trainer.py                          # random tokens and weights, BERT-base
+    composer -n 2 examples/own_trainer.py                          # BERT-base with random weights, random tokens
     composer -n 2 examples/own_trainer.py --model FOLDER --lengths lengths.txt --batch-size 128 --duration 200ba
 
-The last line is one JSON object with the measured rates of the steady state, of all ranks together.
+The last line of the output is a JSON object with the steady-state rates of all ranks together.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ SIZES = {
 }
 
 
-class RandomReviews(Dataset):
-    """Random token ids of given lengths, with labels at random; a batch is padded to ``width`` at once."""
+class RandomSamples(Dataset):
+    """Samples of random token ids with given lengths, and random labels. ``__getitems__`` pads a batch to ``width``."""
 
     def __init__(self, lengths: np.ndarray, vocabulary: int, width: int, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -55,18 +55,20 @@ class RandomReviews(Dataset):
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="folder of a transformers model; default: random weights of --size")
+    parser.add_argument("--model", type=Path, help="folder of a transformers model (default: random weights)")
     parser.add_argument("--size", choices=SIZES, default="base")
-    parser.add_argument("--lengths", type=Path, help="file with the tokens of each review, one number per line")
-    parser.add_argument("--samples", type=int, default=8000, help="reviews without --lengths (default: 8000)")
-    parser.add_argument("--max-length", type=int, default=256, help="tokens a review is cut and padded to")
-    parser.add_argument("--batch-size", type=int, default=128, help="reviews per rank and step (default: 128)")
+    parser.add_argument("--lengths", type=Path, help="file with the number of tokens of each sample, one per line")
+    parser.add_argument("--samples", type=int, default=8000, help="number of samples without --lengths (default: 8000)")
+    parser.add_argument("--max-length", type=int, default=256, help="tokens that a sample is truncated and padded to")
+    parser.add_argument("--batch-size", type=int, default=128, help="samples per rank and step (default: 128)")
     parser.add_argument("--duration", default="2ep", help="Composer's max_duration (default: 2ep)")
-    parser.add_argument("--dropout", type=float, default=0.1, help="of random weights (default: 0.1)")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="dropout of a model with random weights (default: 0.1)"
+    )
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=17)
-    parser.add_argument("--on-unavailable", choices=("stop", "warn"), default="stop", help="warn trains on a CPU too")
-    parser.add_argument("--plain", action="store_true", help="Composer's own DDP and sampling, to compare with")
+    parser.add_argument("--on-unavailable", choices=("stop", "warn"), default="stop", help="use warn to train on a CPU")
+    parser.add_argument("--plain", action="store_true", help="use Composer's own DDP and sampler, for comparison")
     return parser.parse_args()
 
 
@@ -81,9 +83,9 @@ def main() -> None:
         model = BertForSequenceClassification(BertConfig(**SIZES[given.size], **dropout))
     if given.lengths:
         lengths = np.loadtxt(given.lengths, dtype=np.int64)
-    else:  # about those of IMDB's reviews
+    else:  # similar to IMDB
         lengths = np.random.default_rng(given.seed).lognormal(5.3, 0.6, given.samples).astype(np.int64) + 3
-    data = RandomReviews(np.minimum(lengths, given.max_length), model.config.vocab_size, given.max_length, given.seed)
+    data = RandomSamples(np.minimum(lengths, given.max_length), model.config.vocab_size, given.max_length, given.seed)
 
     if given.plain:
         sampler = dist.get_sampler(data, drop_last=True, shuffle=True)
@@ -103,7 +105,7 @@ def main() -> None:
         data,
         batch_size=given.batch_size,
         sampler=sampler,
-        collate_fn=lambda batch: batch,  # the dataset gives whole batches
+        collate_fn=lambda batch: batch,  # the dataset returns whole batches
         drop_last=True,
         pin_memory=on_gpu,
     )
@@ -121,7 +123,7 @@ def main() -> None:
     )
     trainer.fit()
     measured = monitor.summary()
-    sums = getattr(trainer.state.model, "gradient_sums", None)  # of OverlappedDDP
+    sums = getattr(trainer.state.model, "gradient_sums", None)  # set by OverlappedDDP
     result = {
         "ranks": ranks,
         "batch_size_per_rank": given.batch_size,

@@ -1,8 +1,8 @@
-"""A training loop of plain PyTorch, with unpadding and fused layers from one call.
+"""Train with a plain PyTorch loop; one call adds unpadding and fused layers to the model.
 
-python examples/plain_loop.py                      # a small BERT from random weights on built-in film reviews
-python examples/plain_loop.py --model FOLDER       # a model and tokenizer of transformers, a folder or hub id
-python examples/plain_loop.py --stock              # the same loop with transformers' model as it is
+python examples/plain_loop.py                      # a small BERT with random weights, on built-in film reviews
+python examples/plain_loop.py --model FOLDER       # a transformers model and tokenizer: a folder or hub id
+python examples/plain_loop.py --stock              # the same, with the unchanged transformers model
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from composer_speedups.data.tokens import load_tokenizer
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train for one epoch; the loss of each batch."""
+    """Train for one epoch; return the loss of each batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder or hub id; default: random weights")
     parser.add_argument("--samples", type=int, default=640)
     parser.add_argument("--batch-size", type=int, default=32)
-    parser.add_argument("--stock", action="store_true", help="leave transformers' model as it is")
+    parser.add_argument("--stock", action="store_true", help="do not change the model")
     args = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -57,7 +57,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
         return {"input_ids": encoded["input_ids"], "attention_mask": encoded["attention_mask"],
                 "labels": torch.tensor(labels)}  # fmt: skip
 
-    losses, began = [], time.perf_counter()
+    losses, start = [], time.perf_counter()
     for batch in DataLoader(rows, batch_size=args.batch_size, collate_fn=collate):
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             loss = model(**{name: x.to(device) for name, x in batch.items()}).loss
@@ -65,9 +65,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    found = [float(loss) for loss in losses]
-    print(f"{len(rows) / (time.perf_counter() - began):,.0f} samples/s, last loss {found[-1]:.4f}")
-    return found
+    values = [float(loss) for loss in losses]
+    print(f"{len(rows) / (time.perf_counter() - start):,.0f} samples/s, last loss {values[-1]:.4f}")
+    return values
 
 
 if __name__ == "__main__":

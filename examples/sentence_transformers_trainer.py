@@ -1,8 +1,8 @@
-"""sentence-transformers' own Trainer, with unpadding and fused layers from one call.
+"""Train with sentence-transformers' Trainer; one call adds unpadding and fused layers to the model.
 
 pip install sentence-transformers
-python examples/sentence_transformers_trainer.py --model FOLDER    # sentence-transformers' or transformers' model
-python examples/sentence_transformers_trainer.py --stock           # the same with the model as it is
+python examples/sentence_transformers_trainer.py --model FOLDER    # a sentence-transformers or transformers model
+python examples/sentence_transformers_trainer.py --stock           # with the unchanged model
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from composer_speedups.tasks.model_names import resolve_name
 
 
 def main(arguments: list[str] | None = None) -> list[float]:
-    """Train for one epoch; the logged losses, one for each batch."""
+    """Train for one epoch; return the loss of each batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="minilm", help="folder or hub id; minilm is that of the minilm extra")
+    parser.add_argument("--model", default="minilm", help="folder or hub id (default: minilm, from the minilm extra)")
     parser.add_argument("--samples", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--stock", action="store_true", help="leave the model as it is")
+    parser.add_argument("--stock", action="store_true", help="do not change the model")
     args = parser.parse_args(arguments)
 
     dropout = {"hidden_dropout_prob": args.dropout, "attention_probs_dropout_prob": args.dropout}
     model = SentenceTransformer(resolve_name(args.model), config_kwargs=dropout)
-    if not args.stock:  # the transformers model inside, which its Pooling reads by the attention mask
+    if not args.stock:  # the transformers model inside; Pooling applies the attention mask
         for technique, modules in apply_recommended(model[0].auto_model).items():
             print(f"{technique}: {len(modules)} modules changed")
 
-    # Each review's halves are an anchor and its positive.
+    # The two halves of a review are an anchor and its positive.
     texts = [
         text.split(". ") for text in builtin_reviews(args.samples, seed=17, split="train", length_scale=0.3)["text"]
     ]

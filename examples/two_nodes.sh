@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# The same command on every node, with NODE_RANK=0 on one and 1 on the other:
+# Run the same command on each node, with NODE_RANK=0 on the first and NODE_RANK=1 on the second:
 #   MASTER_ADDR=first-node NODE_RANK=0 bash examples/two_nodes.sh
-# LAUNCHER=composer takes Composer's launcher in place of torchrun. runs_folder must be one that node 0 can write to.
+# Set LAUNCHER=composer to use Composer's launcher instead of torchrun. Node 0 must be able to write to runs_folder.
 set -euo pipefail
 
 NODES=${NODES:-2}
-GPUS=${GPUS:-8} # a node
+GPUS=${GPUS:-8} # per node
 NODE_RANK=${NODE_RANK:?set NODE_RANK to 0 on the first node, 1 on the second}
 MASTER_ADDR=${MASTER_ADDR:?set MASTER_ADDR to the name of the first node}
 MASTER_PORT=${MASTER_PORT:-29500}
@@ -14,7 +14,7 @@ ARGUMENTS=(
   -f "${CONFIG:-yamls/bert_imdb.yaml}"
   data.batch_size=$((NODES * GPUS * 40))
   trainer.fsdp.shard=full
-  trainer.fsdp.replicas="$NODES" # a copy a node: weights travel within the node, gradients between them
+  trainer.fsdp.replicas="$NODES" # shard within a node, replicate across nodes
   trainer.dist_timeout=120
   "$@"
 )

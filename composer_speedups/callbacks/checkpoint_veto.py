@@ -15,7 +15,7 @@ Allow = Callable[[State, Event], bool]
 def veto_checkpoints(state: State, allow: Allow) -> None:
     """Make every CheckpointSaver of the Trainer call ``allow`` before it writes a scheduled checkpoint.
 
-    Several callbacks may register one; a checkpoint is written if all of them return True.
+    Several callbacks may register an ``allow``; a checkpoint is written only if all of them return True.
 
     Args:
         state: The Trainer's state, once the Trainer is built.
@@ -31,7 +31,7 @@ def veto_checkpoints(state: State, allow: Allow) -> None:
 
 
 def checkpoint_allowed(saver: CheckpointSaver, state: State, event: Event) -> bool:
-    """Whether every registered ``allow`` returns True, for a checkpoint that is not scheduled by an interval."""
+    """Return whether every registered ``allow`` returns True, for a checkpoint that no interval schedules."""
     return all(allow(state, event) for allow in getattr(saver.save_interval, "allowed_by", ()))
 
 
@@ -44,7 +44,7 @@ class _VetoedInterval:
 
 
 def last_checkpoint(state: State) -> str | None:
-    """The last checkpoint that the Trainer wrote; if it wrote none, the one that it was loaded from."""
+    """Return the last checkpoint that the Trainer wrote, or else the one that it was loaded from, or None."""
     for callback in state.callbacks:
         if isinstance(callback, CheckpointSaver) and callback.saved_checkpoints:
             return str(callback.saved_checkpoints[-1])
@@ -52,6 +52,6 @@ def last_checkpoint(state: State) -> str | None:
 
 
 def resume_advice(state: State, changes: str) -> str:
-    """Advice to continue from the last checkpoint's weights with ``changes``, or to start over if there is none."""
+    """Return advice: resume from the last checkpoint's weights with ``changes``, or set them if there is none."""
     last = last_checkpoint(state)
     return f"resume from {last} with checkpoint.weights_only=true and {changes}" if last else f"set {changes}"

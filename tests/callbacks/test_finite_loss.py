@@ -1,4 +1,4 @@
-"""A loss that is no number: the run stops, or the batch is left out and nothing of the training state moves."""
+"""NaN and infinite losses: the run stops, or skips the batch without changing weights or optimizer state."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.rerun import graphed
 
 
 class Snapshots(Callback):
-    """Weights and optimizer state before and after each batch, and whether they were the same."""
+    """Record for each batch whether it left the weights and the optimizer state unchanged."""
 
     def __init__(self) -> None:
         self.unchanged: list[bool] = []
@@ -35,7 +35,7 @@ class Snapshots(Callback):
             self._before = self._take(state)
         elif event == Event.BATCH_END:
             after = self._take(state)
-            assert len(after) == len(self._before) or not self.unchanged, "the first step makes the state"
+            assert len(after) == len(self._before) or not self.unchanged, "only the first step creates optimizer state"
             same = len(after) == len(self._before)
             self.unchanged.append(same and all(_equal(a, b) for a, b in zip(after, self._before, strict=True)))
 
@@ -58,7 +58,7 @@ def _equal(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.pins
-def test_a_loss_that_is_no_number_stops_the_run_before_its_weights_are_saved(value: float) -> None:
+def test_a_nonfinite_loss_stops_the_run_before_its_weights_are_saved(value: float) -> None:
     technique = technique_class("fused_optimizer")()
     trainer = make_trainer(
         [technique],
@@ -80,7 +80,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_its_weights_are_saved(val
     trainer.close()
 
 
-def test_without_it_the_same_run_ends_with_weights_that_are_no_numbers() -> None:
+def test_without_the_callback_the_same_run_ends_with_nonfinite_weights() -> None:
     trainer = make_trainer(model=Poisoned(), batches=batches(6, 4))
     trainer.fit()
     trainer.close()
@@ -101,7 +101,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.pins
-def test_a_skipped_batch_moves_neither_weights_nor_optimizer_state(name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_skipped_batch_changes_no_weights_and_no_optimizer_state(name: str, caplog: pytest.LogCaptureFixture) -> None:
     algorithms = [technique_class(name)(**OPTIMIZERS[name])] if name else []
     guard, snapshots = FiniteLoss("skip"), Snapshots()
     trainer = make_trainer(
@@ -122,13 +122,13 @@ SWAPPED = [name for name in OPTIMIZERS if name not in ("", "foreach_optimizer", 
 
 
 @pytest.mark.parametrize("name", SWAPPED)
-def test_a_skipped_batch_is_no_evidence_against_an_optimizer(name: str) -> None:
-    """The first batch at a learning rate that a weight could show, when there is nothing to step on."""
+def test_an_optimizer_engages_although_its_first_steps_are_skipped(name: str) -> None:
+    """The optimizer's first step with a nonzero learning rate is the one that FiniteLoss skips."""
     technique: Any = technique_class(name)(**OPTIMIZERS[name])
     trainer = make_trainer(
         [technique],
         model=Poisoned(),
-        batches=batches(4, 3),  # Composer's first two are at a rate of 0
+        batches=batches(4, 3),  # the learning rate is 0 in the first two batches
         callbacks=[FiniteLoss("skip")],
         schedulers=LinearWithWarmupScheduler("1ba"),
     )
@@ -140,7 +140,7 @@ def test_a_skipped_batch_is_no_evidence_against_an_optimizer(name: str) -> None:
     assert moved[-1] == "41"
 
 
-def test_with_microbatches_one_that_is_no_number_leaves_out_the_whole_batch() -> None:
+def test_a_nonfinite_microbatch_skips_the_whole_batch() -> None:
     def split(batch: Any, size: Any) -> list[Any]:
         return [{key: value[i : i + size] for key, value in batch.items()} for i in range(0, 4, size)]
 
@@ -157,7 +157,7 @@ def test_with_microbatches_one_that_is_no_number_leaves_out_the_whole_batch() ->
     assert snapshots.unchanged == [False, False, True, False]
 
 
-def test_a_batch_that_was_replayed_is_left_out_too() -> None:
+def test_a_batch_replayed_by_a_graph_is_skipped_too() -> None:
     model, guard, snapshots = Poisoned(), FiniteLoss("skip"), Snapshots()
     calls = graphed(model.model)
     trainer = make_trainer(model=model, batches=batches(5, 4), callbacks=[guard, snapshots])
@@ -167,7 +167,7 @@ def test_a_batch_that_was_replayed_is_left_out_too() -> None:
     assert snapshots.unchanged == [False, False, False, True, False]
 
 
-def test_too_many_in_a_row_and_a_first_batch_stop_even_with_skip() -> None:
+def test_skip_stops_at_max_skips_in_a_row_and_at_the_first_batch() -> None:
     trainer = make_trainer(model=Poisoned(), batches=batches(8, 2, 4, 5, 6), callbacks=[FiniteLoss("skip", 2)])
     with pytest.raises(NonFiniteError, match=r"at step 6 .*2 batches in a row were skipped before it .*max_skips"):
         trainer.fit()
@@ -177,7 +177,7 @@ def test_too_many_in_a_row_and_a_first_batch_stop_even_with_skip() -> None:
 
 
 @pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_weights_that_are_no_numbers_are_named_and_never_saved(wish: Any) -> None:
+def test_nonfinite_weights_are_named_and_never_saved(wish: Any) -> None:
     given: dict[str, Any] = {"save_folder": "saved", "save_interval": "2ba"}
     trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(wish)], **given)
     with pytest.raises(NonFiniteError, match=r"weights: 1 of 41 weights, model\.classifier\.bias first are not fin"):
@@ -191,7 +191,7 @@ def test_weights_that_are_no_numbers_are_named_and_never_saved(wish: Any) -> Non
         trainer.fit()
 
 
-def test_a_loss_that_climbs_stops_the_run_and_keeps_the_last_good_checkpoint() -> None:
+def test_a_rising_loss_stops_the_run_and_keeps_the_last_good_checkpoint() -> None:
     trainer = _climbing(DivergenceGuard(factor=2, margin=0, batches=3, smoothing=0.5))
     with pytest.raises(DivergedError) as error:
         trainer.fit()
@@ -207,7 +207,7 @@ def test_a_loss_that_climbs_stops_the_run_and_keeps_the_last_good_checkpoint() -
         resumed.fit()
 
 
-def test_a_loss_that_stays_or_recovers_passes() -> None:
+def test_a_loss_that_recovers_does_not_stop_the_run() -> None:
     trainer = _climbing(DivergenceGuard(factor=2, margin=0, batches=5, smoothing=0.5), until=8)
     trainer.fit()
     trainer.close()
@@ -216,8 +216,8 @@ def test_a_loss_that_stays_or_recovers_passes() -> None:
     assert trainer.state.timestamp.batch.value == 12
 
 
-def test_a_loss_is_compared_with_that_of_the_last_good_checkpoint_and_not_with_a_higher_one_before() -> None:
-    """It falls, a checkpoint is written, and it climbs again to what it was at the start."""
+def test_the_reference_is_the_loss_at_the_last_good_checkpoint() -> None:
+    """The loss falls, a checkpoint is written, and the loss climbs back to its first value."""
     guard = DivergenceGuard(factor=1.5, margin=0.0, batches=1, smoothing=0.0)
     state: Any = SimpleNamespace(
         callbacks=[], load_path=None, previous_timestamp=None, optimizers=[], algorithms=[],
@@ -231,9 +231,9 @@ def test_a_loss_is_compared_with_that_of_the_last_good_checkpoint_and_not_with_a
     assert guard._may_save(state, Event.BATCH_CHECKPOINT)
     assert guard.reference == guard.summary()["loss_at_last_good_checkpoint"] == 1.0
     state.total_loss_dict = {"loss/train/total": 1.5}
-    guard.batch_end(state, logger)  # at the limit, which it may reach
+    guard.batch_end(state, logger)  # equal to the limit, which is allowed
     state.total_loss_dict = {"loss/train/total": 4.0}
-    with pytest.raises(DivergedError, match=r"above 1\.5 and is 4and was 1 "):
+    with pytest.raises(DivergedError, match=r"above 1\.5; it is 4 and was 1 "):
         guard.batch_end(state, logger)
 
 
@@ -241,7 +241,7 @@ def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses() -> None:
     guard = DivergenceGuard(smoothing=0.75)
     logged: list[dict[str, float]] = []
     logger: Any = SimpleNamespace(log_metrics=logged.append)
-    for loss in (4.0, 8.0, math.nan, 2.0):  # one that is not finite passes by
+    for loss in (4.0, 8.0, math.nan, 2.0):  # NaN is ignored
         guard.batch_end(SimpleNamespace(total_loss_dict={"loss/train/total": loss}), logger)  # type: ignore[arg-type]
     weights = [0.75**2, 0.75, 1.0]
     expected = sum(w * v for w, v in zip(weights, (4.0, 8.0, 2.0), strict=True)) / sum(weights)
@@ -249,7 +249,7 @@ def test_the_smoothed_loss_is_the_weighted_mean_of_the_losses() -> None:
     assert [each["numerics/smoothed_loss"] for each in logged] == pytest.approx([4.0, (0.75 * 4 + 8) / 1.75, expected])
 
 
-def test_a_checkpoint_before_the_start_is_known_sets_no_reference() -> None:
+def test_a_checkpoint_before_enough_batches_sets_no_reference() -> None:
     guard = DivergenceGuard(batches=1, smoothing=0.9)
     state: Any = SimpleNamespace(total_loss_dict={"loss/train/total": 3.0})
     guard.batch_end(state, SimpleNamespace(log_metrics=lambda _: None))  # type: ignore[arg-type]
@@ -257,7 +257,7 @@ def test_a_checkpoint_before_the_start_is_known_sets_no_reference() -> None:
     assert guard.reference is None
 
 
-def test_weights_of_another_rank_stop_this_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_weights_on_another_rank_stop_this_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
     def elsewhere(_: State, here: bool) -> bool:

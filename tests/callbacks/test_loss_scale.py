@@ -1,4 +1,4 @@
-"""fp16: overflowing gradients are the scaler's to handle; what it leaves out is counted, and told from a NaN loss."""
+"""fp16: the gradient scaler's skipped steps are counted and distinguished from NaN losses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALF: dict[str, Any] = {"gpu": True, "precision": "amp_fp16"}
 
 
 def _scaled_on_cpu(model: Any, given: Any, callbacks: list[Any]) -> Any:
-    """Composer's fp16 loop with torch's scaler on a CPU, where its autocast does nothing."""
+    """Return a Trainer that runs Composer's fp16 loop and torch's GradScaler on the CPU, without autocast."""
     trainer = make_trainer(model=model, batches=given, callbacks=callbacks)
     trainer.state.precision = Precision.AMP_FP16
     trainer.state.scaler = torch.amp.GradScaler("cpu")
@@ -28,7 +28,7 @@ def _scaled_on_cpu(model: Any, given: Any, callbacks: list[Any]) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda':UserWarning")
-def test_the_scaler_in_composers_loop_without_a_gpu() -> None:
+def test_skips_of_the_scaler_are_counted_on_a_cpu() -> None:
     guard, monitor, snapshots = FiniteLoss("skip"), LossScaleMonitor(), Snapshots()
     model = Poisoned(overflow=True)
     trainer = _scaled_on_cpu(model, batches(6, 3, 5), [guard, monitor, snapshots])
@@ -49,7 +49,7 @@ def test_the_scaler_in_composers_loop_without_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_overflow_is_left_out_by_the_scaler_counted_and_no_fault(fused: bool) -> None:
+def test_an_overflow_is_skipped_by_the_scaler_and_does_not_stop_the_run(fused: bool) -> None:
     model = Poisoned(overflow=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     monitor, snapshots = LossScaleMonitor(), Snapshots()
@@ -67,7 +67,7 @@ def test_an_overflow_is_left_out_by_the_scaler_counted_and_no_fault(fused: bool)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_a_loss_that_is_no_number_is_not_put_down_to_the_scaler(wish: Any) -> None:
+def test_a_nonfinite_loss_is_not_counted_as_an_overflow(wish: Any) -> None:
     guard = FiniteLoss(wish)
     trainer = make_trainer(model=Poisoned(), batches=batches(6, 3), callbacks=[guard, LossScaleMonitor()], **HALF)
     if wish == "stop":
@@ -95,14 +95,14 @@ def test_gradients_that_overflow_at_any_scale_stop_the_run() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [False, True])
-def test_skipping_on_a_gpu_beside_cuda_graphs_and_early_loss(graphs: bool) -> None:
+def test_skipping_works_with_cuda_graphs_and_early_loss(graphs: bool) -> None:
     from composer_speedups import CUDAGraphs, EarlyLoss, SDPAAttention
 
     algorithms = [SDPAAttention(), CUDAGraphs(), EarlyLoss()] if graphs else [EarlyLoss()]
     guard, snapshots, model = FiniteLoss("skip"), Snapshots(), Poisoned()
     plain = type(model).loss
 
-    def loss(self: Any, outputs: Any, batch: Any) -> Any:  # outside of the captured forward pass
+    def loss(self: Any, outputs: Any, batch: Any) -> Any:  # runs outside the captured forward pass
         return plain(self, outputs, batch)
 
     model.loss = loss.__get__(model)  # type: ignore[method-assign]
@@ -115,10 +115,10 @@ def test_skipping_on_a_gpu_beside_cuda_graphs_and_early_loss(graphs: bool) -> No
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_it_waits_for_nothing_that_the_loop_does_not_wait_for(wish: Any) -> None:
-    """Under torch's sync debug mode: as many waits as without it."""
+def test_the_callbacks_add_no_gpu_synchronizations(wish: Any) -> None:
+    """torch's sync debug mode counts as many synchronizations as without the callbacks."""
 
-    def waits(callbacks: list[Any]) -> int:
+    def synchronizations(callbacks: list[Any]) -> int:
         import warnings
 
         trainer = make_trainer(batches=batches(8), callbacks=callbacks, gpu=True)
@@ -133,7 +133,7 @@ def test_it_waits_for_nothing_that_the_loop_does_not_wait_for(wish: Any) -> None
         trainer.close()
         return sum("synchroniz" in str(w.message) for w in caught)
 
-    without, with_it = waits([]), waits([FiniteLoss(wish), LossScaleMonitor()])
+    without, with_it = synchronizations([]), synchronizations([FiniteLoss(wish), LossScaleMonitor()])
     assert without > 0
-    assert with_it - without <= 2, "the look at the weights at the end"
+    assert with_it - without <= 2, "the check of the weights at the end of the run"
     assert math.isfinite(with_it)

@@ -1,4 +1,4 @@
-"""Memory and its parts: the bytes of the tensors, counted once, without touching the run."""
+"""MemoryAnatomy counts the bytes of each tensor once and does not change the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_memory_parts_are_the_bytes_of_the_tensors() -> None:
+def test_each_size_is_the_bytes_of_its_tensors() -> None:
     anatomy, logger = MemoryAnatomy(interval=1), InMemoryLogger()
     model = tiny_bert()
     trainer = make_trainer(callbacks=[anatomy], model=model, loggers=[logger])
@@ -41,7 +41,7 @@ def test_tied_weights_count_once() -> None:
     assert _bytes([weight, weight, weight[:5], weight.T]) == 400
 
 
-def test_memory_hooks_do_not_change_the_run_and_end_with_a_failure() -> None:
+def test_memory_hooks_do_not_change_the_run_and_are_removed_after_a_failure() -> None:
     weights = []
     for callbacks in ([MemoryAnatomy(interval=1)], []):
         trainer = make_trainer(callbacks=callbacks)
@@ -63,8 +63,8 @@ def test_memory_hooks_do_not_change_the_run_and_end_with_a_failure() -> None:
     assert seen
 
 
-def test_activations_are_what_the_forward_pass_saves_without_the_parameters() -> None:
-    """A single token saves less than a hundredth of what the weights take."""
+def test_activations_do_not_include_parameters_saved_by_the_forward_pass() -> None:
+    """A single token's activations take less than a hundredth of the memory of the weights."""
     anatomy = MemoryAnatomy(interval=1)
     trainer = make_trainer(callbacks=[anatomy], batches=[batch([1])] * 2)
     trainer.fit()
@@ -75,7 +75,7 @@ def test_activations_are_what_the_forward_pass_saves_without_the_parameters() ->
     assert 0 < summary["activations_gib"] < 0.5 * summary["weights_gib"]
 
 
-def test_the_peak_of_a_resumed_run_is_that_of_all_its_processes() -> None:
+def test_the_peak_of_a_resumed_run_covers_all_its_processes() -> None:
     anatomy = MemoryAnatomy(interval=1)
     anatomy.load_state_dict({"parts": {"peak_gib": 4096.0, "weights_gib": 1.0}})
     trainer = make_trainer(callbacks=[anatomy])
@@ -83,7 +83,7 @@ def test_the_peak_of_a_resumed_run_is_that_of_all_its_processes() -> None:
     trainer.close()
     summary = anatomy.summary()
     assert summary["peak_gib"] == 4096.0
-    assert summary["weights_gib"] < 1.0, "measured anew"
+    assert summary["weights_gib"] < 1.0, "measured again"
 
 
 def test_a_bad_interval_is_refused() -> None:
@@ -92,7 +92,7 @@ def test_a_bad_interval_is_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_memory_on_a_gpu_is_the_allocators() -> None:
+def test_the_peak_on_a_gpu_comes_from_cudas_allocator() -> None:
     anatomy = MemoryAnatomy(interval=1)
     trainer = make_trainer(callbacks=[anatomy], gpu=True)
     trainer.fit()
@@ -103,8 +103,8 @@ def test_memory_on_a_gpu_is_the_allocators() -> None:
 
 
 @pytest.fixture
-def nothing_else_on_the_gpu() -> None:
-    """Composer keeps the state of every closed Trainer until the process ends, that of tests before this one too."""
+def empty_gpu() -> None:
+    """Free the states of closed Trainers of earlier tests, which Composer keeps until the process ends."""
     atexit.unregister(Engine._close)
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
@@ -112,15 +112,15 @@ def nothing_else_on_the_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("nothing_else_on_the_gpu")
+@pytest.mark.usefixtures("empty_gpu")
 @pytest.mark.parametrize(
     "techniques",
     ["{}", "{mixed_precision: {dtype: bf16}, sdpa_attention: {}, fused_optimizer: {}}"],
     ids=["fp32", "bf16"],
 )
 @pytest.mark.parametrize("micro", ["null", "16"])
-def test_the_parts_add_up_to_the_peak_of_a_fine_tuning_job(techniques: str, micro: str) -> None:
-    """BERT-base at 64 x 256 tokens: within 10%, since what never meets (all gradients, all activations) is small."""
+def test_the_sizes_add_up_to_the_peak_of_a_fine_tuning_job(techniques: str, micro: str) -> None:
+    """BERT-base at 64 x 256 tokens: equal within 10%, although gradients and activations do not all exist at once."""
     memory = run(
         "model.size=base",
         "data.train_samples=512",

@@ -1,4 +1,4 @@
-"""What runs are compared by: one value each, the name of their arm, and axes on which they line up."""
+"""RunSummary: one value per measurement, the label of the techniques, and the axes of wandb's charts."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def _logged(trainer: Any) -> dict[str, list[float]]:
     return {name: [float(value) for _, value in values] for name, values in logger.data.items()}
 
 
-def test_the_summary_is_of_the_whole_steady_state() -> None:
+def test_the_summary_covers_the_whole_steady_state() -> None:
     monitor, memory = ThroughputMonitor(window=1, warmup_batches=1), MemoryAnatomy()
     trainer = make_trainer(batches=plain_batches(8), callbacks=[monitor, memory, RunSummary()])
     trainer.fit()
     logged, measured = _logged(trainer), monitor.summary()
     for name in ("samples_per_sec", "tokens_per_sec", "warmup_seconds", "eval_seconds"):
         assert logged[f"summary/{name}"] == [measured[name]]
-    assert logged["summary/samples_per_sec"] != logged["throughput/samples_per_sec"][-1:], "that is of the last batch"
+    assert logged["summary/samples_per_sec"] != logged["throughput/samples_per_sec"][-1:], "the last batch alone"
     assert logged["summary/peak_gib"] == [memory.summary()["peak_gib"]]
     assert logged["summary/train_loss"] == [pytest.approx(float(trainer.state.total_loss_dict["loss/train/total"]))]
     assert "summary/accuracy" not in logged, "nothing was evaluated"
 
 
-def test_an_evaluation_after_the_last_batch_counts() -> None:
-    """Four batches, evaluated every three: the last evaluation comes when FIT_END has passed."""
+def test_an_evaluation_after_fit_end_is_in_the_summary() -> None:
+    """Four batches with an evaluation every three: the last evaluation runs after FIT_END."""
     metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
     model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=metrics)
     evaluation = DataSpec(
@@ -55,16 +55,16 @@ def test_an_evaluation_after_the_last_batch_counts() -> None:
     logged = _logged(trainer)
     assert len(logged["metrics/eval/MulticlassAccuracy"]) == 2
     assert logged["summary/accuracy"][-1] == logged["metrics/eval/MulticlassAccuracy"][-1]
-    assert len(logged["summary/accuracy"]) == 2, "at FIT_END, and after the evaluation that follows it"
+    assert len(logged["summary/accuracy"]) == 2, "once at FIT_END and once after the following evaluation"
 
 
 @pytest.mark.parametrize("late", [ThroughputMonitor, MemoryAnatomy])
-def test_callbacks_that_would_not_have_finished_are_refused(late: type[Callback]) -> None:
+def test_run_summary_before_a_callback_that_it_reads_is_refused(late: type[Callback]) -> None:
     with pytest.raises(ValueError, match=f"callbacks: RunSummary must come after {late.__name__}; put it last"):
         make_trainer(callbacks=[RunSummary(), late()])
 
 
-def test_an_arm_is_named_by_what_is_in_force() -> None:
+def test_the_label_lists_the_techniques_in_one_order() -> None:
     assert techniques_label(make_trainer().state) == "none"
     techniques = [FusedOptimizer(), SDPAAttention("math")]
     label = "sdpa_attention(backend=math) + fused_optimizer"
@@ -72,7 +72,7 @@ def test_an_arm_is_named_by_what_is_in_force() -> None:
     assert techniques_label(make_trainer([*reversed(techniques)]).state) == label
 
 
-def test_what_did_not_engage_is_no_part_of_the_arm() -> None:
+def test_the_label_omits_techniques_that_did_not_engage() -> None:
     with pytest.warns(UserWarning, match="continuing without tf32_matmul"):
         trainer = make_trainer([TF32Matmul(on_unavailable="warn"), FusedOptimizer()], callbacks=[RunSummary()])
     trainer.fit()
@@ -86,11 +86,11 @@ def test_wandb_can_group_and_compare_runs(wandb_run: WandbRun) -> None:
     assert (wandb_run.group, wandb_run.tags) == ("arms", ("a",))
     compared = ("samples_per_sec", "peak_gib", "warmup_seconds", "accuracy", "train_loss")
     for name in compared:
-        assert wandb_run.history[f"summary/{name}"] == [wandb_run.summary[f"summary/{name}"]], "a bar, and a column"
+        assert wandb_run.history[f"summary/{name}"] == [wandb_run.summary[f"summary/{name}"]], "bar and column"
     assert wandb_run.summary["summary/accuracy"] == wandb_run.history["metrics/eval/MulticlassAccuracy"][-1]
 
 
-def test_wandb_draws_speed_over_batches_and_learning_over_reviews(wandb_run: WandbRun) -> None:
+def test_wandb_plots_speed_over_batches_and_metrics_over_samples(wandb_run: WandbRun) -> None:
     assert wandb_run.axes["throughput/samples_per_sec"] == "time/batch"
     assert wandb_run.axes["memory/peak_gib"] == "time/batch"
     for name in ("loss/train/total", "metrics/train/MulticlassAccuracy", "metrics/eval/MulticlassAccuracy"):

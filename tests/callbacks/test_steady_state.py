@@ -1,4 +1,4 @@
-"""What is no steady state and makes up the warm-up, and whose time it is that a GPU still has to work."""
+"""Which batches count as warm-up, and which phase is charged for queued GPU work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.ranks import on_ranks
 
 
 @pytest.mark.pins
-def test_batches_that_compile_are_no_steady_state() -> None:
+def test_batches_that_compile_count_as_warm_up() -> None:
     monitor = ThroughputMonitor(warmup_batches=1)
     shapes = [batch([length] * 4) for length in (8, 8, 8, 16, 16, 16)]
     trainer = make_trainer(
@@ -34,8 +34,8 @@ def test_batches_that_compile_are_no_steady_state() -> None:
     assert summary["steady_batches"] == 4
 
 
-def test_what_the_gpu_still_has_to_do_is_the_last_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host that runs ahead: forward passes take no time until somebody waits for them."""
+def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host runs ahead: a forward pass takes no time until something synchronizes."""
     clock, monitor = Clock(), ThroughputMonitor(warmup_batches=2)
     monitor.clock = PhaseClock(clock)
     queued: list[float] = []
@@ -70,7 +70,7 @@ def test_what_the_gpu_still_has_to_do_is_the_last_steps(monkeypatch: pytest.Monk
     assert summary["samples_per_sec"] == pytest.approx(4 / 0.25)
 
 
-def test_capturing_a_graph_is_warm_up_wherever_it_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capturing_a_graph_counts_as_warm_up_in_any_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [100.0]
     monitor.clock = PhaseClock(clock)
     monkeypatch.setattr(module, "capture_seconds", lambda: captured[0])
@@ -93,13 +93,14 @@ def test_capturing_a_graph_is_warm_up_wherever_it_happens(monkeypatch: pytest.Mo
 
 
 def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
-    """Batches of half a second; rank 1 captures for three seconds in the third, for which rank 0 waits.
+    """Train with batches of 0.5 s; return the summary and whether each batch was in steady state.
 
-    Rank 0 waits a quarter of a second for the data of a batch, and rank 1 three times as long.
+    Rank 1 captures a graph for 3 s in the third batch, and rank 0 waits for it. Each batch's data takes rank 0 0.25 s
+    and rank 1 0.75 s.
     """
     clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [0.0]
     monitor.clock = PhaseClock(clock)
-    module.capture_seconds = lambda: captured[0]  # of this process, which ends with the function
+    module.capture_seconds = lambda: captured[0]  # not restored: the process ends with this function
     module.device_peak = lambda *_: module.Peak(1e6, "fp32", "datasheet")
     trainer = make_trainer(batches=plain_batches(5), callbacks=[monitor])
     forward, after = trainer.state.model.forward, monitor.after_dataloader
@@ -121,7 +122,7 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
     return monitor.summary(), [b.steady for b in monitor.batches]
 
 
-def test_what_one_rank_captures_is_no_steady_state_of_those_that_wait() -> None:
+def test_a_capture_on_one_rank_counts_as_warm_up_on_every_rank() -> None:
     flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
     waited, ranks = (0.25 + 0.75) / 2, on_ranks(one_rank_captures)
     for summary, steady in ranks:
@@ -131,19 +132,19 @@ def test_what_one_rank_captures_is_no_steady_state_of_those_that_wait() -> None:
         assert summary["tokens_per_sec"] == pytest.approx(2 * 45 / (0.5 + waited))
         assert summary["data_seconds"] == pytest.approx(waited)
         assert summary["data_wait_fraction"] == pytest.approx(waited / (0.5 + waited))
-        assert summary["mfu"] == pytest.approx(flops / (0.5 + waited) / 1e6), "of one device"
+        assert summary["mfu"] == pytest.approx(flops / (0.5 + waited) / 1e6), "per device"
         assert summary["steady_batches"] == 3
     assert [summary["warmup_seconds"] for summary, _ in ranks] == pytest.approx([4.0 + 2 * 0.25, 4.0 + 2 * 0.75])
 
 
 def labelled() -> Any:
     model = tiny_bert()
-    model.config.problem_type = "single_label_classification"  # or the second batch compiles anew
+    model.config.problem_type = "single_label_classification"  # otherwise the second batch recompiles
     return model
 
 
 @pytest.mark.pins
-def test_a_first_value_comes_before_batch_ten_even_if_every_batch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_value_is_logged_by_batch_nine_even_if_every_batch_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = iter(range(1000))
     monkeypatch.setattr(module, "counters", {"stats": SimpleNamespace(__getitem__=None)})
     monkeypatch.setitem(module.counters, "stats", _Counting(graphs))

@@ -1,4 +1,4 @@
-"""Times by a clock the test controls: what counts as training, waiting, evaluation and saving."""
+"""ThroughputMonitor with a clock that the test controls: training, data waits, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_each_moment_belongs_to_one_phase() -> None:
         (Event.AFTER_DATALOADER, 8),
         (Event.BATCH_END, 16),
         (Event.EVAL_BEFORE_ALL, 32),
-        (Event.BEFORE_DATALOADER, 64),  # evaluation's own must not count as training
+        (Event.BEFORE_DATALOADER, 64),  # the evaluation's dataloader must not count as training
         (Event.EVAL_AFTER_ALL, 128),
         (Event.BATCH_CHECKPOINT, 256),
         (Event.BEFORE_DATALOADER, 512),
@@ -45,7 +45,7 @@ def test_each_moment_belongs_to_one_phase() -> None:
 
 
 @pytest.mark.pins
-def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> None:
+def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path: Path) -> None:
     clock, monitor, logger = Clock(), ThroughputMonitor(window=4, warmup_batches=2), InMemoryLogger()
     monitor.clock = PhaseClock(clock)
     batches = [batch([10, 6, 4, 4], seed=i) for i in range(8)]
@@ -69,7 +69,7 @@ def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> N
         if event == Event.BEFORE_DATALOADER:
             clock.now += 0.75
         if event == Event.BATCH_END:
-            clock.now += 0.125  # loggers and callbacks after ours
+            clock.now += 0.125  # loggers, and callbacks after this one
         if event == Event.BATCH_START and trainer.state.timestamp.batch.value == 0:
             clock.now += 30  # the first step is slow
         return result
@@ -101,7 +101,7 @@ def test_data_and_checkpoints_and_evaluation_are_told_apart(tmp_path: Path) -> N
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor = Clock(), ThroughputMonitor(warmup_batches=0)
     monitor.clock = PhaseClock(clock)
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
@@ -113,7 +113,7 @@ def test_mfu_is_the_models_flops_over_time_and_peak(monkeypatch: pytest.MonkeyPa
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
 
 
-def test_a_logged_mfu_is_of_all_batches_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logged_mfu_covers_all_batches_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, monitor, logger = Clock(), ThroughputMonitor(window=2, warmup_batches=0), InMemoryLogger()
     monitor.clock = PhaseClock(clock)
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
@@ -127,7 +127,7 @@ def test_a_logged_mfu_is_of_all_batches_of_the_window(monkeypatch: pytest.Monkey
     assert [v * 1e6 for _, v in logger.data["throughput/mfu"]] == pytest.approx(of_windows)
 
 
-def test_what_a_checkpoint_keeps_is_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_dict_is_restored_when_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "device_peak", lambda *_: module.Peak(1e6, "fp32", "datasheet"))
     monitor, loaded = ThroughputMonitor(), ThroughputMonitor()
     trainer = make_trainer(callbacks=[monitor])
@@ -141,8 +141,8 @@ def test_what_a_checkpoint_keeps_is_what_is_loaded(monkeypatch: pytest.MonkeyPat
     assert loaded.state_dict()["peak"] is None
 
 
-def test_a_resumed_run_adds_its_warm_up_and_leaves_out_its_first_batch(tmp_path: Path) -> None:
-    """Even without warm-up batches: the first one waits for the data that was trained before."""
+def test_a_resumed_run_counts_its_first_batch_as_warm_up(tmp_path: Path) -> None:
+    """Even without warm-up batches: the first batch waits while the dataloader skips the samples already trained on."""
 
     def train(until: int, **kwargs: Any) -> ThroughputMonitor:
         clock, monitor = Clock(), ThroughputMonitor(warmup_batches=1 if until == 4 else 0)
@@ -160,7 +160,7 @@ def test_a_resumed_run_adds_its_warm_up_and_leaves_out_its_first_batch(tmp_path:
     assert resumed.summary()["samples_per_sec"] == pytest.approx(5 * 4 / (3 * 0.5 + 2 * 2.0))
 
 
-def test_a_run_shorter_than_its_warm_up_still_has_numbers_and_says_so(tmp_path: Path) -> None:
+def test_a_run_shorter_than_its_warm_up_reports_a_rate_and_no_steady_batches(tmp_path: Path) -> None:
     monitor = ThroughputMonitor()
     trainer = make_trainer(batches=plain_batches(2), callbacks=[monitor])
     trainer.fit()
@@ -178,7 +178,7 @@ def test_bad_settings_are_refused() -> None:
         ThroughputMonitor(warmup_batches=9)
 
 
-def test_the_precision_in_force_is_what_matmuls_compute_in() -> None:
+def test_the_precision_in_force_is_the_matmuls_precision() -> None:
     assert precision_in_force(make_trainer().state) == "fp32"
     assert precision_in_force(make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state) == "bf16"
     for named in ("high", "medium"):
@@ -190,7 +190,7 @@ def test_the_precision_in_force_is_what_matmuls_compute_in() -> None:
 
 
 @pytest.mark.parametrize(("named", "expected"), [("highest", "fp32"), ("high", "tf32"), ("medium", "tf32")])
-def test_fp32_on_a_gpu_is_tf32_where_torchs_flag_allows_it(
+def test_fp32_on_a_gpu_is_tf32_if_torchs_flag_allows_it(
     named: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = make_trainer().state
@@ -199,7 +199,7 @@ def test_fp32_on_a_gpu_is_tf32_where_torchs_flag_allows_it(
     assert precision_in_force(state) == expected
 
 
-def test_the_datasheets_rate_is_that_of_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_datasheet_is_read_for_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def listed(state: Any) -> float:

@@ -1,4 +1,4 @@
-"""Files that change: before a run, while they are read, in the cache, under a run, and between two ranks."""
+"""Files that change before a run, while they are read, in the cache, during a run, or between ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _build(config: DataConfig) -> Dataset:
 
 @pytest.mark.parametrize("suffix", ["parquet", "csv", "jsonl"])
 @pytest.mark.pins
-def test_a_changed_file_is_tokenized_anew_even_with_its_old_date_and_size(suffix: str) -> None:
+def test_a_changed_file_is_tokenized_again_even_with_the_same_date_and_size(suffix: str) -> None:
     name = save({"text": ["good one", "fine two"], "label": [1, 0]}, f"a.{suffix}")
     config = files(name, train_samples=None)
     first, stat = _build(config), os.stat(name)
@@ -43,7 +43,7 @@ def test_a_changed_file_is_tokenized_anew_even_with_its_old_date_and_size(suffix
 
 
 @pytest.mark.pins
-def test_a_cut_or_swapped_cache_of_tokens_is_made_again() -> None:
+def test_a_truncated_or_reordered_token_cache_is_rebuilt() -> None:
     rows = {"text": ROWS["text"] * 300, "label": ROWS["label"] * 300}
     config = files(save(rows, "a.parquet"), train_samples=None)
     train, _ = load_samples(config, Classification())
@@ -53,7 +53,7 @@ def test_a_cut_or_swapped_cache_of_tokens_is_made_again() -> None:
     whole = cache.read_bytes()
     table = pyarrow.ipc.open_stream(whole).read_all()
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
-        stream.write_table(table.slice(0, 1000))  # reads well, and is short
+        stream.write_table(table.slice(0, 1000))  # readable, but too few rows
     assert tokenize(train, tokenizer, config, Classification())[:] == expected
     with pyarrow.ipc.new_stream(cache, table.schema) as stream:
         stream.write_table(table.take([*range(1, 6000), 0]))
@@ -63,7 +63,7 @@ def test_a_cut_or_swapped_cache_of_tokens_is_made_again() -> None:
         assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
-def test_a_damaged_tokenizer_is_one_line() -> None:
+def test_a_damaged_tokenizer_is_refused_in_one_line() -> None:
     config = files(save(ROWS, "a.parquet"))
     train, _ = load_samples(config, Classification())
     load_tokenizer(config, "unused", train["text_1"])
@@ -73,7 +73,7 @@ def test_a_damaged_tokenizer_is_one_line() -> None:
         load_tokenizer(config, "unused", train["text_1"])
 
 
-def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def read(path: Path) -> pyarrow.Table:
         table = pyarrow.parquet.read_table(path)
         save(ROWS, str(path))
@@ -93,7 +93,7 @@ def test_a_file_that_is_written_while_it_is_read_is_refused(monkeypatch: pytest.
         load_samples(files(save(ROWS, "a.parquet")), Classification())
 
 
-def test_files_and_caches_that_go_under_a_run_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_and_caches_truncated_during_a_run_do_not_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from composer_speedups.tasks.models import FinetuneModel
 
     name = save({"text": ROWS["text"] * 3, "label": ROWS["label"] * 3}, "a.parquet")
@@ -133,7 +133,7 @@ BAD_COLUMNS = {
 
 
 @pytest.mark.parametrize("name", BAD_COLUMNS)
-def test_columns_that_cannot_be_read_are_one_line(name: str) -> None:
+def test_unreadable_columns_are_refused_in_one_line(name: str) -> None:
     pyarrow.parquet.write_table(BAD_COLUMNS[name], name)
     with pytest.raises(
         DataError, match=rf"data\.train_file: {name}: (its columns )?cannot be read|{name} cannot be read"
@@ -141,7 +141,7 @@ def test_columns_that_cannot_be_read_are_one_line(name: str) -> None:
         load_samples(files(name), Classification())
 
 
-def test_a_home_that_is_nobodys_and_a_name_too_long_are_one_line() -> None:
+def test_an_unknown_home_folder_and_a_too_long_name_are_refused_in_one_line() -> None:
     for name in ("~nobody-at-all/x.csv", "x" * 5000 + ".csv"):
         with pytest.raises(DataError, match="is not a file"):
             load_samples(files(name), Classification())

@@ -1,4 +1,4 @@
-"""Reviews from files, hub folders and the generator; bad rows named; caches used; batches padded right."""
+"""Samples from files, hub folders and the generator: bad rows are named, caches are used, batches are padded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_columns_may_have_other_names_and_text_may_have_line_breaks() -> None:
         assert train[:] == {"text_1": rows["review"], "labels": rows["y"]}
 
 
-def test_a_draw_is_random_seeded_and_without_repeats() -> None:
+def test_drawn_samples_are_random_seeded_and_unique() -> None:
     name = save(ROWS, "a.parquet")
     first, _ = load_samples(files(name, train_samples=8), Classification())
     again, _ = load_samples(files(name, train_samples=8), Classification())
@@ -75,7 +75,7 @@ def test_a_draw_is_random_seeded_and_without_repeats() -> None:
 
 
 @pytest.mark.pins
-def test_the_hub_code_reads_a_local_folder() -> None:
+def test_a_local_folder_is_read_under_its_hub_name() -> None:
     folder = Path("stanfordnlp/imdb/data")
     folder.mkdir(parents=True)
     save(ROWS, str(folder / "train-00000.parquet"))
@@ -86,7 +86,7 @@ def test_the_hub_code_reads_a_local_folder() -> None:
     assert evaluation[:] == {"text_1": ["Test."], "labels": [1]}
 
 
-def test_an_unreachable_hub_names_the_key_and_the_ways_out() -> None:
+def test_an_unreachable_hub_names_the_key_and_alternatives() -> None:
     with pytest.raises(
         DataError, match=r"data\.hub_name 'no/such', split 'train': cannot be loaded .*data\.source=files"
     ):
@@ -161,7 +161,7 @@ NOT_UTF8 = {
 
 
 @pytest.mark.parametrize("name", NOT_UTF8)
-def test_a_file_that_is_not_utf8_is_named_with_the_place_and_the_fix(name: str) -> None:
+def test_a_file_that_is_not_utf8_is_named_with_the_position_and_the_fix(name: str) -> None:
     text, encoding, place, conversion = NOT_UTF8[name]
     Path(name).write_bytes(text.encode(encoding))
     fix = rf"save it as UTF-8, for example with: iconv -f {conversion} -t utf-8"
@@ -171,7 +171,7 @@ def test_a_file_that_is_not_utf8_is_named_with_the_place_and_the_fix(name: str) 
         load_samples(files(save(ROWS, "good.csv"), name), Classification())
 
 
-def test_text_beyond_ascii_is_read_with_and_without_a_byte_order_mark() -> None:
+def test_utf8_is_read_with_and_without_a_byte_order_mark() -> None:
     text = "text,label\nun café noir,1\nb,0\n"
     for encoding in ("utf-8", "utf-8-sig"):
         Path("a.csv").write_bytes(text.encode(encoding))
@@ -201,7 +201,7 @@ def test_tokens_and_tokenizer_are_cached_and_the_cache_is_checked() -> None:
     assert tokenize(train, tokenizer, config, Classification())[:] == expected
 
 
-def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
+def test_a_tokenizer_that_cannot_be_loaded_is_refused_in_one_line() -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer: 'no-such-folder' cannot be loaded .*; use a local folder"):
         load_tokenizer(DataConfig(tokenizer="no-such-folder"), "x", ROWS["text"])
     with pytest.raises(ConfigError, match=r"there is no folder no-such-folder \(relative to /.*\); use a local folder"):
@@ -210,7 +210,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line() -> None:
         load_tokenizer(DataConfig(tokenizer="/no/folder"), "x", ROWS["text"])
 
 
-def test_a_cache_that_cannot_be_written_is_one_line() -> None:
+def test_a_cache_that_cannot_be_written_is_refused_in_one_line() -> None:
     Path("file").write_text("")
     config = files("a.csv", cache_dir="file/cache", tokenizer="wordpiece")
     with pytest.raises(ConfigError, match=r"data\.cache_dir: file/cache/tokenizers \(relative .*\) cannot be created"):
@@ -262,7 +262,7 @@ def test_masked_lm_batches_mask_real_tokens_only() -> None:
 
 
 @pytest.mark.pins
-def test_built_in_reviews_are_the_same_everywhere() -> None:
+def test_built_in_reviews_are_reproducible() -> None:
     reviews = builtin_reviews(50, 17, "train")
     digest = hashlib.sha256(json.dumps(reviews).encode()).hexdigest()
     assert digest.startswith("48726a9c6935cfe3"), digest
@@ -297,7 +297,7 @@ def test_counting_words_does_not_solve_the_built_in_reviews(length_scale: float)
 
 
 @pytest.mark.parametrize("task", get_args(get_type_hints(ModelConfig)["task"]))
-def test_a_second_run_finds_the_tokens_of_every_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_cache_is_used_by_every_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(
         source="builtin", tokenizer="wordpiece", vocab_size=200, train_samples=40, eval_samples=20, length_scale=0.1
     )
@@ -316,7 +316,7 @@ def test_a_second_run_finds_the_tokens_of_every_task(task: str, monkeypatch: pyt
     assert build() == first
 
 
-def test_a_class_that_only_a_held_out_row_has_is_known() -> None:
+def test_classes_include_those_that_only_held_out_rows_have() -> None:
     rows = {"text": [f"text {i}" for i in range(12)], "label": ["b", "a", *"cdefghijkl"]}
     task = Classification()
     train, held = load_samples(files(save(rows, "a.csv"), eval_fraction=0.25), task)
@@ -327,13 +327,13 @@ def test_a_class_that_only_a_held_out_row_has_is_known() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_bad_row_has_its_number_in_the_file_where_some_are_held_out(seed: int) -> None:
+def test_a_bad_row_is_numbered_as_in_the_file_despite_held_out_rows(seed: int) -> None:
     name = save({"text": ["a", "b", "c", "d", " ", "f"], "label": [0, 1] * 3}, "a.csv")
     with pytest.raises(DataError, match=r"^data\.train_file: a\.csv, row 5: text is empty"):
         load_samples(files(name, eval_fraction=0.5, seed=seed), Classification())
 
 
-def test_evaluation_leaves_no_row_out_where_training_drops_its_last_batch() -> None:
+def test_evaluation_keeps_its_last_batch_with_drop_last() -> None:
     name = save(ROWS, "a.parquet")
     config = files(name, name, batch_size=8, eval_batch_size=8, drop_last=True)
     data = build_data(config, Classification(), model_name="unused", on_gpu=False)

@@ -1,4 +1,4 @@
-"""Every kind of file and folder, hub configurations, held-out shares, names of classes, pairs and their cuts."""
+"""File formats, folders, hub configurations, held-out fractions, class names, and truncated text pairs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ Loaded = list[Any]
 
 
 def load(name: str, task: Task | None = None, evaluation: str | None = None, **settings: Any) -> Loaded:
-    """Columns of the training and validation samples."""
+    """Return the columns of the training samples and of the validation samples (None without them)."""
     config = DataConfig(source="files", train_file=name, eval_file=evaluation, train_samples=None, **settings)
     return [None if each is None else each[:] for each in load_samples(config, task or Classification())]
 
@@ -73,14 +73,14 @@ def test_labels_are_strings_or_integers_in_each_format(suffix: str, labels: list
         assert task.labels == [str(label) for label in labels[:2]]
 
 
-def test_a_tsv_has_no_quotes_and_a_csv_has() -> None:
+def test_quotes_are_literal_in_tsv_and_parsed_in_csv() -> None:
     text = ['"Quoted" at the start', 'an inch is 1"', "a, b", "plain"]
     rows = {"text": text, "label": [0, 1, 0, 1]}
     for name in ("a.tsv", "a.csv"):
         assert load(save(rows, name))[0] == {"text_1": text, "labels": [0, 1, 0, 1]}
 
 
-def test_a_pattern_reads_all_its_files_in_order() -> None:
+def test_a_pattern_reads_all_matching_files_in_order() -> None:
     Path("parts").mkdir()
     for i in range(3):
         save({name: values[2 * i : 2 * i + 2] for name, values in ROWS.items()}, f"parts/part-{i}.csv")
@@ -129,7 +129,7 @@ def test_a_conll_line_without_a_tag_is_named() -> None:
     assert load("a.conll", TokenClassification())[0] == {"text_1": [["Ann", "ran"], ["Bob"]], "labels": [[0, 1], [0]]}
 
 
-def test_class_names_of_lists_are_the_datasets() -> None:
+def test_class_names_of_label_lists_come_from_the_dataset() -> None:
     features = Features({"text": Value("string"), "labels": List(ClassLabel(names=["joy", "anger", "fear"]))})
     save_rows(Path("a.parquet"), {"text": ["a", "b"], "labels": [[2, 0], []]}, features)
     task = Multilabel()
@@ -137,14 +137,14 @@ def test_class_names_of_lists_are_the_datasets() -> None:
     assert task.labels == ["joy", "anger", "fear"]
 
 
-def test_given_labels_order_the_head_and_refuse_others() -> None:
+def test_configured_labels_order_the_head_and_refuse_other_labels() -> None:
     task = Classification(labels=["yes", "no"])
     assert load(save(ROWS, "a.csv"), task)[0] == {**EXPECTED, "labels": [1, 0] * 3}
     with pytest.raises(DataError, match=r"b\.csv, row 2: label is 'maybe'; it must be one of yes, no \(data\.labels\)"):
         load("a.csv", task, save({"text": ["a", "b"], "label": ["no", "maybe"]}, "b.csv"))
 
 
-def test_numbers_are_read_and_others_are_named() -> None:
+def test_regression_labels_are_read_and_nonfinite_ones_are_named() -> None:
     scores: Rows = {"text": ["a", "b", "c"], "label": [1, 2.5, -3.0]}
     assert load(save(scores, "a.csv"), Regression())[0] == {"text_1": ["a", "b", "c"], "labels": [1.0, 2.5, -3.0]}
     for bad, shown in ((float("nan"), "nan"), (None, "empty"), (float("inf"), "inf")):
@@ -153,7 +153,7 @@ def test_numbers_are_read_and_others_are_named() -> None:
             load(name, Regression())
 
 
-def test_a_share_is_held_out_and_trained_on_no_more() -> None:
+def test_held_out_rows_are_not_trained_on() -> None:
     rows: Rows = {"text": [f"text {i}" for i in range(50)], "label": [0, 1] * 25}
     name = save(rows, "a.csv")
     train, held = load(name, eval_fraction=0.2)
@@ -164,7 +164,7 @@ def test_a_share_is_held_out_and_trained_on_no_more() -> None:
     assert load(name, eval_fraction=0.2) == [train, held]
     assert load(name, eval_fraction=0.2, seed=3)[1] != held
     two = save({"text": ["a", "b"], "label": [0, 1]}, "b.csv")
-    assert load(two, Classification(labels=["0", "1"]), eval_fraction=0.01)[1] is not None, "one row at least"
+    assert load(two, Classification(labels=["0", "1"]), eval_fraction=0.01)[1] is not None, "at least one row"
     with pytest.raises(DataError, match=r"c\.csv has only one row, which data\.eval_fraction cannot split"):
         load(save({"text": ["a"], "label": [0]}, "c.csv"), eval_fraction=0.5)
 
@@ -201,7 +201,7 @@ def test_configuration_and_revision_reach_the_hub(monkeypatch: pytest.MonkeyPatc
     assert calls == [(("a/b", "c"), {"split": "train", "revision": "v2"})]
 
 
-def test_rows_without_a_label_are_refused_as_glues_test_sets_have_them() -> None:
+def test_a_label_of_minus_one_is_refused_as_missing() -> None:
     features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
     save_rows(Path("a.parquet"), {"text": ["a", "b"], "label": [0, -1]}, features)
     with pytest.raises(DataError, match=r"a\.parquet, row 2: label is empty; it must be one of no, yes"):
@@ -216,9 +216,9 @@ PAIRS: Rows = {
 
 
 @pytest.mark.parametrize("truncation", ["longest_first", "only_first", "only_second"])
-def test_pairs_are_cut_and_typed_as_the_tokenizer_does_it(truncation: Any) -> None:
+def test_pairs_are_truncated_and_typed_as_by_the_tokenizer(truncation: Any) -> None:
     rows = PAIRS
-    if truncation != "longest_first":  # that the other text fits
+    if truncation != "longest_first":  # keep the rows whose other text fits
         keep = [1, 2] if truncation == "only_first" else [0, 2]
         rows = {name: [values[i] for i in keep] for name, values in PAIRS.items()}
     name = save(rows, "a.jsonl")
@@ -245,7 +245,7 @@ def test_pairs_are_cut_and_typed_as_the_tokenizer_does_it(truncation: Any) -> No
     assert batch["token_type_ids"].any()
 
 
-def test_a_pair_that_cannot_be_cut_so_is_one_line() -> None:
+def test_a_pair_that_the_strategy_cannot_truncate_is_refused_in_one_line() -> None:
     name = save(PAIRS, "a.jsonl")
     config = DataConfig(source="files", train_file=name, tokenizer="wordpiece", vocab_size=200, max_length=16)
     task = Classification(text_columns=["one", "two"], truncation="only_second")

@@ -1,4 +1,4 @@
-"""Length-aware batches: every review once an epoch, the same ones after a resume, shared by ranks, honest shuffling."""
+"""LengthGroupedSampler: every sample once per epoch, reproducible on resume, shared by ranks, and shuffled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def batches(indices: list[int], size: int = 16) -> list[list[int]]:
 
 
 @pytest.mark.pins
-def test_every_review_comes_once_an_epoch_and_a_short_batch_comes_last() -> None:
+def test_every_sample_comes_once_per_epoch_and_a_short_batch_comes_last() -> None:
     for epoch in range(3):
         each = sampler()
         each.set_epoch(epoch)
@@ -47,7 +47,7 @@ def test_every_review_comes_once_an_epoch_and_a_short_batch_comes_last() -> None
 @pytest.mark.pins
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        torch.rand(3)  # the process's own generator has no say
+        torch.rand(3)  # the global generator must not matter
         each = sampler(seed=seed)
         each.set_epoch(epoch)
         return list(each)
@@ -56,11 +56,11 @@ def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     assert order(5, 1) != order(5, 0)
     assert order(5, 1) != order(6, 1)
     together = [{frozenset(b) for b in batches(order(5, epoch))} for epoch in (0, 1)]
-    assert not together[0] & together[1], "batches are made anew, not only reordered"
+    assert not together[0] & together[1], "the batches are new ones, not only reordered"
 
 
 @pytest.mark.pins
-def test_batches_are_of_like_length_and_come_in_no_order_of_length() -> None:
+def test_batches_have_similar_lengths_and_are_not_ordered_by_length() -> None:
     def widths(pool: int, epoch: int) -> list[int]:
         each = sampler(pool=pool)
         each.set_epoch(epoch)
@@ -70,8 +70,8 @@ def test_batches_are_of_like_length_and_come_in_no_order_of_length() -> None:
     real = 62 * 16 * LENGTHS.mean()
     padding = [16 * w.sum(1).mean() - real for w in (grouped, plain)]
     assert padding[0] < 0.25 * padding[1]
-    means = grouped.mean(0)  # by the batch's place in the epoch
-    assert abs(means[:20].mean() - means[-20:].mean()) < 10, "neither end of an epoch has the long ones"
+    means = grouped.mean(0)  # by the batch's position in the epoch
+    assert abs(means[:20].mean() - means[-20:].mean()) < 10, "long samples gather at neither end of an epoch"
     assert np.abs(means - means.mean()).max() < 40
 
 
@@ -84,7 +84,7 @@ def test_a_pool_of_one_batch_is_plain_shuffling() -> None:
 @pytest.mark.pins
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("count", [1003, 1000, 15])
-def test_ranks_share_each_batch_without_overlap_and_have_equally_many_rows(count: int, drop_last: bool) -> None:
+def test_ranks_get_disjoint_shares_of_each_batch_with_equally_many_rows(count: int, drop_last: bool) -> None:
     ranks = [
         LengthGroupedSampler(LENGTHS[:count], 16, 8, ranks=4, rank=r, seed=5, drop_last=drop_last) for r in range(4)
     ]
@@ -95,7 +95,7 @@ def test_ranks_share_each_batch_without_overlap_and_have_equally_many_rows(count
     assert len(shared) == len(whole)
     for one, other in zip(shared, whole, strict=True):
         assert set(one) == set(other)
-        assert len(one) - len(other) == -len(other) % 4, "rows come twice only to make the last batch even"
+        assert len(one) - len(other) == -len(other) % 4, "rows are repeated only to fill up the last batch"
 
 
 def test_bad_settings_are_refused() -> None:
@@ -108,7 +108,7 @@ def test_bad_settings_are_refused() -> None:
 
 
 @pytest.mark.pins
-def test_a_batch_taken_at_once_is_the_batch_taken_row_by_row() -> None:
+def test_getitems_gives_the_batch_that_its_rows_give() -> None:
     columns = {"input_ids": [list(range(n)) for n in (3, 1, 7, 2, 5)], "labels": [0, 1, 1, 0, 1]}
     flat = FlatTokens(Dataset.from_dict(columns))
     for indices in ([4, 0, 2], [1], [3, 3]):
@@ -126,7 +126,7 @@ def builtin(**kwargs: Any) -> DataConfig:
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_the_loader_pads_less_on_real_lengths(workers: int) -> None:
+def test_length_batching_halves_the_padding_of_built_in_reviews(workers: int) -> None:
     padding = {}
     for pool in (None, 8):
         config = builtin(length_batching=pool, workers=workers)
@@ -138,7 +138,7 @@ def test_the_loader_pads_less_on_real_lengths(workers: int) -> None:
     assert padding[8] < 0.5 * padding[None]
 
 
-def test_the_seed_of_the_run_shuffles() -> None:
+def test_the_shuffle_depends_on_the_seed_of_the_run() -> None:
     def labels(seed: int) -> list[int]:
         data = build_data(builtin(), Classification(), model_name="", on_gpu=False, seed=seed)
         return torch.cat([b["input_ids"].sum(1) for b in data.train.dataloader]).tolist()

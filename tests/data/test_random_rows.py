@@ -1,4 +1,4 @@
-"""data.source: random: rows of one length, drawn from the vocabulary, the same for the same seed."""
+"""data.source: random draws rows of one length from the vocabulary, reproducibly for a seed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_speedups.train.config.schema import DataConfig
 from tests.conftest import ROOT
 
 
-def test_random_rows_are_as_long_as_asked_and_hold_no_special_token() -> None:
+def test_random_rows_have_max_length_and_no_special_tokens() -> None:
     reviews = Dataset.from_dict(builtin_reviews(20, 1, "train", 0.1))
     tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=200), "", reviews["text"])
     tokenizer.save_pretrained("tokenizer")
@@ -48,6 +48,6 @@ def test_random_rows_are_as_long_as_asked_and_hold_no_special_token() -> None:
     assert bool(batch["attention_mask"].all())
 
 
-def test_wordpiece_is_refused_for_want_of_reviews() -> None:
+def test_wordpiece_is_refused_without_texts_to_train_it_on() -> None:
     with pytest.raises(ConfigError, match=r"data\.tokenizer wordpiece is trained on texts, .*none; name a tokenizer"):
         load_config(ROOT / "yamls" / "bert_large_dummy.yaml", ["data.tokenizer=wordpiece"])

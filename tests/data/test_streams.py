@@ -1,4 +1,4 @@
-"""Training reviews as a stream: every row to one rank and one worker, other orders, bad rows, refusals, resuming."""
+"""Streamed training samples: sharding over ranks and workers, shuffling, bad rows, refused settings, resuming."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ ROWS = 64
 
 @pytest.fixture(autouse=True)
 def _no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """datasets sleeps for 5 s at the end of each pass over parquet files, for threads of Arrow's."""
+    """Skip the 5 s that datasets sleeps after each pass over parquet files, to let Arrow's threads end."""
     monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
 
 
 def shards(count: int) -> DataConfig:
-    """Numbered reviews in some parquet files."""
+    """Write ``ROWS`` numbered samples to ``count`` parquet files; return the config that streams them."""
     for shard in range(count):
         rows = range(shard, ROWS, count)
         table = pyarrow.table({"text": [f"review {row}" for row in rows], "label": [row % 2 for row in rows]})
@@ -45,7 +45,7 @@ def shards(count: int) -> DataConfig:
 
 
 def one_pass(monkeypatch: pytest.MonkeyPatch, config: DataConfig, ranks: int, workers: int = 0) -> list[list[str]]:
-    """Texts that each rank reads of the first pass."""
+    """Return the texts that each rank reads in the first pass."""
     found = []
     monkeypatch.setattr(dist, "get_world_size", lambda: ranks)
     for rank in range(ranks):
@@ -66,7 +66,7 @@ def test_every_row_goes_to_one_rank_and_one_worker(
     assert abs(len(read[0]) - len(read[1])) <= max(1, ROWS // files % ranks)
 
 
-def test_a_stream_begins_anew_in_another_order_and_the_same_seed_repeats_it() -> None:
+def test_each_pass_over_a_stream_has_another_order_that_depends_on_the_seed() -> None:
     config = shards(2)
     passes = []
     for seed in (3, 3, 4):
@@ -77,7 +77,7 @@ def test_a_stream_begins_anew_in_another_order_and_the_same_seed_repeats_it() ->
     assert passes[0] == passes[1] != passes[2]
 
 
-def test_a_worker_without_rows_ends() -> None:
+def test_an_empty_stream_ends() -> None:
     class Empty:
         def set_epoch(self, epoch: int) -> None:
             assert epoch == 0
@@ -104,7 +104,7 @@ def tokenizer_in(folder: str) -> Any:
         ({"text": "a"}, r"a streamed row: label is empty"),
     ],
 )
-def test_a_bad_row_is_one_line(row: dict[str, Any], message: str) -> None:
+def test_a_bad_streamed_row_is_refused_in_one_line(row: dict[str, Any], message: str) -> None:
     collate: Any = Tokenized(lambda rows: rows, tokenizer_in("words"), Classification(), 256, {})
     good = collate([{"text": "it was not dull", "label": 1.0}, {"text": "a", "label": False}])
     assert good.rows["labels"].tolist() == [1, 0]
@@ -125,7 +125,10 @@ def refusal_of(rows: Any) -> str:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffix: str, workers: int) -> None:
+def test_a_stream_that_is_not_utf8_is_refused_with_file_and_position(
+    suffix: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # the failed worker must be killed
     row = "un café noir,{}" if suffix == "csv" else '{{"text": "un café noir", "label": {}}}'
     text = "\n".join(["text,label"] * (suffix == "csv") + [row.format(i % 2) for i in range(4)])
     Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))
@@ -136,13 +139,13 @@ def test_a_stream_that_is_not_utf8_is_one_line_with_the_file_and_the_place(suffi
     said = refusal_of(loader)
     line = 2 if suffix == "csv" else 1
     assert said.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")
-    assert said.endswith(f"iconv -f latin1 -t utf-8 b.{suffix} > new.{suffix}"), "nothing of a worker's traceback"
+    assert said.endswith(f"iconv -f latin1 -t utf-8 b.{suffix} > new.{suffix}"), "without the worker's traceback"
     del loader
-    gc.collect()  # datasets leaves its files open
+    gc.collect()  # closes the files that datasets leaves open
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_a_stream_that_cannot_be_parsed_is_one_line() -> None:
+def test_a_stream_that_cannot_be_parsed_is_refused_in_one_line() -> None:
     Path("a.csv").write_text('text,label\nfine,1\n"never closed,0\nfine,1,2,3\n')
     config = DataConfig(source="files", train_file="a.csv", streaming=True)
     assert refusal_of(stream_of_samples(config, 1)[0]).startswith("data.train_file: a.csv cannot be read (")
@@ -163,11 +166,11 @@ def stream_run(*overrides: str) -> dict[str, Any]:
     )
 
 
-def test_a_run_trains_on_a_stream_and_a_resumed_one_goes_on_in_it() -> None:
+def test_a_run_trains_on_a_stream_and_resumes_at_the_same_row() -> None:
     tokenizer_in("words")
     pyarrow.parquet.write_table(pyarrow.table(builtin_reviews(44, 1, "train", 0.1)), "train.parquet")
     whole = stream_run("trainer.max_duration=8ba", "checkpoint.interval=4ba", "checkpoint.keep=-1", "run_name=whole")
-    assert whole["training"]["samples"] == 64, "44 rows, and 20 of the next pass"
+    assert whole["training"]["samples"] == 64, "44 rows, then 20 of the second pass"
     checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
     resumed = stream_run("trainer.max_duration=8ba", f"checkpoint.load={checkpoint}", "run_name=again")
     assert resumed["metrics"] == whole["metrics"]
@@ -191,21 +194,21 @@ def test_a_run_trains_on_a_stream_and_a_resumed_one_goes_on_in_it() -> None:
         ),
     ],
 )
-def test_what_a_stream_cannot_do_is_one_line(overrides: list[str], message: str) -> None:
+def test_settings_that_streaming_does_not_support_are_refused_in_one_line(overrides: list[str], message: str) -> None:
     tokenizer_in("words")
     with pytest.raises((ConfigError, DataError), match=message):
         stream_run(*overrides)
 
 
 @pytest.mark.parametrize("task", ["classification", "multilabel", "token_classification"])
-def test_a_stream_that_shows_no_classes_is_refused_before_training(task: str) -> None:
+def test_a_stream_without_known_classes_is_refused_before_training(task: str) -> None:
     tokenizer_in("words")
     pyarrow.parquet.write_table(pyarrow.table(builtin_samples(task, 44, 1, "train", 0.1)), "train.parquet")
     with pytest.raises(ConfigError, match=r"^data\.labels is missing: without validation samples, the classes"):
         stream_run("trainer.max_duration=2ba", f"model.task={task}", "data.labels=null")
 
 
-def test_a_stream_takes_the_classes_that_its_dataset_declares() -> None:
+def test_a_stream_uses_the_classes_that_its_dataset_declares() -> None:
     tokenizer_in("words")
     rows = Dataset.from_dict(builtin_reviews(44, 1, "train", 0.1))
     rows.cast_column("label", ClassLabel(names=["bad", "good"])).to_parquet("train.parquet")
@@ -214,7 +217,7 @@ def test_a_stream_takes_the_classes_that_its_dataset_declares() -> None:
     assert saved["id2label"] == {"0": "bad", "1": "good"}
 
 
-def test_mds_without_its_package_or_its_shards_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mds_without_its_package_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     config = DataConfig(source="mds", train_file="nowhere")
     monkeypatch.setattr(streams.importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"data\.source: mds needs the package 'streaming'; pip install"):

@@ -1,4 +1,4 @@
-"""The tokenizer trained from a run's reviews: the same numbers in every process, and stock WordPiece otherwise."""
+"""The WordPiece tokenizer trained on a run's texts: reproducible ids, and otherwise stock WordPiece."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def trained(reviews: dict[str, list[str]], cache: str, vocab_size: int = 400) ->
     return load_tokenizer(config, "unused", reviews["text"]).backend_tokenizer
 
 
-def test_training_again_numbers_the_tokens_alike(reviews: dict[str, list[str]]) -> None:
-    # Each trainer has hash tables of its own.
+def test_training_the_tokenizer_again_gives_the_same_ids(reviews: dict[str, list[str]]) -> None:
+    # Every training hashes differently.
     vocabularies = [trained(reviews, f"cache{i}").get_vocab() for i in range(4)]
     assert len(vocabularies[0]) == 400
     assert all(vocabulary == vocabularies[0] for vocabulary in vocabularies[1:])

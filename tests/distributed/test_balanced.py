@@ -1,4 +1,4 @@
-"""Ranks share each batch: the whole is one process's, shares are equal in reviews and nearly in tokens."""
+"""BalancedSampler: ranks share one process's batches, equally in samples and nearly equally in tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shares(ranks: int, batch_size: int = 64, *, epoch: int = 1, **kwargs: Any) -
 
 @pytest.mark.pins
 @pytest.mark.parametrize("epoch", [0, 3])
-def test_one_process_draws_what_torchs_sampler_does(epoch: int) -> None:
+def test_one_process_draws_the_order_of_torchs_distributed_sampler(epoch: int) -> None:
     torchs: DistributedSampler[int] = DistributedSampler(LENGTHS, 1, 0, shuffle=True, seed=5)  # type: ignore[arg-type]
     torchs.set_epoch(epoch)
     assert shares(1, epoch=epoch)[0].tolist() == list(torchs)
@@ -37,7 +37,7 @@ def test_one_process_draws_what_torchs_sampler_does(epoch: int) -> None:
 @pytest.mark.pins
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_batches_are_those_of_one_process_shared_without_overlap(ranks: int, drop_last: bool) -> None:
+def test_ranks_share_the_batches_of_one_process_without_overlap(ranks: int, drop_last: bool) -> None:
     whole, parts = shares(1, drop_last=drop_last)[0], shares(ranks, drop_last=drop_last)
     assert len(whole) == (4992 if drop_last else 5003)
     size = 64 // ranks
@@ -45,17 +45,17 @@ def test_batches_are_those_of_one_process_shared_without_overlap(ranks: int, dro
         batch = whole[start : start + 64].tolist()
         shared = [int(i) for part in parts for i in part[start // ranks : start // ranks + size]]
         extra = -len(batch) % ranks
-        assert len(shared) == len(batch) + extra, "rows come twice only to make the last batch even"
+        assert len(shared) == len(batch) + extra, "rows are repeated only to fill up the last batch"
         assert sorted(shared) == sorted([*batch, *batch[:extra]])
         for part in parts:
             places = [batch.index(i) for i in part[start // ranks : start // ranks + size]]
-            assert places == sorted(places) or extra, "in the order of the draw"
+            assert places == sorted(places) or extra, "in the order in which they were drawn"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_shares_are_nearly_equal_in_tokens(ranks: int) -> None:
     def excess(parts: list[np.ndarray[Any, Any]]) -> float:
-        """Tokens of the rank with most over the mean of all, on average: what the others wait for."""
+        """Return the mean over batches of (tokens of the longest share / mean tokens of all shares - 1)."""
         tokens = np.array([LENGTHS[part].reshape(-1, 128).sum(1) for part in parts])
         return float((tokens.max(0) / tokens.mean(0) - 1).mean())
 
@@ -71,7 +71,7 @@ def test_a_batch_that_ranks_cannot_share_is_refused() -> None:
         BalancedSampler(LENGTHS, 64, ranks=3)
 
 
-def test_the_loader_shares_by_tokens() -> None:
+def test_the_loader_balances_tokens_between_ranks() -> None:
     def tokens() -> list[int]:
         data = build_data(builtin(drop_last=True), Classification(), model_name="", on_gpu=False, seed=3)
         return [int(batch["attention_mask"].sum()) for batch in data.train.dataloader]

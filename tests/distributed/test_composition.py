@@ -1,4 +1,4 @@
-"""Every technique on several ranks: the losses of one process at the same global batch, or a refusal by name."""
+"""Every technique on several ranks: the losses equal those of one process, or the technique is refused by name."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.helpers.shared import once_per_run
 from tests.reference.composition import CLIP, PARALLELISMS, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 
-# What one process computes over a whole batch and ranks over theirs.
+# Technique → the quantity that each rank computes over its own share of a batch.
 PER_RANK = {
     "sparse_upcycling": "the load-balancing loss is a product of means over a rank's tokens",
-    "float8_linear": "a tensor's scale is that of a rank's rows",
+    "float8_linear": "a tensor's scale depends on the rank's rows",
 }
 
 
@@ -30,12 +30,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("ranks"))
         one, other = once_per_run(lambda: on_ranks(all_outcomes), "composition", tmp_path_factory)
-    assert one == other, "Composer gives every rank the mean"
+    assert one == other, "Composer averages the loss over the ranks"
     return one
 
 
 @pytest.mark.parametrize("case", first_cases(), ids=lambda case: case.name)
-def test_ranks_train_as_one_process_does_or_it_is_refused(case: Case, found: dict[str, dict[str, Any]]) -> None:
+def test_ranks_train_like_one_process_or_the_technique_is_refused(case: Case, found: dict[str, dict[str, Any]]) -> None:
     refused = next((c.why for c in technique_class(case.name).conflicts if c.other == FSDP), None)
     expected = train(case)
     assert len(expected) == 4
@@ -49,7 +49,7 @@ def test_ranks_train_as_one_process_does_or_it_is_refused(case: Case, found: dic
 
 
 def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[str, Any]]) -> None:
-    """Composer's GradientClipping would leave it as it is, without a word."""
+    """Composer's own GradientClipping would silently not clip it."""
     expected, unclipped = train(None, clip=CLIP), train(None)
     assert abs(expected[-1] - unclipped[-1]) > 0.01
     for parallelism in ("full", "hsdp"):
@@ -57,7 +57,7 @@ def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[
 
 
 def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[str, Any]:
-    """A run of 3 batches, and one that resumes it for 3 more; its metrics."""
+    """Train 3 batches on ``ranks[0]`` ranks, resume for 3 more on ``ranks[1]``; return the resumed run's report."""
     common = ["trainer.device=cpu", "scheduler.name=constant"]
 
     def train_on(count: int, *overrides: str) -> dict[str, Any]:
@@ -69,10 +69,10 @@ def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[
     return train_on(ranks[1], *second, "trainer.max_duration=6ba", f"checkpoint.load={checkpoint}", "run_name=second")
 
 
-# Composer's: random states of other ranks than the checkpoint's; nothing draws here
+# Composer warns that random states of other ranks are missing; nothing is random here.
 @pytest.mark.filterwarnings("ignore:The current world size:UserWarning")
 @pytest.mark.parametrize(("ranks", "first"), [((2, 1), True), ((1, 2), False)], ids=["to one process", "from one"])
-def test_a_checkpoint_of_shards_is_that_of_one_process(ranks: tuple[int, int], first: bool) -> None:
+def test_sharded_and_single_process_runs_resume_from_each_other(ranks: tuple[int, int], first: bool) -> None:
     shards = ["trainer.fsdp.shard=full"]
     whole = run("trainer.device=cpu", "scheduler.name=constant", "trainer.max_duration=6ba")
     resumed = halves(shards if first else [], [] if first else shards, ranks)
@@ -82,5 +82,5 @@ def test_a_checkpoint_of_shards_is_that_of_one_process(ranks: tuple[int, int], f
     assert_near(exported, stock, what="exported weights")
 
 
-def test_all_ways_were_tried(found: dict[str, dict[str, Any]]) -> None:
+def test_every_data_parallel_mode_was_tested(found: dict[str, dict[str, Any]]) -> None:
     assert set(found["fused_optimizer"]) == set(PARALLELISMS)

@@ -1,4 +1,4 @@
-"""DDP in any Trainer: gradients are views of the buckets that ranks add up, and what one process computes."""
+"""OverlappedDDP in any Trainer: gradients are views of the buckets and equal those of one process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.reference.tolerance import assert_near
 
 
 class LastGradients(Callback):
-    """What the optimizer steps with, and how many pieces of memory hold it."""
+    """Keep the gradients of the last step, and the number of storages that hold them."""
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         parameters = list(model_of(state).parameters())
@@ -53,7 +53,7 @@ class LastGradients(Callback):
 
 
 def make(*, callbacks: Sequence[Callback] = (), bucket_mib: float = 64, **settings: Any) -> Any:
-    """A trainer of five batches of four reviews, which the ranks share, in micro-batches that are told apart."""
+    """Return a Trainer of five batches of four samples, which the ranks share."""
     model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
     model.model.config.problem_type = "single_label_classification"
     given = 2 * batches(dist.get_world_size())
@@ -77,16 +77,16 @@ def trained(microbatch: int) -> tuple[dict[str, Tensor], int]:
 
 
 @pytest.mark.parametrize("microbatch", [2, 1])
-def test_gradients_lie_in_the_buckets_and_are_those_of_one_process(microbatch: int) -> None:
+def test_gradients_are_bucket_views_and_equal_those_of_one_process(microbatch: int) -> None:
     expected, pieces = trained(2 * microbatch)
     assert pieces == len(expected)
     for found, pieces in on_ranks(lambda: trained(microbatch)):
         assert_near(found, expected)
-        assert pieces < 4, "tiny BERT's are a few hundred KiB, and a bucket 25 MiB"
+        assert pieces < 4, "a few hundred KiB fit into one bucket"
 
 
 @pytest.mark.parametrize("state", [False, True])
-def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
+def test_buffers_are_broadcast_only_if_they_are_persistent(state: bool) -> None:
     def seen() -> list[Any]:
         model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
         model.model.register_buffer("mine", torch.tensor(1.0 + dist.get_global_rank()), persistent=state)
@@ -96,7 +96,7 @@ def test_buffers_are_sent_where_they_are_state(state: bool) -> None:
     assert on_ranks(seen) == ([[True, 1.0], [True, 1.0]] if state else [[False, 1.0], [False, 2.0]])
 
 
-def test_a_bucket_is_divided_as_a_whole() -> None:
+def test_ddp_uses_the_comm_hook_of_gradient_sums() -> None:
     def hook() -> str:
         return str(fit(make()).state.model._get_ddp_logging_data()["comm_hook"])
 
@@ -104,12 +104,12 @@ def test_a_bucket_is_divided_as_a_whole() -> None:
 
 
 def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[int, list[Tensor]]:
-    """Steps that began before the last gradients were there, and the weights at the end, with buckets of 10 KiB."""
+    """Train with buckets of 10 KiB; return the number of overlapped steps and the final weights."""
     trainer = fit(make(callbacks=callbacks, bucket_mib=0.01, **settings))
     sums = sums_of(trainer.state.model)
     assert sums is not None
     assert not sums.under_way
-    assert sums.waits, "after training, gradients are there when a backward pass returns"
+    assert sums.waits, "after training, a backward pass waits for its gradients"
     assert "step" not in vars(trainer.state.optimizers[0]) or trainer.state.schedulers
     assert len(trainer.state.model._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(",")) > 5
     assert sums.summary()["gradients_read_by"] == sums.reader
@@ -117,18 +117,18 @@ def overlapped(*, callbacks: Sequence[Callback] = (), **settings: Any) -> tuple[
 
 
 @pytest.mark.parametrize("microbatch", [2, 1])
-def test_an_optimizer_that_steps_bucket_by_bucket_learns_the_same(microbatch: int) -> None:
+def test_stepping_bucket_by_bucket_gives_the_same_weights(microbatch: int) -> None:
     def learned() -> list[tuple[int, list[Tensor]]]:
         readers: list[list[Callback]] = [[], [LastGradients()]]
         return [overlapped(callbacks=each, device_train_microbatch_size=microbatch) for each in readers]
 
     for by_buckets, whole in on_ranks(learned):
-        assert (by_buckets[0], whole[0]) == (3, 0), "the first two steps are whole"
+        assert (by_buckets[0], whole[0]) == (3, 0), "the first two steps do not overlap"
         assert all(map(torch.equal, by_buckets[1], whole[1]))
 
 
 class Reader(Callback):
-    """Reads gradients, or another event."""
+    """Callback that reads gradients at ``event``."""
 
     def __init__(self, event: str) -> None:
         self.event = event
@@ -155,7 +155,7 @@ class Plain(Trainer):
 
 
 class Hooked(Callback):
-    """Registers a hook that torch runs between the backward pass and the step."""
+    """Callback that registers a hook that torch runs between the backward pass and the step."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -168,7 +168,7 @@ class Hooked(Callback):
 
 
 def readers(*settings: dict[str, Any]) -> list[tuple[int, str | None]]:
-    """Steps that overlapped, and what kept the others from it."""
+    """Train once per settings; return the number of overlapped steps and the name of what reads gradients."""
     found = []
     for each in settings:
         trainer = make(bucket_mib=0.01, **each)
@@ -177,7 +177,7 @@ def readers(*settings: dict[str, Any]) -> list[tuple[int, str | None]]:
     return found
 
 
-def test_gradients_that_something_may_read_are_waited_for() -> None:
+def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
     found, other = on_ranks(
         lambda: readers(
             {"algorithms": [algorithms.GradientClipping("norm", 1.0)]},
@@ -203,7 +203,7 @@ def test_gradients_that_something_may_read_are_waited_for() -> None:
     ]
 
 
-def test_what_reads_no_gradients_lets_steps_overlap() -> None:
+def test_steps_overlap_if_nothing_reads_gradients() -> None:
     def found() -> list[tuple[int, str | None]]:
         watching = [MemoryAnatomy(interval=1), FiniteLoss(), EngagementReport(), ThroughputMonitor(), RunSummary()]
         watching += [DivergenceGuard(), LossScaleMonitor(), Float32Matmuls(), SpeedMonitor(), Declared()]
@@ -212,7 +212,7 @@ def test_what_reads_no_gradients_lets_steps_overlap() -> None:
     assert on_ranks(found) == [[(3, None)]] * 2
 
 
-def test_another_training_loop_than_composers_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_do_not_overlap_in_an_unknown_training_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer()
     state = trainer.state
 
@@ -231,16 +231,16 @@ def test_another_training_loop_than_composers_is_not_trusted(monkeypatch: pytest
 
 
 class Sent:
-    """A bucket on its way."""
+    """Stand-in for the handle of a bucket's all-reduce."""
 
     def __init__(self, log: list[Any], number: int) -> None:
         self._log, self._number = log, number
 
     def wait(self) -> None:
-        self._log.append(f"bucket {self._number} is there")
+        self._log.append(f"bucket {self._number} arrived")
 
 
-def test_a_bucket_is_stepped_before_the_next_one_is_there() -> None:
+def test_a_bucket_is_stepped_before_the_next_one_arrives() -> None:
     parameters = [torch.nn.Parameter(torch.ones(())) for _ in range(4)]
     number = {parameter: i for i, parameter in enumerate(parameters)}
     optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:], "lr": 1e-4}], lr=1e-3)
@@ -255,10 +255,10 @@ def test_a_bucket_is_stepped_before_the_next_one_is_there() -> None:
         log.append([[number[p] for p in group["params"]] for group in optimizer.param_groups])
 
     _by_buckets(sums, step)(optimizer)
-    assert log == [[[1], []], "bucket 0 is there", [[], [3]], "bucket 1 is there", [[0], [2]]]
+    assert log == [[[1], []], "bucket 0 arrived", [[], [3]], "bucket 1 arrived", [[0], [2]]]
     log.clear()
     step()
-    assert log == [[[0, 1], [2, 3]]], "as they were"
+    assert log == [[[0, 1], [2, 3]]], "the parameter groups are restored"
 
 
 def test_composers_own_ddp_is_left_alone() -> None:
@@ -275,6 +275,6 @@ def test_composers_own_ddp_is_left_alone() -> None:
     assert dist_strategy.DistributedDataParallel is DistributedDataParallel
 
 
-def test_a_bucket_has_a_size() -> None:
+def test_a_bucket_size_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="bucket_mib must be above 0, not 0"):
         OverlappedDDP(0)

@@ -1,4 +1,4 @@
-"""A rank that dies ends the others within seconds, with its error shown; a launcher that dies ends its ranks."""
+"""A rank that dies ends the others within seconds and its error is shown; a launcher that dies ends its ranks."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ JOB = [
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("rank", ["0", "1"])
 @pytest.mark.parametrize("how", ["raise", "refuse", "kill"])
-def test_the_others_end_and_the_error_is_shown(launcher: str, rank: str, how: str) -> None:
+def test_the_other_ranks_end_and_the_error_is_shown(launcher: str, rank: str, how: str) -> None:
     command = [sys.executable, "-m", *LAUNCHERS[launcher], "-m", "tests.reference.dying", *JOB]
     environment = {**os.environ, "DYING_RANK": rank, "DYING_HOW": how, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=200)
     ended, said = time.time(), done.stdout + done.stderr
     assert done.returncode != 0
     died = re.search(r"dying at (\S+)", said)
-    if died is not None:  # Composer's launcher keeps what a killed rank other than 0 had said to itself
+    if died is not None:  # Composer's launcher does not show the output of a killed rank other than 0
         assert ended - float(died[1]) < 40
     assert ("the rank's own words" if how != "kill" else "-9") in said
 

@@ -1,4 +1,4 @@
-"""A Composer Trainer of one's own on two ranks: the example trains, and the parts that it uses are public."""
+"""Your own Composer Trainer on two ranks: the example trains, and the classes that it uses are public."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TINY = ["--size", "tiny", "--samples", "64", "--batch-size", "4", "--max-length"
 
 
 def example(*arguments: str) -> dict[str, Any] | None:
-    """The last line that ``examples/own_trainer.py`` prints; None on the ranks that print nothing."""
+    """Run ``examples/own_trainer.py``; return the JSON of its last line, or None on ranks that print nothing."""
     sys.argv = ["own_trainer.py", *TINY, "--on-unavailable", "warn", *arguments]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
@@ -47,7 +47,7 @@ def test_the_example_trains_on_two_ranks() -> None:
 
 
 @pytest.mark.pins
-def test_its_parts_are_public() -> None:
+def test_the_classes_of_the_example_are_public() -> None:
     assert {name: getattr(distributed, name).__name__ for name in distributed.__all__} == {
         name: name for name in distributed.__all__
     }
@@ -57,8 +57,8 @@ def test_its_parts_are_public() -> None:
         distributed.nothing  # noqa: B018
 
 
-def test_garbage_is_frozen_from_the_start_of_training_until_the_trainer_closes() -> None:
-    frozen = gc.get_freeze_count()  # by the tests themselves
+def test_objects_are_frozen_from_fit_start_until_the_trainer_closes() -> None:
+    frozen = gc.get_freeze_count()  # tests/conftest.py may have frozen objects
     gc.unfreeze()
     try:
         trainer = make_trainer(callbacks=[FreezeGarbage()])
@@ -68,7 +68,7 @@ def test_garbage_is_frozen_from_the_start_of_training_until_the_trainer_closes()
         other = make_trainer(callbacks=[FreezeGarbage()])
         other.fit()
         other.close()
-        assert gc.get_freeze_count() > 10_000, "the first one's"
+        assert gc.get_freeze_count() > 10_000, "still frozen by the first trainer"
         trainer.close()
         assert gc.get_freeze_count() == 0
     finally:

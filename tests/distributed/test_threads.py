@@ -1,4 +1,4 @@
-"""torch's threads on the host: the ranks of a node share its cores, and one copies batches to a GPU."""
+"""CPU threads of torch: the ranks of a node share its cores; a rank that trains on a GPU uses one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.ranks import on_ranks
 
 @pytest.fixture(autouse=True)
 def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Eight threads, as on a machine of eight cores."""
+    """Let torch use eight threads, as on a machine with eight cores."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     before = torch.get_num_threads()
     torch.set_num_threads(8)
@@ -29,9 +29,11 @@ def cores(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(("computes", "ranks", "threads"), [(True, 1, 8), (True, 3, 2), (True, 9, 1), (False, 1, 1)])
-def test_threads_of_a_rank(computes: bool, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_of_a_node_share_its_threads(
+    computes: bool, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda: ranks)
-    for _ in range(2):  # a second Trainer of the process shares no less
+    for _ in range(2):  # a second Trainer in the process does not divide again
         share_cores(computes=computes)
         assert torch.get_num_threads() == threads
     monkeypatch.setattr("composer.utils.dist.get_local_world_size", lambda: 1)
@@ -39,7 +41,7 @@ def test_threads_of_a_rank(computes: bool, ranks: int, threads: int, monkeypatch
     assert torch.get_num_threads() == 8
 
 
-def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_omp_num_threads_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     share_cores(computes=False)
     assert torch.get_num_threads() == 8
@@ -56,7 +58,7 @@ def test_what_the_user_set_stands(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cuda", None, FusedOptimizer(), False),
     ],
 )
-def test_who_computes_on_the_host(
+def test_threads_are_shared_only_if_the_host_computes(
     on: str, fsdp: Any, technique: Any, computes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*, computes: bool) -> None:
@@ -70,7 +72,7 @@ def test_who_computes_on_the_host(
         composer_speedups.train.trainer.build_trainer(*parts)
 
 
-def test_a_run_on_the_cpu_has_all_cores_and_two_ranks_share_them() -> None:
+def test_a_cpu_run_uses_all_cores_and_two_ranks_share_them() -> None:
     def threads() -> int:
         torch.set_num_threads(8)
         run("trainer.max_duration=1ba", "trainer.eval_batches=1", "data.batch_size=4")

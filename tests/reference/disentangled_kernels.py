@@ -52,11 +52,12 @@ def plain(qkv: Tensor, positions: Tensor, heads: int, masks: list[Tensor], dropo
     return torch.cat(rows)
 
 
-def kept_weights(heads: int, size: int, dropout: float) -> list[Tensor]:
+def kept_weights(heads: int, dropout: float) -> list[Tensor]:
     """Return masks of the attention weights that dropout keeps.
 
     They are read from uniform attention over values that are 1 for one key at a time.
     """
+    size = 64  # masks do not depend on the head size
     masks = [torch.zeros(heads, length, length, device=DEVICE) for length in LENGTHS]
     table = torch.zeros(TABLE, 2 * heads * size, device=DEVICE)
     for first in range(0, max(LENGTHS), size):
@@ -74,7 +75,7 @@ def kept_weights(heads: int, size: int, dropout: float) -> list[Tensor]:
 def attentions(dropout: float, heads: int, size: int) -> None:
     masks = [torch.ones(heads, length, length, device=DEVICE) for length in LENGTHS]
     if dropout:
-        masks = kept_weights(heads, size, dropout)
+        masks = kept_weights(heads, dropout)
         rate = float(torch.cat([m.flatten() for m in masks]).mean())
         assert abs(rate - (1 - dropout)) < 0.01, rate
     qkv, positions = random(sum(LENGTHS), 3 * heads * size), random(TABLE, 2 * heads * size)

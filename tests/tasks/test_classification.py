@@ -1,4 +1,4 @@
-"""Labels of classes: names and integers, in the order of the head; weights and smoothing as torch has them."""
+"""Classification: labels as names or integers in the order of the head, class weights, and label smoothing."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ def learned(values: list[Any], declared: list[str] | None = None) -> list[str]:
     return Labels.of(values, declared, "f.csv", "label").names
 
 
-def test_classes_are_those_of_the_samples_in_order() -> None:
+def test_classes_are_learned_from_the_samples_in_order() -> None:
     assert learned(["no", "yes", "maybe", "no"]) == ["maybe", "no", "yes"]
-    assert learned([10, 2, 1, 2]) == ["1", "2", "10"], "numbers are sorted as such"
-    assert learned([0.0, 1.0, None]) == ["0", "1"], "a CSV column with a gap is read as floats"
+    assert learned([10, 2, 1, 2]) == ["1", "2", "10"], "numeric labels are sorted as numbers"
+    assert learned([0.0, 1.0, None]) == ["0", "1"], "a CSV column with a missing value is read as floats"
     assert learned([True, False]) == ["0", "1"]
-    assert learned([1, 0, -1]) == ["0", "1"], "-1 stands for a row without a label"
+    assert learned([1, 0, -1]) == ["0", "1"], "-1 marks a row without a label"
     assert learned([0, 0], ["neg", "pos"]) == ["neg", "pos"]
     with pytest.raises(DataError, match=r"f\.csv: label has only the class a; .*data\.labels"):
         learned(["a", "a", None])
 
 
-def test_a_label_is_found_by_name_or_position_and_refused_by_row_and_value() -> None:
+def test_a_label_is_a_name_or_position_and_others_are_refused_with_row_and_value() -> None:
     names = Labels(["bad", "good"])
     assert [names.index(value, "f, row 1", "label") for value in ("good", " bad ", 1, 0.0)] == [1, 0, 1, 0]
     assert Labels(["1", "2"]).index(1, "f, row 1", "label") == 0
-    with pytest.raises(DataError, match="label is 0; it must be one of 1, 2"):  # where names are numbers, no position
+    with pytest.raises(DataError, match="label is 0; it must be one of 1, 2"):  # integer class names are not positions
         Labels(["1", "2"]).index(0, "f, row 1", "label")
     for value, shown in (("great", "'great'"), (2, "2"), (-1, "-1"), (None, "empty"), (float("nan"), "nan")):
         with pytest.raises(
@@ -46,7 +46,7 @@ def test_a_label_is_found_by_name_or_position_and_refused_by_row_and_value() -> 
 
 
 @pytest.mark.parametrize(("weights", "smoothing"), [([1.0, 3.0, 0.5], 0.0), (None, 0.2), ([1.0, 3.0, 0.5], 0.2)])
-def test_class_weights_and_label_smoothing_are_torchs(weights: list[float] | None, smoothing: float) -> None:
+def test_class_weights_and_label_smoothing_match_torch(weights: list[float] | None, smoothing: float) -> None:
     config = ModelConfig(size="tiny", init="random", class_weights=weights, label_smoothing=smoothing, dropout=0.0)
     data = DataConfig(labels=["a", "b", "c"], tokenizer="wordpiece", vocab_size=128)
     tokenizer = load_tokenizer(data, "unused", ["some text"])
@@ -74,7 +74,7 @@ def test_predictions_name_the_class_and_its_probability() -> None:
     assert found["labels"] == ["b"]
 
 
-def test_a_stored_classifiers_labels_give_the_order() -> None:
+def test_a_stored_classifiers_labels_determine_the_order() -> None:
     data = DataConfig(labels=["bad", "good"], tokenizer="wordpiece", vocab_size=128)
     tokenizer = load_tokenizer(data, "unused", ["some text"])
     random = ModelConfig(size="tiny", init="random")

@@ -1,4 +1,4 @@
-"""A vector for each text: losses beside sentence-transformers' own, gradient caching, ranks, metrics and export."""
+"""Embedding: losses against sentence-transformers, gradient caching, several ranks, metrics and export."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, triples, w
 from tests.reference.loop import EPS, gradients
 from tests.reference.tolerance import assert_near
 
-# Composer's, at an evaluation batch below the usual size
+# Composer warns about evaluation batches shorter than the usual size.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
 ROWS = triples(24)
 THREE = ("anchor", "positive", "negative")
@@ -91,7 +91,7 @@ def sentence_transformer(model: Any, folder: Path) -> SentenceTransformer:
     ("columns", "loss", "cache"),
     [(THREE[:2], "ranking", None), (THREE, "ranking", None), (THREE, "ranking", 5), (THREE[:2], "cosine", None)],
 )
-def test_loss_and_gradients_are_those_of_sentence_transformers(
+def test_loss_and_gradients_equal_those_of_sentence_transformers(
     columns: Sequence[str], loss: str, cache: int | None, pooling: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     label = "score" if loss == "cosine" else None
@@ -121,7 +121,7 @@ def test_loss_and_gradients_are_those_of_sentence_transformers(
 
 
 def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(tokenizer: Any) -> None:
-    """The reference encodes the same parts, and keeps all their activations."""
+    """The reference encodes the same chunks and keeps all their activations."""
     task = Embedding(text_columns=THREE, gradient_cache=7)
     model = built(task, tokenizer, dropout=0.3)
     batch = collated(task, ROWS[:8], tokenizer)
@@ -131,14 +131,14 @@ def test_gradient_caching_with_dropout_recomputes_with_the_same_random_numbers(t
     torch.manual_seed(0)
     model.zero_grad()
     ids, mask = (batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask"))
-    parts = [task._encode(model.model, *part) for part in zip(ids.split(7), mask.split(7), strict=True)]
-    expected = task.loss({"logits": torch.cat(parts).view(8, 3, -1)}, batch)
+    chunks = [task._encode(model.model, *chunk) for chunk in zip(ids.split(7), mask.split(7), strict=True)]
+    expected = task.loss({"logits": torch.cat(chunks).view(8, 3, -1)}, batch)
     expected.backward()
     assert_near(found, {"loss": expected.detach(), **gradients(model.model)})
 
 
 class Kept(Callback):
-    """How often an unpadded encoder had to count the tokens of a batch, and how it ran."""
+    """Record how often the unpadded encoder counted a batch's tokens; check after each batch that it ran unpadded."""
 
     def __init__(self) -> None:
         self.counted: list[int] = []
@@ -162,7 +162,7 @@ def trained(
 
 
 def trained_plainly(model: Any, batches: list[Batch]) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
-    """Losses, first gradients and weights of an untouched encoder of transformers in plain PyTorch."""
+    """Train a copy of the encoder in plain PyTorch; return the losses, the first gradients and the final weights."""
     encoder = copy.deepcopy(model.model)
     optimizer = torch.optim.AdamW(encoder.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False, fused=False)
     found: list[float] = []
@@ -186,7 +186,7 @@ def trained_plainly(model: Any, batches: list[Batch]) -> tuple[list[float], dict
 
 @pytest.mark.supports("in code", task="embedding")
 @pytest.mark.parametrize(("cache", "check"), [(None, "auto"), (5, "auto"), (5, "always")])
-def test_the_fast_set_trains_as_plain_pytorch_and_plans_every_pass(
+def test_the_fast_set_trains_like_plain_pytorch_and_plans_every_pass(
     cache: int | None, check: Any, tokenizer: Any
 ) -> None:
     task = Embedding(text_columns=THREE, gradient_cache=cache)
@@ -200,7 +200,7 @@ def test_the_fast_set_trains_as_plain_pytorch_and_plans_every_pass(
     assert_near(recorder.first_gradients, expected_gradients, what="gradients")
     assert_near(trainer.state.model.model.state_dict(), expected_weights, what="weights")
     for technique in techniques[:2]:
-        if check == "auto":  # the parity of this test is the proof
+        if check == "auto":  # families with parity tests, such as BERT, are not compared at run time
             assert "compared_with_untouched" not in technique.evidence
         else:
             assert technique.evidence["compared_with_untouched"]["loss"] < 1e-4
@@ -228,8 +228,8 @@ def test_every_family_is_unpadded_as_a_bare_encoder(family: Family, tokenizer: A
     assert_near(found[1][1], found[0][1], what="gradients")
 
 
-def test_captured_batches_are_planned_before_their_replays(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs, with a stand-in for the capture: a pass that counted tokens itself would wait for the GPU."""
+def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA graphs with a stand-in for capturing. A forward pass that counts tokens would synchronize with the GPU."""
     task = Embedding(text_columns=THREE)
     model, recorder = built(task, tokenizer), Recorder()
     whole = collated(task, ROWS[:18], tokenizer)
@@ -262,8 +262,8 @@ def test_compiled_and_checkpointed_layers_compute_the_same(cache: int | None, to
         assert_near(recorder.first_gradients, first, what="gradients")
 
 
-def test_gradient_caching_keeps_the_activations_of_no_text(tokenizer: Any) -> None:
-    """What autograd keeps from the forward to the backward pass: without it, more than the vectors of all layers."""
+def test_gradient_caching_keeps_no_activations(tokenizer: Any) -> None:
+    """Count the elements that autograd saves for the backward pass, without the weights."""
     kept: dict[int | None, int] = {}
     for cache in (None, 3):
         task = Embedding(text_columns=THREE, gradient_cache=cache)
@@ -278,7 +278,7 @@ def test_gradient_caching_keeps_the_activations_of_no_text(tokenizer: Any) -> No
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
             model.loss(model(batch), batch)
         kept[cache] = sum({x.data_ptr(): x.numel() for x in saved if x.data_ptr() not in weights}.values())
-    assert kept[None] > 20 * 72 * 32, "a vector is 32 numbers"
+    assert kept[None] > 20 * 72 * 32, "more than 20 hidden states of size 32 for each of the 72 texts"
     assert kept[3] < 0.1 * kept[None]
 
 
@@ -318,7 +318,7 @@ def test_pooling_that_reads_padding_is_refused_though_the_first_batch_has_none(t
 
 
 def gradients_on_a_rank(tokenizer: Any, task: Embedding, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Of a model in DDP, which averages them over the ranks; each has its share of the rows."""
+    """Train this rank's share of the rows in DDP; return the mean loss and DDP's averaged gradients."""
     model = built(task, tokenizer)
     parallel = DistributedDataParallel(model)
     mine = rows[torch.distributed.get_rank() :: torch.distributed.get_world_size()]
@@ -340,13 +340,13 @@ def test_two_ranks_average_to_the_gradients_of_one_process(cache: int | None, to
         assert_near(each, expected)
 
 
-# Row 1 comes twice; row 3 has row 0's anchor; row 4's positive is row 0's anchor, and its negative row 1's positive.
+# Row 1 occurs twice; row 3 has row 0's anchor; row 4 has row 0's anchor as positive and row 1's positive as negative.
 REPEATED = [ROWS[0], ROWS[1], ROWS[1], {**ROWS[3], "anchor": ROWS[0]["anchor"]},
             {**ROWS[4], "positive": ROWS[0]["anchor"], "negative": ROWS[1]["positive"]}, ROWS[5]]  # fmt: skip
 
 
 def without_false_negatives(model: Any, rows: list[dict[str, Any]], tokenizer: Any) -> Tensor:
-    """The loss of each anchor over the texts that are neither it, nor its positive, nor an equal anchor's positive."""
+    """Return the loss without negatives that equal the anchor or its positive, or are an equal anchor's positive."""
     with torch.no_grad():
         vectors = model({**collated(model.task, rows, tokenizer)})["logits"]
     candidates = [(i, column) for column in (1, 2) for i in range(len(rows))]
@@ -367,7 +367,7 @@ def without_false_negatives(model: Any, rows: list[dict[str, Any]], tokenizer: A
 
 
 def repeated_on_a_rank(tokenizer: Any) -> float:
-    """Of this rank's half of the rows, which are padded to other lengths than the other's."""
+    """Return the loss of this rank's half of REPEATED; the halves are padded to different lengths."""
     model = built(Embedding(text_columns=THREE), tokenizer)
     half = len(REPEATED) // 2
     mine = REPEATED[:half] if torch.distributed.get_rank() == 0 else REPEATED[half:]
@@ -375,7 +375,7 @@ def repeated_on_a_rank(tokenizer: Any) -> float:
     return float(model.loss(model(batch), batch))
 
 
-def test_equal_texts_are_no_negatives_in_one_process_and_over_ranks(tokenizer: Any) -> None:
+def test_equal_texts_are_not_negatives_in_one_process_and_over_ranks(tokenizer: Any) -> None:
     model = built(Embedding(text_columns=THREE), tokenizer)
     batch = collated(model.task, REPEATED, tokenizer)
     expected = without_false_negatives(model, REPEATED, tokenizer)
@@ -390,9 +390,9 @@ def test_equal_texts_are_no_negatives_in_one_process_and_over_ranks(tokenizer: A
     assert sum(losses) / 2 == pytest.approx(float(expected), rel=1e-5)
 
 
-def test_both_recalls_compare_the_vectors_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_recalls_share_one_comparison_of_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     task = Embedding()
-    metrics = copy.deepcopy(task.metrics(training=False))  # as Composer does
+    metrics = copy.deepcopy(task.metrics(training=False))  # Composer copies them too
     compared: list[int] = []
     compute = Recall._compared
 
@@ -419,7 +419,7 @@ def test_both_recalls_compare_the_vectors_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 class OneRankIsSmall(Callback):
-    """On rank 1, the untouched model fits half of the batch only."""
+    """Raise out-of-memory on rank 1 if the untouched model runs on more than 12 rows."""
 
     def __init__(self) -> None:
         self.rows: list[int] = []
@@ -438,7 +438,7 @@ class OneRankIsSmall(Callback):
 
 
 class Gathers(FinetuneModel):
-    """A loss of one's own, of which nothing is known."""
+    """A model with a user-defined loss, which may gather samples from other ranks."""
 
     def loss(self, outputs: Any, batch: Any) -> Any:
         return super().loss(outputs, batch)
@@ -460,18 +460,18 @@ def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
         trainer.fit()
     except torch.OutOfMemoryError as error:
         said = "one of 2 ranks cannot repeat it with fewer samples, since its loss may gather samples from the others; "
-        os._exit(9 if said + "lower the micro-batch, or set check: never" in str(error) else 8)  # the other one waits
+        os._exit(9 if said + "lower the micro-batch, or set check: never" in str(error) else 8)  # the other rank waits
     return small.rows, unpadding.evidence["compared_with_untouched"]["loss"]
 
 
-def test_a_rank_that_compares_in_part_takes_nothing_of_the_others(tokenizer: Any) -> None:
+def test_one_rank_may_compare_a_part_of_its_batch(tokenizer: Any) -> None:
     (rows_0, apart_0), (rows_1, apart_1) = on_ranks(lambda: compared_on_a_rank(tokenizer, FinetuneModel), timeout=60)
     assert rows_0 == [18, 18, 18]
     assert rows_1 == [18, 18, 9, 9, 18]
     assert max(apart_0, apart_1) < 1e-4
 
 
-def test_a_rank_with_a_loss_of_ones_own_is_not_compared_in_part(tokenizer: Any) -> None:
+def test_a_user_defined_loss_is_not_compared_on_part_of_a_batch(tokenizer: Any) -> None:
     ends = forks.on_ranks(lambda: (compared_on_a_rank(tokenizer, Gathers), None)[1])
     assert ends[1].status == 9, ends[1].stderr
 
@@ -481,14 +481,14 @@ FILES = [
     "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=12",
     "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
     "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}",
+    "algorithms.fused_optimizer={}", "baseline.batches=10",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def files() -> list[str]:
     write_rows("train.jsonl", ROWS)
-    write_rows("eval.jsonl", triples(13, seed=1))  # of two ranks, one has a row more
+    write_rows("eval.jsonl", triples(13, seed=1))  # an odd number: one of two ranks has an extra row
     return FILES
 
 
@@ -497,7 +497,7 @@ def train_in_process(*overrides: str) -> dict[str, Any]:
 
 
 def expected_metrics(folder: str = "runs/quickstart/model") -> dict[str, float]:
-    """Of the exported model, by sentence-transformers and plain Python."""
+    """Return the exported model's metrics, computed with sentence-transformers and plain Python."""
     rows = triples(13, seed=1)
     model = SentenceTransformer(folder, device="cpu")
     anchors, positives = (model.encode([row[column] for row in rows]) for column in ("anchor", "positive"))
@@ -551,7 +551,7 @@ def test_two_ranks_train_and_score_as_one_process(files: list[str]) -> None:
 
 
 class SmallGPU(Algorithm):
-    """Every forward pass raises what CUDA's allocator raises."""
+    """Raise in every forward pass what CUDA's allocator raises."""
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.AFTER_FORWARD
@@ -601,8 +601,8 @@ def test_micro_batches_are_refused_in_a_config_and_in_code(files: list[str]) -> 
     assert len(data.eval.split_batch(batch, 4)) == 2
 
 
-def test_batches_of_like_length_go_by_the_longest_text() -> None:
-    """Its row is what the others are padded to: the sum of the texts says little of it."""
+def test_length_batching_groups_by_the_longest_text_of_a_row() -> None:
+    """A batch is padded to its longest text, so a row's length is that of its longest text, not the sum."""
     write_rows("train.jsonl", triples(200, seed=3))
     padding, seen = {}, set()
     for pool in (None, 4):
@@ -615,7 +615,7 @@ def test_batches_of_like_length_go_by_the_longest_text() -> None:
         seen.add((len(masks), sum(int(mask.sum()) for mask in masks)))
         padding[pool] = 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
     assert len(seen) == 1, "every token once"
-    assert padding[4] < 0.85 * padding[None]  # by the sum it is 0.95
+    assert padding[4] < 0.85 * padding[None]  # grouping by the sum gives 0.95
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Evaluations on one rank: what does not wait for the device at each batch."""
+"""Evaluation on one rank does not synchronize with the device in each batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import composer_speedups.train.trainer
 from tests.helpers.jobs import run
 
 
-def test_composer_does_not_count_the_reviews_of_a_batch_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does under a distributed sampler, which one rank has no use for."""
+def test_composer_does_not_count_samples_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composer reads the count with ``item()`` if the sampler is a DistributedSampler, which one rank does not need."""
     readers: set[str] = set()
     item = Tensor.item
 
@@ -32,7 +32,7 @@ def test_composer_does_not_count_the_reviews_of_a_batch_on_the_device(monkeypatc
 
 
 class _Strict(Callback):
-    """Whatever waits for the GPU raises between two evaluation batches."""
+    """Raise on synchronizations from the second to the sixth evaluation batch."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.EVAL_BEFORE_FORWARD and state.eval_timestamp.batch.value > 1:
@@ -43,7 +43,7 @@ class _Strict(Callback):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")
-def test_the_gpu_is_not_waited_for_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_evaluation_does_not_synchronize_with_the_gpu_between_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     build = composer_speedups.train.trainer.build_trainer
 
     def strict(*args: Any, **kwargs: Any) -> Any:

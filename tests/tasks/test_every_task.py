@@ -1,4 +1,4 @@
-"""What each of the tasks goes through alike: train.py, ranks, shards, streams, a search of tune, a Trainer in code."""
+"""Tests that every task passes: train.py, two ranks, FSDP, streams, tune, and a Trainer in code."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
 from tests.reference.loop import EPS, gradients
 from tests.reference.tolerance import assert_near
 
-# Composer's, of a short batch
+# Composer warns about short batches.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
 EVERY = pytest.mark.parametrize("task", TASKS)
 FAST = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={}"]
-# Two batches without dropout; an update follows the gradient, and not the sign of its rounding error.
+# Two batches without dropout. With this eps, AdamW does not amplify rounding errors of gradients.
 BRIEF = ["data.train_samples=16", "trainer.max_duration=2ba", "trainer.device=cpu", "optimizer.eps=1e-3", *FAST]
 WAYS = {"one": [], "two ranks": [], "FSDP": ["trainer.fsdp.shard=full"]}
 
 
 def brief(task: str, name: str, *overrides: str) -> dict[str, Any]:
-    """A run of two batches of the quickstart; its report and the exported weights are in its folder."""
+    """Train two batches of the quickstart in the run folder ``name``; return the report."""
     return run(f"model.task={task}", *BRIEF, *overrides, f"run_name={name}")
 
 
@@ -51,7 +51,7 @@ def weights(name: str) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def every_fourth_token_masked() -> Iterator[None]:
-    """Masks that depend on a row alone: ranks draw theirs from random numbers of their own."""
+    """Mask tokens 1, 5, 9, … of each row within this context, because random masks differ between ranks."""
 
     def masked(self: Any, inputs: Tensor, special: Tensor, offsets: Any = None) -> tuple[Tensor, Tensor]:
         chosen = ~special & (torch.arange(inputs.shape[1]) % 4 == 1)
@@ -76,7 +76,7 @@ Found = tuple[dict[str, dict[str, dict[str, Any]]], Path]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """Reports by way and task, and the folder of their runs."""
+    """Return the reports by way and task, and the folder of their runs."""
 
     def compute() -> Found:
         with pytest.MonkeyPatch.context() as patch:
@@ -104,7 +104,7 @@ def _as_one_process(task: str, way: str, found: Found, monkeypatch: pytest.Monke
     one, two = reports["one"][task], reports[way][task]
     assert (one["training"]["ranks"], two["training"]["ranks"]) == (1, 2)
     assert_near(weights(f"{way.replace(' ', '')}_{task}"), weights(f"one_{task}"), what="weights")
-    for name in TASKS[task].metrics:  # of 16 samples, whose order rounding may change
+    for name in TASKS[task].metrics:  # rounding may reorder the 16 samples
         assert two["metrics"][name] == pytest.approx(one["metrics"][name], rel=1e-3, abs=1e-2), name
 
 
@@ -116,16 +116,14 @@ def test_two_ranks_train_as_one_process(task: str, found: Found, monkeypatch: py
 
 @EVERY
 @pytest.mark.supports("FSDP")
-def test_shards_train_as_one_process(task: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_trains_as_one_process(task: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:
     _as_one_process(task, "FSDP", found, monkeypatch)
 
 
 @EVERY
 @pytest.mark.supports("stream")
-def test_a_stream_trains_on_the_rows_and_a_resumed_run_goes_on_in_it(
-    task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All rows in one batch, so that their order does not matter; the rate is 0 in the first."""
+def test_a_stream_trains_as_from_memory_and_resumes_exactly(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch holds all rows, so that their order does not matter. The learning rate is 0 in the first batch."""
     monkeypatch.setattr("datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
     samples = builtin_samples(task, 8, 1, "train", 0.1)
     rows = [dict(zip(samples, row, strict=True)) for row in zip(*samples.values(), strict=True)]
@@ -152,7 +150,7 @@ def test_a_stream_trains_on_the_rows_and_a_resumed_run_goes_on_in_it(
 
 @EVERY
 @pytest.mark.supports("tune")
-def test_a_search_ends_with_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_writes_a_yaml_that_trains(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = [f"model.task={task}", "algorithms.fused_optimizer=null", "algorithms.sdpa_attention=null"]
     log, trained = search(monkeypatch, ["foreach_optimizer"], *own)
     assert trained == len(log["trials"]) >= 2
@@ -166,7 +164,7 @@ def test_a_search_ends_with_a_yaml_that_trains(task: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.supports("in code", task="mlm")
-def test_masked_tokens_are_learned_in_a_trainer_of_ones_own_as_in_plain_pytorch() -> None:
+def test_mlm_trains_in_a_composer_trainer_like_plain_pytorch() -> None:
     task = MaskedLanguageModelling(mlm_probability=0.3)
     texts = builtin_samples("mlm", 18, 1, "train", 0.1)["text"]
     tokenizer = tokenizer_of(texts)

@@ -1,4 +1,4 @@
-"""A task in a Trainer of one's own, with no config and no application."""
+"""Tasks in your own Composer Trainer, without a config and without train.py."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from composer_speedups.tasks import Classification, FinetuneModel, Reranking
 from tests.helpers.common import batch, tiny_config
 
 
-def test_every_public_name_is_there() -> None:
+def test_every_public_name_can_be_imported() -> None:
     for name in tasks.__all__:
         assert getattr(tasks, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Clasification'"):
         tasks.Clasification  # noqa: B018
 
 
-def test_a_task_trains_and_evaluates_in_a_trainer_of_ones_own() -> None:
+def test_a_task_trains_and_evaluates_in_a_composer_trainer() -> None:
     task = Classification(labels=["no", "perhaps", "yes"], label_smoothing=0.1)
     torch.manual_seed(0)
     stock = BertForSequenceClassification(tiny_config(**task.head_settings()))

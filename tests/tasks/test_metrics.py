@@ -1,4 +1,4 @@
-"""Metrics over ranks: torchmetrics' own numbers, without ranks waiting for each other's shapes."""
+"""Metrics over ranks equal torchmetrics', without collectives that exchange shapes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _counting(name: str, calls: Counter[str]) -> Any:
 
 
 def _both_ways(task: str) -> dict[str, tuple[float, float]]:
-    """Name → this project's value and torchmetrics' own, of other rows on each rank."""
+    """Return for each metric this package's value and torchmetrics' value; every rank has different rows."""
     text = ["a review of a film"]
     tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), "unused", text)
     config = ModelConfig(size="tiny", init="random", task=task)  # type: ignore[arg-type]
@@ -55,7 +55,7 @@ def _mlm() -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("job", [_classification, _mlm])
-def test_metrics_over_ranks_are_torchmetrics_own(job: Any) -> None:
+def test_metrics_over_ranks_equal_torchmetrics(job: Any) -> None:
     ranks = on_ranks(job)
     assert ranks[0] == ranks[1]
     assert len(ranks[0]) == 2
@@ -64,7 +64,7 @@ def test_metrics_over_ranks_are_torchmetrics_own(job: Any) -> None:
 
 
 def _collectives_of_a_batch() -> Counter[str]:
-    """What ranks do together in the sixth batch."""
+    """Count the collectives that the sixth batch adds."""
     counts = []
     for batches in (5, 6):
         calls: Counter[str] = Counter()
@@ -77,13 +77,13 @@ def _collectives_of_a_batch() -> Counter[str]:
     return counts[1] - counts[0]
 
 
-def test_no_batch_has_ranks_meet_at_a_barrier() -> None:
+def test_a_batch_needs_one_all_gather_per_metric_state() -> None:
     for more in on_ranks(_collectives_of_a_batch):
-        assert dict(more) == {"all_gather": 6}, "one for each number that the two metrics count"
+        assert dict(more) == {"all_gather": 6}, "one for each state of the two metrics"
 
 
 @pytest.mark.parametrize("shown", [[0, 1, 2, 3], [0, 2], [1]])
-def test_macro_f1_and_matthews_are_scikit_learns_also_where_classes_are_missing(shown: list[int]) -> None:
+def test_macro_f1_and_matthews_equal_scikit_learns_with_missing_classes(shown: list[int]) -> None:
     from sklearn.metrics import f1_score, matthews_corrcoef
 
     drawn = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Masked language modelling, end to end: batches, evaluation, techniques on a tied head, export."""
+"""Masked language modelling end to end: batches, evaluation, techniques with a tied head, and export."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def test_an_evaluation_masks_the_same_tokens_each_time_and_training_does_not() -> None:
+def test_evaluation_always_masks_the_same_tokens_and_training_does_not() -> None:
     config = DataConfig(
         source="builtin",
         train_samples=40,
@@ -44,7 +44,7 @@ def test_an_evaluation_masks_the_same_tokens_each_time_and_training_does_not() -
     assert data.eval is not None
     drew, passes = [], []
     for loader in (data.eval, data.train):
-        batches = iter(loader.dataloader)  # draws one number by itself: its workers' seed
+        batches = iter(loader.dataloader)  # draws one random number, the workers' base seed
         state = torch.get_rng_state()
         first = list(batches)
         drew.append(not torch.equal(torch.get_rng_state(), state))
@@ -53,7 +53,7 @@ def test_an_evaluation_masks_the_same_tokens_each_time_and_training_does_not() -
     assert drew == [False, True]
     torch.testing.assert_close(evaluation[0], evaluation[1], rtol=0, atol=0)
     masks = [batch["labels"] != -100 for batch in evaluation[0]]
-    assert not torch.equal(masks[0], masks[1]), "each batch has a mask of its own"
+    assert not torch.equal(masks[0], masks[1]), "batches have different masks"
     shares = torch.tensor(
         [float(m.sum() / b["attention_mask"].sum()) for m, b in zip(masks, evaluation[0], strict=True)]
     )
@@ -73,7 +73,7 @@ def test_a_run_learns_reports_and_exports_a_tied_masked_lm() -> None:
     assert json.loads(Path("runs/quickstart/model/config.json").read_text())["architectures"] == ["BertForMaskedLM"]
 
 
-def test_the_yaml_is_the_posts_job_on_the_same_reviews() -> None:
+def test_the_yaml_is_the_posts_job_on_the_data_of_bert_imdb() -> None:
     mlm, classifier = (load_config(ROOT / "yamls" / f"{name}.yaml") for name in ("bert_mlm", "bert_imdb"))
     assert (mlm.model.task, classifier.model.task) == ("mlm", "classification")
     for key in ("hub_name", "train_samples", "eval_samples", "max_length", "seed"):
@@ -82,7 +82,7 @@ def test_the_yaml_is_the_posts_job_on_the_same_reviews() -> None:
     assert set(mlm.algorithms) == {*classifier.algorithms, "sdpa_attention"}
 
 
-def test_the_benchmark_has_the_posts_four_arms_at_its_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_has_the_posts_four_configurations_and_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMDB_DIR", "imdb")
     table = runner.read_table(ROOT / "benchmarks" / "tables" / "mlm.yaml")
     arms = runner.arms_of(table)
@@ -97,7 +97,7 @@ def test_the_benchmark_has_the_posts_four_arms_at_its_batch_sizes(monkeypatch: p
 
 
 @pytest.mark.parametrize("case", cases())
-def test_every_technique_takes_a_masked_lm_and_keeps_its_head_tied(case: Case) -> None:
+def test_every_technique_trains_a_masked_lm_and_keeps_its_head_tied(case: Case) -> None:
     model: Any = tiny_model("bert", "mlm")
     assert is_tied(model)
     technique = case.build_all()[-1]
@@ -113,8 +113,8 @@ def test_every_technique_takes_a_masked_lm_and_keeps_its_head_tied(case: Case) -
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_whole_suite_together_keeps_the_head_tied(family: Family) -> None:
-    """What bert_mlm.yaml asks for, as far as a CPU goes, with LayerNorm's technique."""
+def test_techniques_together_keep_the_head_tied(family: Family) -> None:
+    """The techniques of bert_mlm.yaml that run on a CPU, and fast_layernorm."""
     model: Any = tiny_model(family, "mlm", dropout=0.1)
     techniques = [
         MixedPrecision("bf16", allow_cpu=True),

@@ -1,4 +1,4 @@
-"""Masked language modelling with whole words masked and texts packed; perplexity; resuming; two ranks."""
+"""Masked language modelling: whole-word masking, packing, perplexity, resuming, and two ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.texts import sentence, tokenizer_of
 from tests.reference.tolerance import assert_near
 
-# Composer's, at a batch below the usual size
+# Composer warns about batches shorter than the usual size.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
 OPTIONS = ["model.task=mlm", "data.whole_word_masking=true", "data.packing=true"]
 TEXTS = [sentence(random.Random(i), 4, 20) for i in range(400)]
@@ -35,14 +35,14 @@ TEXTS = [sentence(random.Random(i), 4, 20) for i in range(400)]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of other texts, so that most words have several pieces."""
+    """Return a tokenizer that is trained on other texts, so that most words have several pieces."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("tokenizer"))
         return tokenizer_of(builtin_reviews(20, 0, "train", 0.1)["text"])
 
 
 def masked(task: MaskedLanguageModelling, tokenizer: Any, *, seed: int = 0) -> tuple[dict[str, Any], list[Any]]:
-    """All texts as one batch, and the word of each token."""
+    """Return all texts as one masked batch, and the word index of each token."""
     torch.manual_seed(seed)
     rows = Ragged.of(task.encode({"text_1": TEXTS}, tokenizer, 64))
     collate = task.collator(Pad(tokenizer.pad_token_id, 64, longest=False), tokenizer, training=True)
@@ -50,7 +50,7 @@ def masked(task: MaskedLanguageModelling, tokenizer: Any, *, seed: int = 0) -> t
     return collate(rows), words
 
 
-def test_the_pieces_of_a_word_are_masked_together_and_special_tokens_never(tokenizer: Any) -> None:
+def test_whole_words_are_masked_and_special_tokens_are_not(tokenizer: Any) -> None:
     batch, words = masked(MaskedLanguageModelling(whole_word_masking=True, mlm_probability=0.2), tokenizer)
     assert set(batch) == {"input_ids", "attention_mask", "labels"}
     chosen, pieces = [], []
@@ -60,17 +60,17 @@ def test_the_pieces_of_a_word_are_masked_together_and_special_tokens_never(token
         for label, word in zip(labels, word_of, strict=False):
             held.setdefault(word, set()).add(label != -100)
         assert held.pop(None) == {False}
-        assert all(len(found) == 1 for found in held.values()), "a word is masked whole, or not at all"
+        assert all(len(found) == 1 for found in held.values()), "a word is masked entirely or not at all"
         chosen += [found.pop() for found in held.values()]
         pieces += [word_of.count(word) for word in held]
     assert np.mean(np.array(pieces) > 1) > 0.5
-    assert np.mean(chosen) == pytest.approx(0.2, abs=0.02)  # of about 4,800 words: three standard deviations
+    assert np.mean(chosen) == pytest.approx(0.2, abs=0.02)  # three standard deviations with about 4,800 words
     hidden = batch["labels"] != -100
     assert torch.equal(batch["input_ids"] == tokenizer.mask_token_id, hidden)
 
 
-def test_the_mask_is_transformers_own_for_the_same_random_numbers(tokenizer: Any) -> None:
-    """It tells words by gaps between the places of their pieces in the text: these texts have no punctuation."""
+def test_the_mask_equals_transformers_with_the_same_seed(tokenizer: Any) -> None:
+    """transformers separates words at gaps between offsets, which is right here: the texts have no punctuation."""
     batch, _ = masked(MaskedLanguageModelling(whole_word_masking=True), tokenizer)
     whole = {"truncation": True, "max_length": 64, "padding": "max_length"}
     encoded = [tokenizer(text, return_offsets_mapping=True, **whole) for text in TEXTS]
@@ -87,7 +87,7 @@ def test_the_mask_is_transformers_own_for_the_same_random_numbers(tokenizer: Any
 
 
 def packed(**settings: Any) -> tuple[Any, Any]:
-    """The loaders' data with packing, and the tokenizer."""
+    """Return the dataloaders of packed built-in reviews, and the tokenizer."""
     config = DataConfig(
         source="builtin", train_samples=30, eval_samples=12, length_scale=0.2, tokenizer="wordpiece", vocab_size=200,
         max_length=32, batch_size=4, packing=True, **settings,
@@ -98,13 +98,13 @@ def packed(**settings: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("whole_words", [False, True])
-def test_packed_rows_are_full_and_hold_every_token_in_order(whole_words: bool) -> None:
+def test_packed_rows_are_full_and_contain_every_token_in_order(whole_words: bool) -> None:
     data, tokenizer = packed(whole_word_masking=whole_words)
     for spec, split, count in ((data.train, "train", 30), (data.eval, "eval", 12)):
         rows = spec.dataloader.dataset
         texts = builtin_reviews(count, 17, split, 0.2)["text"]
         expected = [i for text in texts for i in tokenizer(text, verbose=False)["input_ids"]]
-        assert len(expected) > 32 * count, "texts are longer than a row, and none is cut"
+        assert len(expected) > 32 * count, "texts are longer than a row and are not truncated"
         assert rows.lengths[:-1].tolist() == [32] * (len(expected) // 32)
         assert rows.lengths.sum() == len(expected)
         found = rows.__getitems__(range(len(rows))).tokens
@@ -116,8 +116,8 @@ def test_packed_rows_are_full_and_hold_every_token_in_order(whole_words: bool) -
             assert found["word_starts"].tolist() == starts
     batches = list(data.train.dataloader)
     drawn = sum(int(batch["attention_mask"].sum()) for batch in batches)
-    assert drawn == data.train.dataloader.dataset.lengths.sum(), "an epoch has every token"
-    assert sum(not bool(batch["attention_mask"].all()) for batch in batches) <= 1, "the last row alone is shorter"
+    assert drawn == data.train.dataloader.dataset.lengths.sum(), "an epoch contains every token"
+    assert sum(not bool(batch["attention_mask"].all()) for batch in batches) <= 1, "only the last row is shorter"
 
 
 @pytest.mark.supports("resume", "export", task="mlm")
@@ -166,7 +166,7 @@ def perplexity_on_a_rank() -> float:
 
 def scored() -> list[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    sizes = [(2, 9, 0.1), (3, 5, 0.8), (4, 7, 0.5), (1, 3, 0.9), (2, 2, 1.0)]  # and the share that has labels
+    sizes = [(2, 9, 0.1), (3, 5, 0.8), (4, 7, 0.5), (1, 3, 0.9), (2, 2, 1.0)]  # (rows, width, labelled share)
     found = []
     for rows, width, share in sizes:
         labels = torch.randint(0, 20, (rows, width), generator=generator)
@@ -175,14 +175,14 @@ def scored() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return found
 
 
-def test_perplexity_on_two_ranks_weighs_every_masked_token_alike() -> None:
+def test_perplexity_on_two_ranks_weights_every_masked_token_equally() -> None:
     logits = torch.cat([each.flatten(0, 1) for each, _ in scored()])
     labels = torch.cat([each.flatten() for _, each in scored()])
     expected = math.exp(F.cross_entropy(logits, labels))
     assert on_ranks(perplexity_on_a_rank) == pytest.approx([expected] * 2, rel=1e-5)
 
 
-def test_two_ranks_train_on_packed_rows_and_agree() -> None:
+def test_two_ranks_train_on_packed_rows() -> None:
     settings = [*OPTIONS, "trainer.max_duration=2ba", "data.drop_last=true"]
     ends = forks.on_ranks(lambda: (run(*settings), None)[1])
     assert [end.status for end in ends] == [0, 0], ends[0].stderr + ends[1].stderr
@@ -191,7 +191,7 @@ def test_two_ranks_train_on_packed_rows_and_agree() -> None:
     assert_near([math.exp(metrics["loss"])], [metrics["perplexity"]], what="perplexity")
 
 
-def test_options_that_cannot_be_met_are_refused() -> None:
+def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"data.packing joins all texts up front; streaming cannot provide them"):
         run(*OPTIONS, "data.streaming=true", "data.source=hub")
     with pytest.raises(ConfigError, match=r"data.whole_word_masking is for model.task: mlm, not classification"):

@@ -1,4 +1,4 @@
-"""Models from a folder, from the minilm extra and at random; FLOPs against torch's own counter."""
+"""Models from a folder, from the minilm extra and with random weights; FLOPs against torch's FlopCounterMode."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def built(config: ModelConfig, tokenizer: Any, max_length: int) -> FinetuneModel
 
 
 def folder(tokenizer: Any, *, task: str = "classification", positions: int = 64) -> str:
-    """A local folder as ``save_pretrained`` leaves it."""
+    """Save a model and its tokenizer with ``save_pretrained``; return the folder."""
     config = tiny_bert().config
     config.vocab_size, config.max_position_embeddings = len(tokenizer), positions
     auto = AutoModelForMaskedLM if task == "mlm" else AutoModelForSequenceClassification
@@ -68,7 +68,7 @@ def test_a_local_folder_is_loaded_with_its_weights_and_eager_attention(task: Any
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_random_models_have_their_size_and_follow_the_seed(size: Any, tokenizer: Any) -> None:
+def test_random_models_have_the_given_size_and_depend_on_the_seed(size: Any, tokenizer: Any) -> None:
     if size in ("base", "large"):
         with torch.device("meta"):
             model: Any = built(ModelConfig(init="random", size=size), tokenizer, 16).model
@@ -103,7 +103,7 @@ QUANTISED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("settings", QUANTISED, ids=lambda settings: settings["quant_method"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])
 @pytest.mark.pins
-def test_a_folder_of_quantised_weights_is_refused(settings: dict[str, Any], init: Any, tokenizer: Any) -> None:
+def test_quantised_weights_are_refused(settings: dict[str, Any], init: Any, tokenizer: Any) -> None:
     name = folder(tokenizer)
     path = Path(name) / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": settings}))
@@ -135,7 +135,7 @@ def test_models_that_do_not_fit_are_refused(tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("labels", [1, 3])
-def test_a_head_for_other_labels_is_refused_and_an_encoder_whose_config_has_them_gets_a_new_one(
+def test_a_head_with_another_number_of_labels_is_refused_and_an_encoder_gets_a_new_head(
     labels: int, tokenizer: Any
 ) -> None:
     config = tiny_config(num_labels=labels)
@@ -157,7 +157,7 @@ def test_a_head_for_other_labels_is_refused_and_an_encoder_whose_config_has_them
     expected = encoder.embeddings.word_embeddings.weight
     torch.testing.assert_close(new.bert.embeddings.word_embeddings.weight, expected, rtol=0, atol=0)
     drawn: Any = built(ModelConfig(name="head", init="random"), tokenizer, 16).model
-    assert drawn.classifier.weight.shape[0] == 2, "random weights have no head of their own"
+    assert drawn.classifier.weight.shape[0] == 2, "random weights do not keep the stored head"
     built(ModelConfig(name="head", task="mlm"), tokenizer, 16)
 
 
@@ -171,7 +171,7 @@ NO_ENCODERS: dict[str, PreTrainedConfig] = {
 @pytest.mark.parametrize("kind", NO_ENCODERS)
 @pytest.mark.parametrize("task", ["classification", "mlm"])
 @pytest.mark.parametrize("init", ["pretrained", "random"])
-def test_a_model_that_is_no_encoder_is_refused(kind: str, task: Any, init: Any, tokenizer: Any) -> None:
+def test_a_model_that_is_not_an_encoder_is_refused(kind: str, task: Any, init: Any, tokenizer: Any) -> None:
     AutoModelForSequenceClassification.from_config(NO_ENCODERS[kind]).save_pretrained("model")
     name = type(NO_ENCODERS[kind]).__name__
     with pytest.raises(
@@ -180,7 +180,7 @@ def test_a_model_that_is_no_encoder_is_refused(kind: str, task: Any, init: Any, 
         built(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
 
 
-def test_a_model_whose_tokenizer_cannot_pad_is_refused_by_the_key_that_names_it(tokenizer: Any) -> None:
+def test_a_tokenizer_without_padding_token_is_refused_with_its_key(tokenizer: Any) -> None:
     tokenizer.pad_token = None
     tokenizer.save_pretrained("model")
     with pytest.raises(ConfigError, match=r"^model\.name: the tokenizer of 'model' has no padding token"):
@@ -216,7 +216,7 @@ def test_minilm_without_its_extra_names_the_fix(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("task", ["classification", "mlm"])
 @pytest.mark.pins
-def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer: Any) -> None:
+def test_flops_equal_torchs_count_without_padding(task: Any, tokenizer: Any) -> None:
     model = built(ModelConfig(init="random", size="tiny", task=task), tokenizer, 64)
     full = batch([24, 24, 24])
     full["input_ids"] %= len(tokenizer)
@@ -227,12 +227,12 @@ def test_flops_are_torchs_own_count_where_nothing_is_padded(task: Any, tokenizer
     flops = model.flops_per_batch(full)
     assert flops == pytest.approx(counter.get_total_flops(), rel=0.01)
     layer = model.model.bert.encoder.layer[0].intermediate.dense.requires_grad_(False)
-    assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "frozen after the first batch"
+    assert flops - model.flops_per_batch(full) == 2 * 72 * layer.weight.numel(), "a frozen layer"
 
 
 @pytest.mark.parametrize("inner", [1, 2])
-def test_flops_of_shared_layers_count_each_of_their_runs(inner: int) -> None:
-    """ALBERT's; those of its embeddings' projection, a hundredth, are not counted."""
+def test_flops_of_shared_layers_count_every_use(inner: int) -> None:
+    """ALBERT shares layers. Its embedding projection, about 1% of the FLOPs, is not counted."""
     config = AlbertConfig(
         vocab_size=64, embedding_size=16, hidden_size=32, num_hidden_layers=4, num_hidden_groups=2,
         inner_group_num=inner, num_attention_heads=2, intermediate_size=64,
@@ -245,14 +245,14 @@ def test_flops_of_shared_layers_count_each_of_their_runs(inner: int) -> None:
         with FlopCounterMode(display=False) as counter:
             model(full).loss.backward()
         counts.append((counter.get_total_flops(), model.flops_per_batch(full)))
-        # The second group, so that gradients still go through it.
+        # Freeze the second group only, through which gradients still flow.
         model.model.albert.encoder.albert_layer_groups[1].requires_grad_(False)
     for torchs, ours in counts:
         assert ours == pytest.approx(torchs, rel=0.02)
     assert counts[0][0] - counts[1][0] == counts[0][1] - counts[1][1] > 0.1 * counts[0][1]
 
 
-def test_flops_leave_padding_out() -> None:
+def test_flops_exclude_padding() -> None:
     config, short = tiny_bert().config, batch([5, 9])
     wide = batch([5, 9], 40)
     lengths = [batch_lengths(b) for b in (short, wide)]
@@ -269,11 +269,11 @@ def test_flops_leave_padding_out() -> None:
     assert batch_lengths((torch.ones(2), torch.ones(2))) is None
 
 
-def test_composer_is_told_that_a_classifier_is_no_causal_lm(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_composer_does_not_search_causal_lms_for_a_classifier(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(model: Any) -> bool:
-        raise AssertionError("all of transformers' causal LMs are imported")
+        raise AssertionError("this imports all causal LMs of transformers")
 
-    assert huggingface._is_registered_causal_lm(tiny_bert()) is False, "which is what Composer would find"
+    assert huggingface._is_registered_causal_lm(tiny_bert()) is False, "Composer would find the same"
     monkeypatch.setattr(huggingface, "_is_registered_causal_lm", slow)
     assert built(ModelConfig(init="random", size="tiny"), tokenizer, 16).shift_labels is False
-    assert huggingface._is_registered_causal_lm is slow, "for other models it asks"
+    assert huggingface._is_registered_causal_lm is slow, "Composer's function is restored"

@@ -1,4 +1,4 @@
-"""A cross-encoder: both losses, metrics beside plain Python, queries whose rows lie apart, ranks, and the export."""
+"""Reranking: both losses, metrics against plain Python, queries with scattered rows, several ranks, and export."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.helpers.texts import WORDS, collated, sentence, tiny_encoder, tokeniz
 from tests.reference.loop import EPS, gradients
 from tests.reference.tolerance import assert_near
 
-# Composer's, at a batch below the usual size
+# Composer warns about batches shorter than the usual size.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split .* of length:UserWarning")
 
 
 def judged(queries: int, seed: int = 0, *, grades: int = 2) -> list[dict[str, Any]]:
-    """2 to 13 documents a query, all rows in random order, so that those of a query lie far apart."""
+    """Return rows of 2 to 13 documents per query in random order, which scatters the rows of a query."""
     rng = random.Random(seed)
     rows = []
     for number in range(queries):
@@ -69,7 +69,7 @@ def cross_encoder(model: Any, folder: Path) -> CrossEncoder:
     return CrossEncoder(str(folder), device="cpu")
 
 
-def test_binary_cross_entropy_is_that_of_sentence_transformers(tokenizer: Any, tmp_path: Path) -> None:
+def test_binary_cross_entropy_equals_sentence_transformers(tokenizer: Any, tmp_path: Path) -> None:
     task = Reranking()
     model = built(task, tokenizer)
     rows = [{**row, "label": row["label"] / 2} for row in ROWS[:8]]
@@ -84,8 +84,8 @@ def test_binary_cross_entropy_is_that_of_sentence_transformers(tokenizer: Any, t
     assert_near({"loss": loss, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
 
 
-def test_the_pairwise_loss_is_that_of_ranknet(tokenizer: Any, tmp_path: Path) -> None:
-    """sentence-transformers' is over the documents of a query at a time: those of two are one pair."""
+def test_the_pairwise_loss_equals_ranknet(tokenizer: Any, tmp_path: Path) -> None:
+    """sentence-transformers' RankNetLoss takes a query's documents at once; two documents are one pair."""
     task = Reranking(loss_name="pairwise")
     model = built(task, tokenizer)
     documents = [(sentence(random.Random(i)), sentence(random.Random(i + 50))) for i in range(5)]
@@ -105,12 +105,12 @@ def test_the_pairwise_loss_is_that_of_ranknet(tokenizer: Any, tmp_path: Path) ->
     assert_near({"loss": loss, **gradients(model.model)}, {"loss": expected, **gradients(reference.model)})
 
 
-def test_pairs_are_of_one_query_and_each_worse_document_comes_once() -> None:
+def test_pairs_share_a_query_and_use_each_worse_document_once() -> None:
     task = Reranking(loss_name="pairwise")
     examples = [task.example(row, "", training=True) for row in ROWS]
     label = {(each["text_1"], each["text_2"]): each["labels"] for each in examples}
     pairs = task.prepared(examples, training=True)
-    assert pairs == task.prepared(examples, training=True), "the same draw each time"
+    assert pairs == task.prepared(examples, training=True), "the same pairs each time"
     for pair in pairs:
         assert label[pair["text_1"], pair["text_2"]] > label[pair["text_1"], pair["text_3"]]
     best = {query: max(grade for (q, _), grade in label.items() if q == query) for query, _ in label}
@@ -119,7 +119,7 @@ def test_pairs_are_of_one_query_and_each_worse_document_comes_once() -> None:
 
 
 @pytest.mark.supports("in code", task="reranking")
-def test_the_fast_set_trains_pairs_as_plain_pytorch_in_micro_batches_too(tokenizer: Any) -> None:
+def test_the_fast_set_trains_pairs_like_plain_pytorch_with_micro_batches(tokenizer: Any) -> None:
     task = Reranking(loss_name="pairwise")
     whole = collated(task, ROWS, tokenizer, 16)
     batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6)]
@@ -136,7 +136,7 @@ def test_the_fast_set_trains_pairs_as_plain_pytorch_in_micro_batches_too(tokeniz
         optimizer.step()
         expected.append(loss.item())
 
-    for size in (6, 4):  # 4 and 2
+    for size in (6, 4):  # 4 splits a batch into micro-batches of 4 and 2
         recorder, speed = Recorder(), ThroughputMonitor()
         techniques = [Unpadding(8), FusedLayers(), FusedOptimizer()]
         trainer = make_trainer(
@@ -152,7 +152,7 @@ def test_the_fast_set_trains_pairs_as_plain_pytorch_in_micro_batches_too(tokeniz
         ]
 
 
-def test_a_stray_row_of_a_query_counts_to_it_and_numbers_are_small() -> None:
+def test_scattered_rows_of_a_query_get_one_small_query_id() -> None:
     task = Reranking()
     examples = [task.example({**row, "label": 1}, "", training=False) for row in ROWS]
     numbered = task.prepared(examples, training=False)
@@ -167,13 +167,13 @@ FILES = [
     "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=14",
     "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
     "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}",
+    "algorithms.fused_optimizer={}", "baseline.batches=10",
 ]  # fmt: skip
 
 
 @pytest.fixture
 def files() -> list[dict[str, Any]]:
-    """Written for a run; the rows to evaluate on, an odd number of them."""
+    """Write the data files of a run; return the evaluation rows, an odd number."""
     write_rows("train.jsonl", judged(6))
     rows = judged(7, seed=1)
     rows = rows[: len(rows) - 1 + len(rows) % 2]
@@ -186,7 +186,7 @@ def train_in_process(*overrides: str) -> dict[str, Any]:
 
 
 def ranked_by_hand(rows: list[dict[str, Any]], scores: list[float]) -> dict[str, float]:
-    """MRR@10 and NDCG@10 over the queries with a relevant document."""
+    """Return MRR@10 and NDCG@10, averaged over the queries with a relevant document."""
     by_query: dict[str, list[tuple[float, int]]] = {}
     for row, score in zip(rows, scores, strict=True):
         by_query.setdefault(row["query"], []).append((score, row["label"]))
@@ -247,9 +247,9 @@ def test_two_ranks_train_and_score_as_one_process(files: list[dict[str, Any]]) -
     assert {name: report["metrics"][name] for name in expected} == pytest.approx(expected, abs=1e-5)
 
 
-def test_validation_draws_whole_queries(files: list[dict[str, Any]]) -> None:
+def test_validation_samples_contain_whole_queries(files: list[dict[str, Any]]) -> None:
     def queries(**settings: Any) -> tuple[list[int], int]:
-        """Rows of each query, in evaluation; and all rows of training."""
+        """Return the sorted numbers of evaluation rows per query, and the number of training rows."""
         config = DataConfig(
             source="files", train_file="train.jsonl", tokenizer="wordpiece", vocab_size=300, max_length=14,
             batch_size=8, train_samples=None, **settings,

@@ -1,4 +1,4 @@
-"""Tasks whose loss is a mean over samples or their tokens: held to transformers, scikit-learn and seqeval."""
+"""Tasks whose loss is a mean over samples or tokens, compared with transformers, scikit-learn and seqeval."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.ranks import on_ranks
 from tests.reference.loop import EPS
 
 Rows = dict[str, list[Any]]
-pytestmark = pytest.mark.filterwarnings("ignore:Cannot split:UserWarning")  # Composer's, of a short last batch
+pytestmark = pytest.mark.filterwarnings("ignore:Cannot split:UserWarning")  # a short last batch
 TASKS = ["classification", "multilabel", "regression", "token_classification"]
 LENGTH = 40
 FAST = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={}"]
@@ -35,7 +35,7 @@ CLASSES = ["bad", "fair", "good"]
 
 
 def rows_of(task: str, split: str = "train", count: int = 16) -> Rows:
-    """Samples; of classification and regression pairs."""
+    """Return ``count`` samples of a task; classification and regression get text pairs."""
     if task == "token_classification":
         return builtin_samples(task, count, 1, split, 0.1)
     rows = builtin_samples("multilabel" if task == "multilabel" else "regression", count, 1, split, 0.1)
@@ -54,7 +54,7 @@ def written(rows: Rows, name: str) -> str:
 
 
 def inputs_of(task: str, rows: Rows, tokenizer: Any) -> dict[str, Tensor]:
-    """What transformers' own tokenizer makes of the texts."""
+    """Return the model inputs that transformers' tokenizer makes of the texts."""
     if task != "token_classification":
         texts = [rows["text"]] if task == "multilabel" else [rows["text"], rows["other"]]
         encoded = tokenizer(*texts, truncation=True, max_length=LENGTH, padding=True, return_tensors="pt")
@@ -64,7 +64,7 @@ def inputs_of(task: str, rows: Rows, tokenizer: Any) -> dict[str, Tensor]:
 
 
 def piece_ids(words: list[str], tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Token ids of words, and the word of each, -1 for [CLS] and [SEP]."""
+    """Return the token ids of the words, and the word index of each token (-1 for [CLS] and [SEP])."""
     of_words = [tokenizer(word, add_special_tokens=False).input_ids for word in words]
     pieces = [(piece, i) for i, of_word in enumerate(of_words) for piece in of_word]
     pieces = [(tokenizer.cls_token_id, -1), *pieces[: LENGTH - 2], (tokenizer.sep_token_id, -1)]
@@ -103,8 +103,8 @@ def config_of(task: str) -> tuple[DataConfig, ModelConfig]:
 
 @pytest.mark.supports("in code")
 @pytest.mark.parametrize("task", TASKS)
-def test_losses_and_gradients_are_those_of_transformers_in_a_plain_loop(task: str) -> None:
-    """Under the techniques of a CPU, from texts to weights."""
+def test_losses_and_gradients_equal_transformers_in_a_plain_loop(task: str) -> None:
+    """From texts to losses and gradients, with the techniques that run on a CPU."""
     data_config, model_config = config_of(task)
     built = build_task(model_config, data_config)
     data = build_data(data_config, built, model_name="", on_gpu=False)
@@ -116,7 +116,7 @@ def test_losses_and_gradients_are_those_of_transformers_in_a_plain_loop(task: st
     plain.load_state_dict(ours.model.state_dict())
     assert type(plain) is type(ours.model)
     assert data.eval is not None
-    batches = list(data.eval.dataloader)  # in the order of the file
+    batches = list(data.eval.dataloader)  # rows in the order of the file
     recorder = Recorder()
     techniques = [Unpadding(), FusedLayers(), FusedOptimizer()]
     trainer = make_trainer(techniques, model=ours, batches=batches, callbacks=[recorder])
@@ -124,7 +124,7 @@ def test_losses_and_gradients_are_those_of_transformers_in_a_plain_loop(task: st
     trainer.close()
 
     rows, names = rows_of(task), list(getattr(built, "labels", None) or [])
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01)  # as make_trainer has it
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01)  # as in make_trainer
     for first, loss in zip(range(0, 16, 4), recorder.losses, strict=True):
         part = {name: values[first : first + 4] for name, values in rows.items()}
         outputs = plain(**inputs_of(task, part, data.tokenizer), labels=labels_of(task, part, names, data.tokenizer))
@@ -138,7 +138,7 @@ def test_losses_and_gradients_are_those_of_transformers_in_a_plain_loop(task: st
 
 
 def trained(task: str, *overrides: str) -> dict[str, Any]:
-    """A run of train.py from files in the current folder."""
+    """Run train.py with the files in the current folder; return the report."""
     columns = ["data.text_columns=[text,other]"] if task in ("classification", "regression") else []
     files = ["data.source=files", "data.train_file=train.jsonl", "data.eval_file=eval.jsonl"]
     options = [f"model.task={task}", f"run_name={task}", f"data.max_length={LENGTH}", *files, *columns, *FAST]
@@ -146,7 +146,7 @@ def trained(task: str, *overrides: str) -> dict[str, Any]:
 
 
 def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
-    """Of the validation rows, by the exported model in transformers alone, and by the libraries that define them."""
+    """Compute the exported model's metrics with transformers, scikit-learn, scipy and seqeval only."""
     from scipy.stats import pearsonr, spearmanr
     from seqeval.metrics import f1_score as entity_f1
     from sklearn import metrics
@@ -199,7 +199,7 @@ def _check_metrics(task: str, report: dict[str, Any]) -> None:
 
 @pytest.mark.supports("resume", "export")
 @pytest.mark.parametrize("task", TASKS)
-def test_the_export_alone_gives_the_metrics_and_a_resumed_run_ends_alike(task: str) -> None:
+def test_the_export_reproduces_the_metrics_and_a_resumed_run_ends_the_same(task: str) -> None:
     written(rows_of(task, count=24), "train.jsonl")
     written(rows_of(task, "eval", 13), "eval.jsonl")
     options = ("trainer.max_duration=2ep", "checkpoint.interval=2ba", "checkpoint.keep=-1", "optimizer.lr=3e-3")
@@ -224,7 +224,7 @@ def _three_batches() -> dict[str, Any]:
     }
 
 
-def test_two_ranks_train_and_measure_as_one_does() -> None:
+def test_two_ranks_train_and_measure_as_one_process() -> None:
     for task in TASKS:
         written(rows_of(task, count=24), f"{task}-train.jsonl")
         written(rows_of(task, "eval", 13), f"{task}-eval.jsonl")

@@ -1,4 +1,4 @@
-"""README's table of what each task supports says yes only where a test that is not skipped has shown it."""
+"""README's table of supported tasks says yes only if a test that is not skipped has shown it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SKIPS = {"skip", "skipif", "long", "xfail"}
 
 
 class Collected:
-    """A plugin that keeps the marked tests of a collection: test → its marks and claims."""
+    """A pytest plugin that keeps the marks and claims of collected tests marked ``supports`` or ``refuses``."""
 
     def __init__(self) -> None:
         self.tests: dict[str, dict[str, Any]] = {}
@@ -30,7 +30,7 @@ class Collected:
 
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """Of all files of the tests that have such a mark."""
+    """Collect all test files with such marks; return the marks and claims of each test."""
     marked = [f"mark.{mark}(" for mark in MARKS]
     files = [str(p) for p in (ROOT / "tests").rglob("test_*.py") if any(each in p.read_text() for each in marked)]
     path = tmp_path_factory.mktemp("collected") / "tests.json"
@@ -50,18 +50,18 @@ def collected(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, A
     return found
 
 
-def test_the_record_is_of_the_tests_that_there_are(collected: dict[str, dict[str, Any]]) -> None:
+def test_the_record_matches_the_collected_tests(collected: dict[str, dict[str, Any]]) -> None:
     record = read_record()
     again = 'run: pytest -n 2 -m "supports or refuses" --record-support'
     for test, entry in record.items():
-        assert test in collected, f"{test} is recorded, and there is no such test; {again}"
-        assert entry["claims"] == collected[test]["claims"], f"{test} claims something else by now; {again}"
+        assert test in collected, f"{test} is recorded but does not exist; {again}"
+        assert entry["claims"] == collected[test]["claims"], f"the recorded claims of {test} are outdated; {again}"
         assert entry["on"] == ("GPU" if "gpu" in collected[test]["marks"] else "CPU")
     on_cpu = {test for test, entry in collected.items() if "gpu" not in entry["marks"]}
     assert on_cpu <= set(record), f"not recorded; {again}"
 
 
-def test_none_of_them_is_skipped_on_a_cpu(collected: dict[str, dict[str, Any]]) -> None:
+def test_no_marked_test_is_skipped_on_a_cpu(collected: dict[str, dict[str, Any]]) -> None:
     for test, entry in collected.items():
         if "gpu" not in entry["marks"]:
             assert not SKIPS & set(entry["marks"]), test
@@ -77,7 +77,7 @@ def report(name: str, when: str, outcome: Any, **keywords: int) -> pytest.TestRe
     return pytest.TestReport(name, ("f", 1, "t"), keywords, outcome, None, when, user_properties=claims)  # type: ignore
 
 
-def test_what_passes_is_recorded_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_passing_tests_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.helpers.support.RECORD", Path("record.json"))
     old = {"gone": {"on": "CPU", "claims": []}, "elsewhere": {"on": "GPU", "claims": []}}
     Path("record.json").write_text(json.dumps(old))

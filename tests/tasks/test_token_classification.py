@@ -1,4 +1,4 @@
-"""Tags of word pieces: the first of a word or all, against a plain reference and RoBERTa's kind of tokenizer."""
+"""TokenClassification: labels of the first or of all word pieces, with WordPiece and byte-level BPE tokenizers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wordpiece() -> Any:
 
 
 def roberta() -> Any:
-    """As RoBERTa's own: a word's pieces depend on the space before it."""
+    """Return a byte-level BPE tokenizer as RoBERTa's, whose pieces depend on the space before a word."""
     trained = ByteLevelBPETokenizer()
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trained.train_from_iterator([" ".join(row) for row in WORDS], vocab_size=330, special_tokens=special)
@@ -39,7 +39,7 @@ def roberta() -> Any:
 def plain(
     words: list[str], tags: list[int], tokenizer: Any, length: int, all_pieces: bool
 ) -> tuple[list[int], list[int]]:
-    """Word by word."""
+    """Tokenize and label word by word; return the ids and labels."""
     ids, labels = [tokenizer.cls_token_id], [-100]
     for word, tag in zip(words, tags, strict=True):
         pieces = tokenizer(word, add_special_tokens=False).input_ids
@@ -51,7 +51,7 @@ def plain(
 
 @pytest.mark.parametrize("all_pieces", [False, True])
 @pytest.mark.parametrize("make", [wordpiece, roberta])
-def test_labels_stand_at_the_first_piece_or_at_all(make: Any, all_pieces: bool) -> None:
+def test_the_first_piece_or_all_pieces_are_labelled(make: Any, all_pieces: bool) -> None:
     tokenizer = make()
     task = TokenClassification(labels=TAGS, label_all_pieces=all_pieces)
     for length in (200, 12):
@@ -71,7 +71,7 @@ def test_robertas_tokenizer_reads_words_with_a_space_before_each() -> None:
     assert tokenizer.decode(ids, skip_special_tokens=True) == " the town"
 
 
-def test_words_without_tags_are_read_for_predictions() -> None:
+def test_words_without_tags_are_accepted_for_predictions() -> None:
     task, tokenizer = TokenClassification(labels=TAGS), wordpiece()
     found = task.encode({"text_1": WORDS[:2]}, tokenizer, 100)
     assert [sum(label != -100 for label in row) for row in found["token_labels"]] == [len(row) for row in WORDS[:2]]
@@ -83,14 +83,14 @@ def test_words_without_tags_are_read_for_predictions() -> None:
     assert all(0.99 < each < 1 for each in predicted["probabilities"])
 
 
-def test_entity_f1_is_seqevals_over_sentences_and_batches() -> None:
+def test_entity_f1_equals_seqevals_over_batches() -> None:
     from seqeval.metrics import f1_score
 
     torch.manual_seed(0)
     metric, expected, predicted = EntityF1(TAGS), [], []
     for rows in (3, 2):
         logits, labels = torch.randn(rows, 9, len(TAGS)), torch.randint(len(TAGS), (rows, 9))
-        labels[:, [0, 4, 8]] = -100  # also between the pieces of an entity
+        labels[:, [0, 4, 8]] = -100  # -100 may also occur within an entity
         metric.update(logits, labels)
         for row, best in zip(labels.tolist(), logits.argmax(-1).tolist(), strict=True):
             expected.append([TAGS[y] for y in row if y >= 0])

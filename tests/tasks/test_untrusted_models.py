@@ -1,4 +1,4 @@
-"""Models and YAML of others: nothing that they name is executed."""
+"""Untrusted models and YAML files: code that they name is never executed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.helpers.payload import MARKER, Payload
 
 
 @pytest.mark.parametrize("text", ["!!python/object/apply:os.mkdir [ran]", "!!python/name:os.mkdir ''"])
-def test_yaml_cannot_name_python(text: str) -> None:
+def test_yaml_tags_cannot_run_python(text: str) -> None:
     Path("bad.yaml").write_text(f"run_name: {text}\n")
     with pytest.raises(ConfigError, match=r"bad\.yaml: not valid YAML"):
         load_config("bad.yaml")
@@ -37,8 +37,8 @@ _CODE = f"import os\nos.mkdir({str(MARKER)!r})\n"
 
 
 @pytest.mark.parametrize("model_type", ["bert", "their_own"])
-def test_a_models_own_code_is_never_run(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("builtins.input", lambda *_: "y")  # transformers would ask
+def test_code_in_a_models_folder_is_never_run(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")  # accepts if transformers asks whether to run the code
     tiny_model("bert").save_pretrained("model")
     config = json.loads(Path("model/config.json").read_text())
     names = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
@@ -46,7 +46,7 @@ def test_a_models_own_code_is_never_run(model_type: str, monkeypatch: pytest.Mon
     Path("model/config.json").write_text(json.dumps(config))
     Path("model/tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["code.Theirs", None]}}))
     Path("model/code.py").write_text(_CODE)
-    if model_type == "bert":  # transformers' own class
+    if model_type == "bert":  # the type of a class in transformers
         words = WordPiece({"[PAD]": 0, "[UNK]": 1}, unk_token="[UNK]")
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), pad_token="[PAD]")
         assert build_model(ModelConfig(name="model"), Classification(), tokenizer, 16).model.config.model_type == "bert"
@@ -60,10 +60,10 @@ def test_a_models_own_code_is_never_run(model_type: str, monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.path", [*sys.path])
     with pytest.raises(AttributeError, match="Theirs"):
         AutoConfig.from_pretrained("model", trust_remote_code=True)
-    assert MARKER.exists()  # it would have been
+    assert MARKER.exists()  # with trust_remote_code, transformers runs it
 
 
-def test_a_models_pickled_weights_are_never_run() -> None:
+def test_pickled_weights_are_never_unpickled() -> None:
     model = tiny_model("bert")
     model.config.save_pretrained("model")
     torch.save({**model.state_dict(), "payload": Payload()}, "model/pytorch_model.bin")

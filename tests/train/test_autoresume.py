@@ -1,4 +1,4 @@
-"""What an interrupted run resumes from, and what it refuses: in this process, with runs that end early."""
+"""checkpoint.autoresume: which checkpoint an interrupted run resumes from, and when it refuses to."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Crash(Exception):
 
 @contextlib.contextmanager
 def crash_after(batch: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Within, a run ends with an error after so many batches."""
+    """Make runs within this context crash after ``batch`` batches."""
 
     def batch_end(_: Any, state: Any, logger: Any) -> None:
         if state.timestamp.batch.value == batch:
@@ -47,13 +47,13 @@ def crash_after(batch: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(StartupTimes, "batch_end", batch_end)
         with contextlib.suppress(Crash):
             yield
-            pytest.fail("the run went on")
-    gc.collect()  # Composer's clean-up of the Trainer, which would otherwise wait for the interpreter's end
+            pytest.fail("the run continued")
+    gc.collect()  # closes the Trainer, as the end of the process would
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that crashed."""
+    """Return a folder with a crashed run."""
     folder = tmp_path_factory.mktemp("template")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
@@ -64,18 +64,18 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def interrupted(template: Path) -> None:
-    """A run of which checkpoints 2 and 4 are there."""
+    """Copy the crashed run, which left checkpoints 2 and 4, into the current folder."""
     shutil.copytree(template, ".", dirs_exist_ok=True, symlinks=True)
     assert [path.name for path in checkpoints_in(CHECKPOINTS)] == ["ep0-ba4-rank0.pt", "ep0-ba2-rank0.pt"]
 
 
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.pins
-def test_the_same_command_goes_on_and_says_from_what(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     stored = yaml.safe_load((FOLDER / "config.yaml").read_text())
-    del stored["checkpoint"]["autoresume"], stored["data"]["length_batching"]  # as an older version wrote it
+    del stored["checkpoint"]["autoresume"], stored["data"]["length_batching"]  # keys that older versions did not write
     (FOLDER / "config.yaml").write_text(yaml.safe_dump(stored))
-    report = run(*JOB, "trainer.max_duration=10ba", "checkpoint.keep=1")  # more than 8, though not by its letters
+    report = run(*JOB, "trainer.max_duration=10ba", "checkpoint.keep=1")  # longer than 8ba, but not as text
     said = capsys.readouterr().out
     assert "job: resumes from runs/job/checkpoints/ep0-ba4-rank0.pt" in said
     assert "resumed after batch 4" in said
@@ -86,7 +86,7 @@ def test_the_same_command_goes_on_and_says_from_what(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_a_finished_run_begins_anew() -> None:
+def test_a_finished_run_starts_over() -> None:
     run(*JOB)
     report = run(*JOB)
     assert report["resumed"] == []
@@ -94,7 +94,7 @@ def test_a_finished_run_begins_anew() -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_it_begins_anew_where_that_is_asked_for() -> None:
+def test_autoresume_false_starts_over() -> None:
     assert run(*JOB, "checkpoint.autoresume=false", "optimizer.lr=0.5")["resumed"] == []
     assert len(list(Path("runs").glob("job.*/checkpoints/*ba4*.pt"))) == 1
 
@@ -112,7 +112,7 @@ def test_it_begins_anew_where_that_is_asked_for() -> None:
         ("trainer.max_duration=9ep", "trainer.max_duration was 8ba and is 9ep"),
     ],
 )
-def test_another_config_is_refused_by_name(override: str, named: str) -> None:
+def test_a_changed_config_is_refused_with_the_changed_key(override: str, named: str) -> None:
     before = sorted(Path("runs").rglob("*"))
     with pytest.raises(ConfigError) as error:
         run(*JOB, override)
@@ -124,7 +124,7 @@ def test_another_config_is_refused_by_name(override: str, named: str) -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_damaged_checkpoints_are_passed_over_and_kept() -> None:
+def test_damaged_checkpoints_are_skipped_and_kept() -> None:
     newest = CHECKPOINTS / "ep0-ba4-rank0.pt"
     newest.write_bytes(newest.read_bytes()[:-1000])
     with pytest.warns(UserWarning, match=r"passed over: checkpoint\.autoresume: .*ba4-rank0\.pt is damaged"):
@@ -138,7 +138,7 @@ def test_damaged_checkpoints_are_passed_over_and_kept() -> None:
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_going_back_puts_later_checkpoints_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_from_an_earlier_checkpoint_renames_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     back = [*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt"]
     with crash_after(4, monkeypatch):
         run(*back)
@@ -151,8 +151,8 @@ def test_going_back_puts_later_checkpoints_aside(monkeypatch: pytest.MonkeyPatch
     assert len(list(FOLDER.glob("report.json.*"))) == 1
 
 
-def test_an_unnamed_run_begins_anew() -> None:
-    """Under the default name, jobs that have nothing to do with each other meet."""
+def test_a_run_with_the_default_name_starts_over() -> None:
+    """Unrelated jobs may share the default name."""
     config = load_config(None, ["checkpoint.interval=1ep"])
     CHECKPOINTS.mkdir(parents=True)
     shutil.move("runs/job", "runs/run")
@@ -163,7 +163,7 @@ def test_an_unnamed_run_begins_anew() -> None:
     assert Config().run_name == "run"
 
 
-def test_signals_wait_for_the_batch_only_while_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signals_are_deferred_only_during_training(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as stop:
         with pytest.raises(SystemExit) as ended:
@@ -171,7 +171,7 @@ def test_signals_wait_for_the_batch_only_while_training(monkeypatch: pytest.Monk
         assert ended.value.code == 143
         stop.defer()
         signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGTERM)  # as Composer's launcher passes it on
+        signal.raise_signal(signal.SIGTERM)  # Composer's launcher forwards it as SIGTERM
         assert stop.received == signal.SIGINT
         monkeypatch.setattr("os._exit", lambda status: (_ for _ in ()).throw(Crash(status)))
         with pytest.raises(Crash, match="130"):
@@ -182,11 +182,11 @@ def test_signals_wait_for_the_batch_only_while_training(monkeypatch: pytest.Monk
         signal.raise_signal(signal.SIGTERM)
 
 
-def test_each_batch_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_batch_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with crash_after(3, monkeypatch):
         run(*JOB)
     run(*JOB)
     report = json.loads((FOLDER / "report.json").read_text())
     throughput = report["throughput"]
     assert throughput["steady_batches"] + throughput["other_batches"] == 8
-    assert throughput["other_batches"] == 2 + 3, "the first three of each process; the third of the first is lost"
+    assert throughput["other_batches"] == 2 + 3, "three per process; the first process's third is lost"

@@ -28,14 +28,14 @@ from tests.helpers.jobs import SHORT
 from tests.helpers.mutations import Mutation, files, overrides
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
-SECONDS = 10  # that one check may take; all take milliseconds
+SECONDS = 10  # limit for one check, which takes milliseconds
 
-# What a config that passed asks for, and a test does not: endless runs, hundreds of processes, an account, a compiler.
+# Valid configs with these keys are not run: endless runs, hundreds of processes, an account, a compiler.
 NOT_RUN = ("max_duration", "workers", "wandb", "torch_compile")
 
 
 def refusal(mutation: Mutation) -> str | None:
-    """The line that refuses it, from the checks that train.py makes before it builds anything; None where it passes."""
+    """Return the error line of the checks that train.py makes before it builds anything; None if they pass."""
     Path("mutated.yaml").write_bytes(b"{}" if mutation.file is None else mutation.file)
     try:
         with warnings.catch_warnings():
@@ -51,7 +51,7 @@ def refusal(mutation: Mutation) -> str | None:
 @contextmanager
 def _in_time() -> Iterator[None]:
     def late(*_: Any) -> None:
-        raise TimeoutError(f"it takes more than {SECONDS} s")
+        raise TimeoutError(f"the check takes more than {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(SECONDS)
@@ -63,7 +63,7 @@ def _in_time() -> Iterator[None]:
 
 
 def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
-    """How many were tried, and those that passed. What raises anything but a UserError fails, with the mutation."""
+    """Check all mutations; return their number and those that passed. Fail on any exception other than UserError."""
     tried, passed = 0, []
     for mutation in [*files(), *overrides(seed, each)]:
         tried += 1
@@ -82,7 +82,7 @@ def check_all(seed: int, each: int) -> tuple[int, list[Mutation]]:
 
 
 def run_all(mutations: list[Mutation], seconds: float = 60) -> dict[int, int]:
-    """Two batches of each, and how many ended with which status: 0, or 2 (1) and one line."""
+    """Train two batches with each mutation; return the counts by exit status. Failures must end with one line."""
     ended: dict[int, int] = {}
     for mutation in mutations:
         if any(name in argument for argument in mutation.arguments for name in NOT_RUN) or mutation.file is not None:
@@ -107,7 +107,7 @@ def test_more_than_500_mutated_configs_are_refused_in_one_line_or_pass() -> None
     tried, passed = check_all(seed=17, each=1)
     assert tried >= 500
     assert 0 < len(passed) < tried / 2
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "KiB: half a GiB at most"
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19, "more than 512 MiB (in KiB)"
     assert not torch.cuda.is_initialized() or torch.cuda.max_memory_allocated() == 0
     ended = run_all(random.Random(17).sample([m for m in passed if m.file is None], 5))
     assert ended[0] >= 1
@@ -117,7 +117,7 @@ def test_more_than_500_mutated_configs_are_refused_in_one_line_or_pass() -> None
 def test_thousands_of_mutated_configs() -> None:
     """``pytest -m long -s tests/train/test_bad_input.py`` prints the counts.
 
-    The mutations are the same each time; ``BAD_INPUT_SEED`` in the environment asks for others.
+    The mutations are the same each time; set ``BAD_INPUT_SEED`` in the environment for others.
     """
     start, seed = time.monotonic(), int(os.environ.get("BAD_INPUT_SEED", "2311"))
     print(f"\nmutations of BAD_INPUT_SEED={seed}", flush=True)
@@ -136,7 +136,7 @@ def test_thousands_of_mutated_configs() -> None:
         ("loggers.wandb={mode: offline, project: a/b}", "loggers.wandb: Weights & Biases cannot start a run"),
     ],
 )
-def test_what_only_a_run_finds_out_is_one_line_too(override: str, message: str) -> None:
+def test_errors_that_only_a_run_finds_are_one_line(override: str, message: str) -> None:
     def job() -> None:
         with exit_codes():
             application.main(["-f", QUICKSTART, *SHORT, "trainer.max_duration=1ba", override])
@@ -147,8 +147,8 @@ def test_what_only_a_run_finds_out_is_one_line_too(override: str, message: str) 
     assert "Traceback" not in done.stderr
 
 
-def test_a_refusal_takes_no_memory_of_a_gpu() -> None:
-    override = "algorithms={fused_optimizer: {}, foreach_optimizer: {}}"  # told apart once everything is imported
+def test_a_refused_run_allocates_no_gpu_memory() -> None:
+    override = "algorithms={fused_optimizer: {}, foreach_optimizer: {}}"  # refused only after all imports
 
     def job() -> None:
         plain = os._exit

@@ -1,4 +1,4 @@
-"""Checkpoints and models of others: nothing that they hold is executed, unless the user says that it is trusted."""
+"""Malicious checkpoints: their code is never executed unless the user trusts the file."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def by_expression(checkpoint: dict[str, Any]) -> None:
 
 
 def by_argument(checkpoint: dict[str, Any]) -> None:
-    """A call of the right name, with an expression inside."""
+    """Hide the expression in an argument of a valid call."""
     expression = f"Alibi(max_sequence_length=__import__('os').mkdir({str(MARKER)!r}))"
     checkpoint["state"]["algorithms"].append(("Alibi", {"repr": expression}))
 
 
 def by_underscore(checkpoint: dict[str, Any]) -> None:
-    """Composer strips a leading underscore from any key, then takes it for the key without one."""
+    """Composer strips a leading underscore from any key and then treats it as the key without one."""
     by_expression(checkpoint)
     checkpoint["state"]["_algorithms"] = checkpoint["state"]["algorithms"]
     checkpoint["state"]["algorithms"] = checkpoint["state"]["_algorithms"][:-1]
@@ -80,7 +80,7 @@ every_attack = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of a short run."""
+    """Return the checkpoint of a short run."""
     return short_checkpoint(tmp_path_factory.mktemp("honest"))
 
 
@@ -94,7 +94,7 @@ def poisoned(honest: Path, attack: Attack) -> Path:
 @attacks
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.pins
-def test_an_attack_is_refused_before_anything_is_touched(attack: Attack, weights_only: bool, honest: Path) -> None:
+def test_an_attack_is_refused_before_any_file_is_changed(attack: Attack, weights_only: bool, honest: Path) -> None:
     path = poisoned(honest, attack)
     Path("runs/quickstart").mkdir(parents=True)
     named = "posix.mkdir" if attack is by_pickle else "Alibi"
@@ -108,7 +108,7 @@ def test_an_attack_is_refused_before_anything_is_touched(attack: Attack, weights
 
 @attacks
 @pytest.mark.pins
-def test_a_file_that_changes_after_it_was_looked_at_gains_nothing(
+def test_a_file_that_changes_after_the_check_is_refused(
     attack: Attack, honest: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "check_checkpoint", lambda *_, **__: None)
@@ -118,7 +118,7 @@ def test_a_file_that_changes_after_it_was_looked_at_gains_nothing(
 
 
 @pytest.mark.pins
-def test_a_key_that_composer_would_take_for_another_is_left_out(honest: Path) -> None:
+def test_keys_with_a_leading_underscore_are_dropped(honest: Path) -> None:
     brief = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
     for attack, more in ((by_underscore, []), (by_underscore_alone, ["checkpoint.weights_only=true"])):
         load = f"checkpoint.load={poisoned(honest, attack)}"
@@ -132,8 +132,8 @@ def test_a_key_that_composer_would_take_for_another_is_left_out(honest: Path) ->
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_composer_gets_keys_that_are_known_and_algorithms_of_the_run(weights_only: bool, honest: Path) -> None:
-    """Whatever the file's other keys are: nothing is looked for in them."""
+def test_composer_gets_only_known_keys_and_the_algorithms_of_the_run(weights_only: bool, honest: Path) -> None:
+    """Other keys of the file are not read at all."""
     trainer = make_trainer([SDPAAttention(), FusedOptimizer()])
     held = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state(), "_state": {}}
     plain_generators(held)
@@ -155,14 +155,14 @@ def test_composer_gets_keys_that_are_known_and_algorithms_of_the_run(weights_onl
 
 
 @every_attack
-def test_the_attacks_are_real_where_the_user_trusts_the_file(attack: Attack, honest: Path) -> None:
-    with warnings.catch_warnings(), contextlib.suppress(Exception):  # whatever comes of it
+def test_every_attack_works_with_trust_checkpoint(attack: Attack, honest: Path) -> None:
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # the run may fail afterwards
         warnings.simplefilter("ignore")
         run(f"checkpoint.load={poisoned(honest, attack)}", "checkpoint.trust_checkpoint=true")
     assert MARKER.exists()
 
 
-def test_autoresume_looks_too(honest: Path) -> None:
+def test_autoresume_refuses_an_attack(honest: Path) -> None:
     settings = ["checkpoint.interval=2ba", "run_name=mine", "trainer.max_duration=4ba", "trainer.eval_batches=1"]
     run(*settings)
     folder = Path("runs/mine/checkpoints")
@@ -177,20 +177,20 @@ def test_folders_and_archives_are_refused(honest: Path) -> None:
     Path("sharded").mkdir()
     with pytest.raises(ConfigError, match="sharded is a folder; sharded checkpoints are unpickled"):
         run("checkpoint.load=sharded")
-    for name in ("file.tar", "file.pt.gz"):  # a zip file by its end, and by its name something that Composer unpacks
+    for name in ("file.tar", "file.pt.gz"):  # zip content, but Composer unpacks by name
         shutil.copy(honest, name)
         with pytest.raises(ConfigError, match=f"{name} is an archive"):
             run(f"checkpoint.load={name}")
     with tarfile.open("real.tar", "w") as tar:
         tar.add(honest, "composer_states.pt")
-    with pytest.raises(ConfigError, match=r"real\.tar is an archive"):  # with a zip file's end near its own
+    with pytest.raises(ConfigError, match=r"real\.tar is an archive"):  # a zip file's end is near its end
         run("checkpoint.load=real.tar")
     with pytest.raises(ConfigError, match="is an archive"):
         check_checkpoint("s3://bucket/file.tar.gz", "checkpoint.load")
 
 
 class Crafted:
-    """Pickled as a NumPy dtype or array that NumPy itself would not make."""
+    """Pickles as a NumPy dtype or array that NumPy itself does not create."""
 
     def __init__(self, function: Any, arguments: tuple[Any, ...], state: tuple[Any, ...] | None = None) -> None:
         self.pickled = (function, arguments) if state is None else (function, arguments, state)
@@ -200,7 +200,7 @@ class Crafted:
 
 
 def crafted_array() -> Crafted:
-    """Numbers of 64 bits with a field of Python objects, a gigabyte behind them."""
+    """Return a float64 array with a field of Python objects at an offset of 1 GiB."""
     objects = Crafted(np.dtype, ("O8", False, True))
     fields = (3, "<", None, ("a",), {"a": (objects, 2**30)}, 8, 8, 0)
     kind = Crafted(np.dtype, ("f8", False, True), fields)
@@ -208,7 +208,7 @@ def crafted_array() -> Crafted:
     return Crafted(reconstruct, (np.ndarray, (0,), b"b"), (1, (624,), kind, False, b"\1" * 8 * 624))
 
 
-def test_no_numpy_object_is_rebuilt_that_could_crash_the_process(honest: Path) -> None:
+def test_crafted_numpy_objects_are_refused(honest: Path) -> None:
     def by_array(checkpoint: dict[str, Any]) -> None:
         checkpoint["rng"][0]["numpy"] = ("MT19937", crafted_array(), 624, 0, 0.0)
 
@@ -225,7 +225,7 @@ def test_no_numpy_object_is_rebuilt_that_could_crash_the_process(honest: Path) -
         check_checkpoint(str(poisoned(honest, by_array)), "checkpoint.load")
 
 
-def test_a_place_behind_the_random_words_is_refused_where_numpy_reads_it(honest: Path) -> None:
+def test_an_out_of_range_position_of_the_numpy_generator_is_refused(honest: Path) -> None:
     def by_place(checkpoint: dict[str, Any]) -> None:
         name, words, _, *others = checkpoint["rng"][0]["numpy"]
         checkpoint["rng"][0]["numpy"] = (name, words, 10**9, *others)
@@ -241,7 +241,7 @@ def test_a_place_behind_the_random_words_is_refused_where_numpy_reads_it(honest:
         run("checkpoint.load=poisoned.pt")
 
 
-def test_our_checkpoints_hold_no_numpy_and_composer_takes_their_random_state(honest: Path) -> None:
+def test_checkpoints_contain_no_numpy_and_composer_loads_their_random_state(honest: Path) -> None:
     with torch.serialization.safe_globals([timedelta, torch.torch_version.TorchVersion]):
         held = torch.load(honest, weights_only=True)
     words = held["rng"][0]["numpy"]
@@ -253,7 +253,7 @@ def test_our_checkpoints_hold_no_numpy_and_composer_takes_their_random_state(hon
 
 
 @pytest.mark.pins
-def test_a_checkpoint_that_composer_wrote_is_read_with_its_numpy_array(tmp_path: Path) -> None:
+def test_a_checkpoint_written_by_composer_itself_is_read(tmp_path: Path) -> None:
     trainer = make_trainer(save_folder=str(tmp_path), save_interval="2ba", save_filename="ba{batch}.pt")
     trainer.fit()
     trainer.close()
@@ -271,22 +271,22 @@ def load_unpickled(path: str) -> dict[str, Any]:
 
 
 def pickled(name: str, instructions: bytes) -> str:
-    """A checkpoint of these instructions alone."""
+    """Write a checkpoint that contains only these pickle instructions; return its name."""
     with zipfile.ZipFile(name, "w") as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + instructions + b".")
         archive.writestr("archive/version", "3\n")
     return name
 
 
-TWICE = b"q\0h\0\x86"  # a tuple of the last value and itself
+TWICE = b"q\0h\0\x86"  # a tuple that contains the last value twice
 LIST_TWICE = b"q\0]h\0ah\0a"
 
 
 @pytest.mark.parametrize(
     ("instructions", "said"),
     [
-        (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashed, it overflows the stack
-        (b"})" + TWICE * 60 + b"Ns", "too many times"),  # hashed, it takes years
+        (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashing it overflows the stack
+        (b"})" + TWICE * 60 + b"Ns", "too many times"),  # hashing it takes years
         (b"]" + LIST_TWICE * 60, "too many times"),
         (b"]q\0h\0a", "contains itself"),
         (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "import bytearray"),
@@ -295,27 +295,27 @@ LIST_TWICE = b"q\0]h\0ah\0a"
     ],
     ids=["deep", "wide", "wide list", "cycle", "bytearray", "tensor", "empty stack"],
 )
-def test_a_pickle_that_would_exhaust_stack_time_or_memory_is_not_carried_out(instructions: bytes, said: str) -> None:
+def test_a_pickle_that_exhausts_stack_time_or_memory_is_refused(instructions: bytes, said: str) -> None:
     path = pickled("bomb.pt", instructions)
 
     def refused() -> None:
         with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({said})"):
             check_checkpoint(path, "checkpoint.load")
-        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as the load itself has it
+        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as when Composer loads it
             composer_checkpoint.safe_torch_load(path)
 
     assert Fork(refused).wait().status == 0
 
 
-def test_a_file_that_is_no_archive_is_not_unpickled() -> None:
-    """Of an address it is known no earlier than at the load."""
+def test_a_file_that_is_not_a_zip_archive_is_not_unpickled() -> None:
+    """A file in an object store is checked only when it is loaded."""
     torch.save({"state": {}}, "old.pt", _use_new_zipfile_serialization=False)
     with restricted_unpickling(), pytest.raises(pickle.UnpicklingError, match="another kind than a zip archive"):
         composer_checkpoint.safe_torch_load("old.pt")
 
 
 @pytest.mark.parametrize("attribute", ["items", "keys", "get"])
-def test_a_dict_whose_attributes_hide_its_methods_is_one_line(attribute: str, honest: Path) -> None:
+def test_a_dict_whose_attributes_shadow_methods_is_refused_in_one_line(attribute: str, honest: Path) -> None:
     class Hiding(OrderedDict[str, Any]):
         def __reduce__(self) -> Any:
             return OrderedDict, (), {attribute: 3}, None, iter(dict.items(self))
@@ -332,7 +332,7 @@ def test_a_dict_whose_attributes_hide_its_methods_is_one_line(attribute: str, ho
 
 
 @pytest.mark.parametrize("attribute", ["detach", "is_complex"])
-def test_a_tensor_whose_attributes_hide_its_methods_is_read_as_it_is(attribute: str, honest: Path) -> None:
+def test_a_tensor_whose_attributes_shadow_methods_is_read(attribute: str, honest: Path) -> None:
     def by_attribute(checkpoint: dict[str, Any]) -> None:
         setattr(checkpoint["rng"][0]["torch"], attribute, 3)
 
@@ -340,7 +340,7 @@ def test_a_tensor_whose_attributes_hide_its_methods_is_read_as_it_is(attribute: 
 
 
 class FakeStore(ObjectStore):
-    """A folder in the place of a bucket."""
+    """Object store whose bucket is a local folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -366,16 +366,14 @@ def test_the_index_of_a_sharded_checkpoint_in_an_object_store_is_not_unpickled(t
         assert "checkpoint.load: ep1: refused, sharded checkpoints are unpickled without checks" in str(error.value)
 
 
-def test_an_address_of_a_folder_is_refused_before_anything_is_touched() -> None:
+def test_the_uri_of_a_folder_is_refused_before_any_file_is_changed() -> None:
     for address in ("s3://bucket/run/ep1-ba4", "gs://bucket/run/checkpoints/", "s3://bucket/latest-rank0.pt.symlink"):
         with pytest.raises(ConfigError, match=rf"checkpoint\.load: {address} is not a file that ends in \.pt; sharded"):
             run(f"checkpoint.load={address}")
     assert not list(Path("runs").glob("q*"))
 
 
-def test_a_checkpoint_in_an_object_store_goes_through_the_same_reader(
-    honest: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoints_in_an_object_store_are_checked_too(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", lambda _: FakeStore(Path("bucket")))
     load = ["checkpoint.load=s3://bucket/run/one.pt", "trainer.max_duration=3ba", "trainer.eval_batches=1"]
     Path("bucket/run").mkdir(parents=True)
@@ -387,8 +385,8 @@ def test_a_checkpoint_in_an_object_store_goes_through_the_same_reader(
     assert not MARKER.exists()
 
 
-def test_a_checkpoint_with_any_byte_changed_is_damaged_or_the_same(honest: Path) -> None:
-    """torch looks at no checksum: a flipped bit of a weight would train on."""
+def test_a_flipped_bit_is_detected_or_changes_no_weight(honest: Path) -> None:
+    """torch verifies no checksums: training would continue with a flipped bit."""
     whole, path = honest.read_bytes(), Path("flipped.pt")
     expected = torch.load(honest, weights_only=False)["state"]["model"]
     generator = torch.Generator().manual_seed(0)
@@ -403,14 +401,14 @@ def test_a_checkpoint_with_any_byte_changed_is_damaged_or_the_same(honest: Path)
             check_checkpoint(str(path), "checkpoint.load")
         except DamagedCheckpointError:
             damaged += 1
-        else:  # between the archive's members
+        else:  # the byte is between the archive's members
             held = torch.load(path, weights_only=False)["state"]["model"]
             torch.testing.assert_close(held, expected, rtol=0, atol=0)
     assert damaged > 30
 
 
-def test_composer_itself_still_needs_all_this(honest: Path) -> None:
-    """If it no longer does, reading.py can go."""
+def test_composer_still_unpickles_without_checks(honest: Path) -> None:
+    """Composer still unpickles without checks; once it does not, remove reading.py."""
     path = poisoned(honest, by_pickle)
     composer_checkpoint.safe_torch_load(str(path))
     assert MARKER.exists()

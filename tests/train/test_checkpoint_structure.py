@@ -1,4 +1,4 @@
-"""Types, keys, lengths and shapes of values read from a file."""
+"""Checks of the types, keys, lengths and shapes of values that were read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ for _ in range(40):
         (object, object),
     ],
 )
-def test_a_value_that_conforms_comes_back_equal(value: Any, hint: Any) -> None:
+def test_a_conforming_value_is_returned(value: Any, hint: Any) -> None:
     assert conforming(value, hint, "top") == value
 
 
@@ -71,13 +71,13 @@ def test_a_value_that_conforms_comes_back_equal(value: Any, hint: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_one_that_does_not_is_named(value: Any, hint: Any, said: str) -> None:
+def test_a_value_that_does_not_conform_is_named(value: Any, hint: Any, said: str) -> None:
     with pytest.raises(MalformedError) as error:
         conforming(value, hint, "top")
     assert said in str(error.value)
 
 
-def test_containers_and_attributes_of_a_file_are_not_handed_on() -> None:
+def test_containers_and_attributes_of_a_file_are_replaced() -> None:
     tensor = torch.ones(2)
     tensor.to = "shadowed"  # type: ignore[method-assign, assignment]
     mapping: Any = OrderedDict(a=tensor)
@@ -103,13 +103,13 @@ def test_containers_and_attributes_of_a_file_are_not_handed_on() -> None:
         (None, "x", "top is nothing, not a str"),
     ],
 )
-def test_what_could_not_take_the_place_of_the_runs_own_is_named(value: Any, own: Any, said: str) -> None:
+def test_a_value_that_differs_from_the_runs_own_is_named(value: Any, own: Any, said: str) -> None:
     with pytest.raises(MalformedError) as error:
         like(value, own, "top")
     assert str(error.value) == said
 
 
-def test_numbers_become_what_the_run_keeps_them_in() -> None:
+def test_numbers_are_converted_to_the_runs_own_types() -> None:
     given = like(
         {"lr": 0.5, "step": torch.tensor(3.0), "fused": True}, {"lr": torch.ones(()), "step": 1, "fused": None}, ""
     )
@@ -126,11 +126,11 @@ def low_bit_moment(values: int) -> Tensor:
     return optimizer.state[parameter]["exp_avg"]
 
 
-def test_the_tensors_that_a_quantised_one_consists_of_are_looked_at_too() -> None:
+def test_the_inner_tensors_of_a_quantised_tensor_are_checked() -> None:
     own, held = low_bit_moment(512), low_bit_moment(512)
     given = like(held, own, "top")
     torch.testing.assert_close(given.dequantize(), held.dequantize(), rtol=0, atol=0)
-    held.scale = torch.ones(1)  # type: ignore[attr-defined]  # of two blocks
+    held.scale = torch.ones(1)  # type: ignore[attr-defined]  # two blocks need two scales
     with pytest.raises(MalformedError, match=r"top/scale has the shape \(1,\), not \(2,\)"):
         like(held, own, "top")
     with pytest.raises(MalformedError, match="top is a Tensor, not an OptimState8bit"):
@@ -142,7 +142,7 @@ def test_the_tensors_that_a_quantised_one_consists_of_are_looked_at_too() -> Non
 
 
 @pytest.mark.parametrize(("given", "said"), [("abc", ""), ("ab", " has no c"), ("a", " has no b (and 1 more)")])
-def test_of_missing_keys_the_first_is_named_and_the_others_counted(given: str, said: str) -> None:
+def test_the_first_missing_key_is_named_and_others_are_counted(given: str, said: str) -> None:
     own, value = dict.fromkeys("abc", 1), dict.fromkeys(given, 2)
     if not said:
         assert like(value, own, "top") == value
@@ -153,12 +153,12 @@ def test_of_missing_keys_the_first_is_named_and_the_others_counted(given: str, s
 
 
 @pytest.mark.parametrize(("type_", "said"), [(int, "an int"), (str, "a str"), (OrderedDict, "an OrderedDict")])
-def test_names_have_the_article_that_they_are_spoken_with(type_: type, said: str) -> None:
+def test_type_names_have_the_right_article(type_: type, said: str) -> None:
     with pytest.raises(MalformedError, match=f"top is nothing, not {said}$"):
         conforming(None, type_, "top")
 
 
-def test_sequences_of_many_entries_are_of_one_length() -> None:
+def test_long_sequences_must_have_the_same_length() -> None:
     assert like([2] * 300, [1] * 300, "top") == [2] * 300
     with pytest.raises(MalformedError, match="is a list of 299 and not a list of 300"):
         like([2] * 299, [1] * 300, "top")

@@ -37,7 +37,7 @@ def start(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def compose(*arguments: str) -> Done:
-    """What ``composer`` does once Composer is imported; its ranks are processes of their own, which import all anew."""
+    """Run Composer's launcher in a fork, where Composer is imported already; its ranks are new processes."""
 
     def job() -> None:
         from composer.cli import launcher
@@ -49,7 +49,7 @@ def compose(*arguments: str) -> Done:
 
 
 def fork(*overrides: str) -> Fork:
-    """What train.py does once all is imported, in a process of its own."""
+    """Run train.py in a fork, where everything is imported already."""
 
     def job() -> None:
         with exit_codes():
@@ -68,7 +68,7 @@ def fork(*overrides: str) -> Fork:
     ],
 )
 @pytest.mark.pins
-def test_a_mistake_is_one_line_on_stderr_and_exit_status_2(arguments: list[str], message: str) -> None:
+def test_a_user_error_is_one_line_on_stderr_and_exit_status_2(arguments: list[str], message: str) -> None:
     done = start([*TRAIN, *arguments])
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
@@ -78,7 +78,7 @@ def test_a_mistake_is_one_line_on_stderr_and_exit_status_2(arguments: list[str],
 
 
 @pytest.mark.parametrize("way", ["python train.py", "python -m composer_speedups.train", "composer train.py"])
-def test_there_are_three_ways_to_the_same_program(way: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_can_be_started_in_three_ways(way: str, capsys: pytest.CaptureFixture[str]) -> None:
     def run_it(*arguments: str) -> Done:
         if way == "composer train.py":
             return compose(*TRAIN[1:], *arguments)
@@ -89,19 +89,19 @@ def test_there_are_three_ways_to_the_same_program(way: str, capsys: pytest.Captu
         application.main(["--help"])
     helped = run_it("--help")
     assert helped.status == 0
-    assert helped.stderr.startswith(capsys.readouterr().out)  # Composer's launcher says more after it
+    assert helped.stderr.startswith(capsys.readouterr().out)  # Composer's launcher appends its own output
     mistaken = run_it("-f", "quickstart", "data.bach_size=3")
     assert mistaken.status == 2
     assert "train.py: command line: unknown key 'data.bach_size'; did you mean 'data.batch_size'?" in mistaken.stderr
 
 
-def test_a_config_that_comes_with_the_package_is_found_by_its_name() -> None:
+def test_a_config_of_the_package_is_found_by_name() -> None:
     assert load_config(find_config("quickstart")) == load_config(QUICKSTART[1])
     assert parse_command_line(["-f", "bert_imdb"]).file == str(ROOT / "yamls" / "bert_imdb.yaml")
     for path in ("yamls/quickstart", "nowhere.yaml", "./quickstart"):
         assert find_config(path) == path
     Path("quickstart").write_text("seed: 3")
-    assert find_config("quickstart") == "quickstart", "a file comes first"
+    assert find_config("quickstart") == "quickstart", "an existing file takes precedence"
     assert find_config("glue/mrpc") == str(ROOT / "yamls" / "glue" / "mrpc.yaml")
     assert find_config("glue/mrcp") == "glue/mrcp"
     shipped = ", ".join(sorted(str(p.relative_to(ROOT / "yamls"))[: -len(".yaml")] for p in YAMLS))
@@ -140,7 +140,7 @@ def test_the_commands_of_the_wheel_need_no_checkout() -> None:
     assert "samples/s" in run_script("composer-speedups-dashboards", "bert", "dry_run=true")
 
 
-def test_a_technique_that_cannot_engage_is_one_line_and_exit_status_2() -> None:
+def test_an_unavailable_technique_is_one_line_and_exit_status_2() -> None:
     done = fork("trainer.device=cpu", "algorithms.tf32_matmul={}").wait()
     assert done.status == 2
     line = done.stderr.splitlines()[-1]
@@ -170,7 +170,7 @@ def test_the_quickstart_learns_in_an_epoch(capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.long
-def test_the_quickstart_as_it_is_learns_through_the_launcher() -> None:
+def test_the_unchanged_quickstart_learns_under_composers_launcher() -> None:
     done = start([*COMPOSER, "-n", "1", *TRAIN[1:], *QUICKSTART, "trainer.progress_bar=false"])
     assert done.returncode == 0, done.stderr[-3000:]
     check_quickstart(json.loads(Path("runs/quickstart/report.json").read_text()), 0.9)
@@ -183,7 +183,7 @@ def check_quickstart(report: dict[str, Any], accuracy: float) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_train_on_the_cpu_and_end_where_one_does() -> None:
+def test_two_ranks_on_the_cpu_train_like_one() -> None:
     settings = [*SHORT, "trainer.max_duration=1ep", "trainer.device=cpu"]
     one = run(*settings, "run_name=one")
     done = compose("-n", "2", *TRAIN[1:], *QUICKSTART, *settings, "run_name=two")
@@ -206,7 +206,7 @@ def test_a_killed_run_leaves_nothing_half_written() -> None:
         time.sleep(0.05)
     process.signal(signal.SIGKILL)
     assert process.wait().status == -signal.SIGKILL
-    assert list(folder.glob("checkpoints/*.pt")), "the run never came to its first checkpoint"
+    assert list(folder.glob("checkpoints/*.pt")), "the run never wrote its first checkpoint"
     assert not (folder / "report.json").exists()
     assert (folder / "config.yaml").read_text().rstrip().endswith("null")
-    assert run("trainer.max_duration=1ba", "trainer.eval_batches=1")["training"]["batches"] == 1, "its lock is free"
+    assert run("trainer.max_duration=1ba", "trainer.eval_batches=1")["training"]["batches"] == 1, "the lock is released"

@@ -46,13 +46,13 @@ def test_file_and_overrides_are_merged_and_typed() -> None:
     assert config.data.batch_size == 40
 
 
-def test_all_techniques_can_be_taken_out_at_once() -> None:
+def test_algorithms_null_removes_all_techniques() -> None:
     file = write("algorithms: {torch_compile: {}, fused_optimizer: {}}")
     assert load_config(file, ["algorithms=null"]).algorithms == {}
     assert load_config(file, ["algorithms=[]", "algorithms.sdpa_attention={}"]).algorithms == {"sdpa_attention": {}}
 
 
-def test_a_saved_config_reads_back_the_same() -> None:
+def test_a_saved_config_loads_as_the_same_config() -> None:
     config = load_config(write("algorithms: {torch_compile: {scope: blocks}}\nloggers: {wandb: {}}"))
     save_config(config, Path("saved.yaml"))
     assert load_config("saved.yaml") == config
@@ -106,7 +106,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("text", MISTAKES)
 @pytest.mark.pins
-def test_a_mistake_in_a_file_is_one_line_with_the_key_and_the_file(text: str) -> None:
+def test_an_error_in_a_file_is_one_line_with_key_and_file(text: str) -> None:
     file = write(text, "my.yaml")
     with pytest.raises(ConfigError) as error:
         load_config(file)
@@ -122,7 +122,7 @@ def test_a_file_without_keys_does_not_start_the_default_run(text: str) -> None:
         load_config(write(text, "my.yaml"), ["seed=1"])
     assert str(error.value).startswith("my.yaml: the file is empty")
     assert "start from yamls/quickstart.yaml" in str(error.value)
-    assert load_config(write("{}", "my.yaml")) == Config(), "asked for in so many words"
+    assert load_config(write("{}", "my.yaml")) == Config(), "an empty mapping asks for the defaults explicitly"
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_file_without_keys_does_not_start_the_default_run(text: str) -> None:
         ("algorithms.fuse=true", "command line: unknown technique 'algorithms.fuse'; did you mean"),
     ],
 )
-def test_a_mistake_in_an_override_names_the_command_line(override: str, message: str) -> None:
+def test_an_error_in_an_override_names_the_command_line(override: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         load_config(write("seed: 1"), [override])
     assert str(error.value).startswith(message)
@@ -182,7 +182,7 @@ def test_settings_of_a_technique_are_checked(settings: dict, message: str) -> No
         assert str(error.value).startswith("my.yaml: ")
 
 
-def test_a_mistaken_setting_is_put_down_to_the_file_or_the_command_line_that_made_it() -> None:
+def test_a_bad_technique_setting_names_the_file_or_the_command_line() -> None:
     file = write("algorithms: {torch_compile: {scope: block}}", "my.yaml")
     for override, message in [
         ("seed=1", "my.yaml: algorithms.torch_compile.scope must be"),
@@ -194,14 +194,14 @@ def test_a_mistaken_setting_is_put_down_to_the_file_or_the_command_line_that_mad
         assert str(error.value).startswith(message)
 
 
-def test_on_unavailable_of_the_file_is_the_default_of_each() -> None:
+def test_on_unavailable_of_the_config_is_the_default_of_each_technique() -> None:
     built = build_techniques({"fused_optimizer": {}, "torch_compile": {"on_unavailable": "stop"}}, "warn")
     assert [t.on_unavailable for t in built] == ["warn", "stop"]
     assert technique_class("fused_optimizer").name == "fused_optimizer"
 
 
 @pytest.mark.pins
-def test_every_key_has_a_doc_line_and_the_help_shows_it_with_its_default() -> None:
+def test_help_shows_every_key_with_its_description_and_default() -> None:
     text = help_text()
     docs = {"": field_docs(Config)}
     for dotted, field, hint in schema_keys():
@@ -217,8 +217,8 @@ def test_every_key_has_a_doc_line_and_the_help_shows_it_with_its_default() -> No
             shown = {"None": "null", "True": "true", "False": "false"}.get(str(default), str(default))
             assert any(line.strip().startswith(f"{dotted}: ") and f"= {shown}" in line for line in text.splitlines())
     assert "    scope: model|blocks = model\n        The whole model, or its repeated block" in text
-    assert "    rank: int = 8  [>= 1; <= 4096]\n" in text, "a bound that is a constant of another module"
-    for description in describe():  # read from the sources alone, and the same as what the classes declare
+    assert "    rank: int = 8  [>= 1; <= 4096]\n" in text, "a bound defined by a constant of another module"
+    for description in describe():  # parsed from the sources
         declared = technique_class(description.name).settings
         assert {s.name for s in description.settings} == set(declared) - {"on_unavailable"}
         for setting in description.settings:

@@ -1,4 +1,4 @@
-"""What a run prints before and while it trains, and the baseline that it is compared with."""
+"""Console output of a run, its comparison with a baseline, and logged optimizer metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS = ["trainer.max_duration=2ep", "trainer.progress_bar=true"]
 
 
 class Clock:
-    """A second for each time that it is asked."""
+    """Clock that advances by a second per call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -38,13 +38,13 @@ class Clock:
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """Stream with a file descriptor, like a terminal."""
 
     def fileno(self) -> int:
         return 1
 
 
-def test_before_training_a_run_says_five_things(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_prints_five_lines_before_training(capfd: pytest.CaptureFixture[str]) -> None:
     run("trainer.max_duration=1ba", "trainer.eval_batches=1", "trainer.progress_bar=true")
     out, err = capfd.readouterr()
     lines = out.splitlines()[:5]
@@ -55,13 +55,13 @@ def test_before_training_a_run_says_five_things(capfd: pytest.CaptureFixture[str
     assert "8 samples, 1ba in all, on " in lines[3]
     assert lines[4].split()[1] == "runs/quickstart/"
     for text in (out, err):
-        assert "google-bert" not in text, "the weights are not those of that model"
+        assert "google-bert" not in text, "the weights are random, not of this model"
         assert "deprecated" not in text
         assert "data.source" not in text
-        assert "prefetch_factor" not in text, "the config is for --print-config"
+        assert "prefetch_factor" not in text, "the config is printed by --print-config only"
 
 
-def test_a_log_file_gets_lines_with_epochs_from_one_and_whole_metric_names(
+def test_a_log_file_gets_lines_with_one_based_epochs_and_full_metric_names(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(console, "_BETWEEN_LINES", (0.1, 0.0))
@@ -75,7 +75,7 @@ def test_a_log_file_gets_lines_with_epochs_from_one_and_whole_metric_names(
     assert all(name in evaluations[0] for name in (" loss ", " macro_f1 ", " matthews "))
 
 
-def test_the_bar_of_a_terminal_shows_rate_loss_and_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_progress_bar_shows_loss_and_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "_is_terminal", lambda stream: True)
     screen = Terminal()
     trainer = make_trainer([], loggers=[TrainingProgress(screen, Clock())], max_duration="4ba")
@@ -87,7 +87,7 @@ def test_the_bar_of_a_terminal_shows_rate_loss_and_time_left(monkeypatch: pytest
     assert last.endswith("0:00 left")
 
 
-def test_print_config_prints_a_config_that_runs_and_trains_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_config_prints_a_valid_config_without_training(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, "trainer.max_duration=1ba"]
     with pytest.raises(SystemExit) as stopped:
         application.main([*arguments, "--print-config"])
@@ -107,7 +107,7 @@ BASELINE = [
 ]
 
 
-def test_a_run_reports_how_it_compares_with_its_baseline_and_trains_as_without_it(
+def test_a_baseline_is_reported_and_does_not_change_the_run(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     settings = ["trainer.max_duration=3ba", "model.dropout=0.1"]
@@ -126,7 +126,7 @@ def test_a_run_reports_how_it_compares_with_its_baseline_and_trains_as_without_i
     assert compared["training"]["batches"] == 3
 
 
-def test_a_rate_leaves_out_what_is_not_steady_and_the_first_batch_of_each_turn() -> None:
+def test_the_baselines_rate_excludes_warm_up_and_the_first_batch_of_each_turn() -> None:
     def batch(index: int, seconds: float, steady: bool = True) -> Batch:
         return Batch(index, 8, 0, 0, 0, 0.0, seconds, 0.0, steady)
 
@@ -151,7 +151,7 @@ def test_a_baseline_that_cannot_be_trained_is_refused(override: str, error: type
 
 
 class Steps(Callback):
-    """The rate and the gradient's norm of each step, as the optimizer finds them."""
+    """Record the learning rate and the gradient norm that the optimizer sees in each step."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
@@ -178,7 +178,7 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("threshold", ["1e6", "1e-3"])
-def test_the_learning_rate_and_the_gradients_norm_are_logged(
+def test_learning_rate_and_gradient_norm_are_logged(
     logged: dict[str, list[float]], monkeypatch: pytest.MonkeyPatch, threshold: str
 ) -> None:
     steps = Steps()
@@ -191,7 +191,7 @@ def test_the_learning_rate_and_the_gradients_norm_are_logged(
     if threshold == "1e6":  # nothing is clipped
         torch.testing.assert_close(logged["optimizer/gradient_norm"], steps.norms)
     else:
-        assert min(logged["optimizer/gradient_norm"]) > 100 * max(steps.norms), "that before clipping"
+        assert min(logged["optimizer/gradient_norm"]) > 100 * max(steps.norms), "the norm before clipping is logged"
 
 
 def test_without_clipping_no_norm_is_computed(logged: dict[str, list[float]]) -> None:
@@ -200,7 +200,7 @@ def test_without_clipping_no_norm_is_computed(logged: dict[str, list[float]]) ->
     assert "optimizer/gradient_norm" not in logged
 
 
-def test_the_plot_has_a_panel_for_loss_and_accuracy_which_a_resumed_run_completes(
+def test_the_plot_of_a_resumed_run_contains_all_losses_and_evaluations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from composer_speedups.train import report

@@ -1,4 +1,4 @@
-"""The job files of examples/: shell that parses, commands that launchers and the config loader read, two "nodes"."""
+"""Job files in examples/: valid shell, valid launcher commands and configs, and training on two "nodes"."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCRIPTS = ["two_nodes.sh", "slurm.sbatch"]
 
 
 def fake(folder: Path, *programs: str) -> dict[str, str]:
-    """Programs that print their arguments as JSON in place of what they do; srun runs its command."""
+    """Create fake programs that print their arguments as JSON (srun runs its command); return the environment."""
     folder.mkdir()
     for name in programs:
         path = folder / name
@@ -45,7 +45,7 @@ def test_the_shell_parses(name: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "composer"])
-def test_two_nodes_start_as_many_ranks_of_a_job_that_the_config_takes(launcher: str) -> None:
+def test_two_nodes_starts_the_right_ranks_with_a_valid_config(launcher: str) -> None:
     settings = {"NODE_RANK": "1", "MASTER_ADDR": "node-a", "LAUNCHER": launcher, "GPUS": "4"}
     environment = {**fake(Path.cwd() / "bin", "torchrun", "composer"), **settings}
     command = ["bash", str(EXAMPLES / "two_nodes.sh"), "run_name=mine"]
@@ -63,7 +63,7 @@ def test_two_nodes_start_as_many_ranks_of_a_job_that_the_config_takes(launcher: 
     assert (config.trainer.fsdp.shard, config.trainer.fsdp.replicas) == ("full", 2)
 
 
-def test_slurm_hands_its_nodes_on() -> None:
+def test_slurm_passes_nodes_and_port_on() -> None:
     slurm = {"SLURM_JOB_ID": "41", "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "2"}
     environment = {**fake(Path.cwd() / "bin", "torchrun", "srun", "scontrol"), **slurm}
     done = subprocess.run(
@@ -77,7 +77,7 @@ def test_slurm_hands_its_nodes_on() -> None:
     assert (config.run_name, config.seed) == ("slurm-41", 3)
 
 
-def test_the_job_files_run_the_script() -> None:
+def test_the_job_files_run_two_nodes_sh() -> None:
     sky = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
     assert sky["num_nodes"] == 2
     service, job = yaml.safe_load_all((EXAMPLES / "kubernetes.yaml").read_text())
@@ -98,7 +98,7 @@ def test_the_job_files_run_the_script() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("launcher", ["torchrun", "composer"])
 def test_two_nodes_on_this_machine_train_together(launcher: str) -> None:
-    """Two launchers of one CPU rank each: a copy each, shared out over one rank."""
+    """Two launchers with one CPU rank each; each rank is one replica."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the output of a training process that failed says of why."""
+"""Reasons that are extracted from the output of a failed training process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from composer_speedups.train.failed_process import own_line, where
 from tests.conftest import ROOT
 
 
-def test_a_stack_is_told_by_its_innermost_call_and_the_packages_own() -> None:
+def test_a_stack_is_summarized_by_its_innermost_call_and_the_packages_own() -> None:
     own = ROOT / "composer_speedups" / "fit.py"
     stack = f"""noise
 Thread 0x1 (most recent call first):
@@ -26,7 +26,7 @@ Current thread 0x2 (most recent call first):
 
 
 @pytest.mark.parametrize(("kind", "said"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")])
-def test_a_stack_is_not_why_a_process_ended(kind: str, said: str) -> None:
+def test_the_reason_of_a_crash_is_not_a_line_of_its_stack(kind: str, said: str) -> None:
     output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
     assert own_line(output) == said
     assert own_line(f"train.py: {kind}\n{output}") == kind

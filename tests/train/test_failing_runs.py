@@ -1,4 +1,4 @@
-"""Runs that fail on their way: one line on stderr, exit status 1, no rank and no worker waited for."""
+"""Runs that fail during training: one line on stderr, exit status 1, no waiting for ranks or workers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _train(*arguments: str) -> None:
 
 
 def _train_with_bad_batches(*arguments: str, bad: tuple[int, ...] = (3,)) -> None:
-    """``application.main`` with a model whose loss is no number in some of its batches."""
+    """Run ``application.main`` with a model whose loss is NaN in the ``bad`` batches."""
     plain, calls = FinetuneModel.loss, iter(range(1, 1000))
 
     def loss(self: Any, outputs: Any, batch: Any) -> torch.Tensor:
@@ -68,7 +68,7 @@ def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> N
     assert not Path("runs/quickstart/report.json").exists()
 
 
-def test_train_py_counts_what_it_skips_in_the_report() -> None:
+def test_skipped_batches_are_counted_in_the_report() -> None:
     _train_with_bad_batches("callbacks.finite_loss.on_nonfinite=skip", "callbacks.divergence={}", *SHORT_RUN)
     guards = json.loads(Path("runs/quickstart/report.json").read_text())["guards"]
     assert (guards["nonfinite_losses"], guards["skipped_steps"]) == (1, 1)
@@ -77,11 +77,11 @@ def test_train_py_counts_what_it_skips_in_the_report() -> None:
 
 
 @pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_a_loss_that_is_no_number_on_one_rank_is_one_on_all(wish: Any) -> None:
+def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(wish: Any) -> None:
     def fit() -> None:
         rank = int(os.environ["RANK"])
         guard = FiniteLoss(wish)
-        given = Batches(batches(8, 6))  # of which the second rank takes every other one, the sixth among them
+        given = Batches(batches(8, 6))  # NaN in batch 6, which belongs to the second rank
         loader = DataLoader(given, 1, sampler=dist.get_sampler(given, shuffle=False), collate_fn=lambda rows: rows[0])
         data = DataSpec(loader, split_batch=lambda batch, _: [batch], get_num_samples_in_batch=lambda _: 4)
         trainer = make_trainer(model=Poisoned(), callbacks=[guard], max_duration="4ba", train_dataloader=data)
@@ -109,16 +109,16 @@ def test_a_loss_that_is_no_number_on_one_rank_is_one_on_all(wish: Any) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_worker_that_is_killed_ends_the_run_at_once(persistent: bool) -> None:
+def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
     endless = ["trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "data.workers=1", "algorithms=null"]
     fork = Fork(
         lambda: _train(*endless, f"data.persistent_workers={persistent}".lower(), "loggers.file={flush_interval: 1}")
     )
-    log, deadline = Path("runs/quickstart/log-rank0.txt"), time.monotonic() + 60
+    log, deadline = Path("runs/quickstart/log-rank0.txt"), time.monotonic() + 180
     while not (log.exists() and "[batch=8" in log.read_text()) and time.monotonic() < deadline:
         time.sleep(0.05)
     killed, last = False, time.monotonic()
-    while not killed and time.monotonic() < deadline:  # workers come and go with the epochs
+    while not killed and time.monotonic() < deadline:  # workers restart with each epoch
         for child in psutil.Process(fork.pid).children():
             child.send_signal(signal.SIGKILL)
             killed, last = True, time.monotonic()
@@ -130,7 +130,7 @@ def test_a_worker_that_is_killed_ends_the_run_at_once(persistent: bool) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_worker_that_hangs_ends_with_the_run() -> None:
+def test_a_hanging_worker_is_killed_when_the_run_fails() -> None:
     def hang(self: Any, rows: Any) -> Any:
         if get_worker_info() is not None and next(calls) == 3:
             Path("hangs").write_text(str(os.getpid()))
@@ -139,13 +139,13 @@ def test_a_worker_that_hangs_ends_with_the_run() -> None:
 
     def train_and_hang() -> None:
         Pad.__call__ = hang  # type: ignore[method-assign]
-        _train("data.workers=1", "data.worker_timeout=2", "algorithms=null")
+        _train("data.workers=1", "data.worker_timeout=5", "algorithms=null")
 
     plain, calls = Pad.__call__, iter(range(1000))
     done = Fork(train_and_hang).wait(60)
     assert done.status == 1
     assert done.stderr.splitlines()[-1].startswith(
-        "train.py: data.worker_timeout: no batch arrived from the workers for 2 s"
+        "train.py: data.worker_timeout: no batch arrived from the workers for 5 s"
     )
     assert "Traceback" not in done.stderr
     worker = int(Path("hangs").read_text())
@@ -169,7 +169,7 @@ def test_a_worker_that_hangs_ends_with_the_run() -> None:
         (RuntimeError("shapes differ"), None),
     ],
 )
-def test_errors_of_the_stack_are_put_in_one_line_or_left(error: Exception, line: str | None) -> None:
+def test_known_errors_of_the_stack_become_one_line(error: Exception, line: str | None) -> None:
     trainer = make_trainer(batches=plain_batches(1))
     with pytest.raises(RuntimeError if line is None else RunFailedError) as raised, failed_run(trainer):
         raise error

@@ -1,4 +1,4 @@
-"""Runs that are killed, stopped, or run out of disk, and are started again by the same command: nothing is lost."""
+"""Runs that are killed, stopped or out of disk space resume with the same command and lose nothing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def at(point: str, count: float = 1, by: int = signal.SIGKILL) -> Point:
 
 
 def losses(folder: Path) -> dict[int, set[str]]:
-    """The loss of each batch in the logs of all processes that worked in a run's folder."""
+    """Return the losses of each batch in the logs of all processes of a run."""
     found: dict[int, set[str]] = {}
     for log in folder.glob("log-rank0*.txt"):
         for batch, value in re.findall(r"\[batch=(\d+)\]: loss/train/total: (\S+)", log.read_text()):
@@ -45,14 +45,14 @@ def losses(folder: Path) -> dict[int, set[str]]:
 
 
 def check_same(folder: Path, whole: str, name: str) -> dict[str, Any]:
-    """The resumed run ended as the whole one: metrics, weights, each batch's loss, and one measurement a batch."""
+    """Check that the resumed run has the uninterrupted one's metrics, weights and losses, and timed each batch once."""
     one, other = folder / "runs" / whole, folder / "runs" / name
     expected, got = (json.loads((run / "report.json").read_text()) for run in (one, other))
     assert got["metrics"] == expected["metrics"], name
     assert got["training"] == expected["training"]
     weights, others = (load_file(next((run / "model").glob("*.safetensors"))) for run in (one, other))
     torch.testing.assert_close(others, weights, rtol=0, atol=0)
-    assert losses(other) == losses(one)  # those trained again after a resume had the same losses
+    assert losses(other) == losses(one)  # batches that were trained again had the same losses
     assert len(losses(one)) == got["training"]["batches"]
     throughput = got["throughput"]
     assert throughput["steady_batches"] + throughput["other_batches"] == got["training"]["batches"]
@@ -67,7 +67,7 @@ def check_same(folder: Path, whole: str, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """The cases of the everyday suite."""
+    """Run the cases of the default test suite."""
     cases: list[dict[str, Any]] = [
         {"name": "whole", "arguments": job("whole")},
         {
@@ -80,7 +80,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
             "arguments": job("stopped"),
             "points": [
                 at("step", 8, signal.SIGTERM),
-                {"at": "disk", "largest_file": 4_000_000},  # bytes, fewer than a checkpoint has
+                {"at": "disk", "largest_file": 4_000_000},  # bytes, less than a checkpoint
             ],
         },
     ]
@@ -96,7 +96,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
         ("stopped", [143, 1, 0], [8]),
     ],
 )
-def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
+def test_a_stopped_run_ends_like_an_uninterrupted_one(
     name: str, statuses: list[int], resumed: list[int], stopped: tuple[Path, dict[str, list[int]]]
 ) -> None:
     folder, seen = stopped
@@ -113,7 +113,7 @@ def test_a_run_that_was_stopped_ends_as_if_it_had_not_been(
 
 
 def _techniques() -> list[tuple[str, str]]:
-    """Each technique that trains on the CPU, with the ``algorithms`` of its first settings."""
+    """Return name and ``algorithms`` override of every variant of each technique that trains on the CPU."""
     found: list[tuple[str, str]] = []
     for name, entry in sorted(ENTRIES.items()):
         for variant in [*entry.variants, *(v for other in entry.also for v in other.variants)]:
@@ -123,9 +123,9 @@ def _techniques() -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-@pytest.mark.slow  # so that -m "not slow" leaves it out too
+@pytest.mark.slow  # so that -m "not slow" excludes it too
 def test_every_technique_is_killed_and_resumed(tmp_path: Path) -> None:
-    """Twice each: at one of the points in turn, then at a random moment."""
+    """Each is killed twice: at one of POINTS, then at a random moment."""
     cases: list[dict[str, Any]] = []
     places = itertools.cycle(POINTS)
     counts = {"data": 9, "step": 8, "batch_end": 11, "eval": 2, "write": 2, "rename": 2, "symlink": 2, "rotate": 3}

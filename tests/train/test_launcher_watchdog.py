@@ -1,4 +1,4 @@
-"""A rank ends soon after its launcher, as on SIGTERM; a process that no launcher started goes on."""
+"""A rank stops soon after its launcher, as on SIGTERM; a process without a launcher keeps running."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer_speedups.train import launcher_watchdog
 from composer_speedups.train.launcher_watchdog import watch_launcher
 from tests.conftest import ROOT
 
-# A launcher by name, which starts a rank and waits; the rank ignores SIGTERM where it is told to.
+# A process with a launcher's name, which starts a rank and waits; the rank ignores SIGTERM if "stubborn" is given.
 _LAUNCHER = """
 import os, subprocess, sys
 process = subprocess.Popen([sys.executable, "rank.py", *sys.argv[1:]])
@@ -35,7 +35,7 @@ time.sleep(60)
 
 
 def started_by(name: str, *arguments: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process, bool]:
-    """A process of that name, the one that it started, and whether the latter watches."""
+    """Start a process with that name; return it, its rank, and whether the rank watches its launcher."""
     Path(name).write_text(_LAUNCHER)
     Path("rank.py").write_text(_RANK.format(root=str(ROOT)))
     cleared = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
@@ -53,11 +53,11 @@ def started_by(name: str, *arguments: str, **environment: str) -> tuple[subproce
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.parametrize("stubborn", [[], ["stubborn"]])
-def test_a_rank_ends_soon_after_its_launcher(how: signal.Signals, stubborn: list[str]) -> None:
+def test_a_rank_stops_soon_after_its_launcher(how: signal.Signals, stubborn: list[str]) -> None:
     process, rank, watches = started_by("composer", *stubborn, LOCAL_RANK="0")
     assert watches
     time.sleep(0.3)
-    assert rank.is_running(), "while its launcher lives"
+    assert rank.is_running(), "the rank runs as long as its launcher"
     process.send_signal(how)
     rank.wait(20)
     said = process.communicate()[1]
@@ -90,7 +90,7 @@ def test_a_process_without_a_launcher_outlives_its_parent(name: str, environment
         ([], False),
     ],
 )
-def test_launchers_are_told_by_their_command_lines(
+def test_launchers_are_recognized_by_their_command_lines(
     command: list[str], launches: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Parent:
@@ -101,7 +101,7 @@ def test_launchers_are_told_by_their_command_lines(
     assert launcher_watchdog._is_launcher(1) is launches
 
 
-def test_a_parent_that_cannot_be_looked_at_is_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_inaccessible_parent_is_not_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(pid: int) -> Any:
         raise psutil.NoSuchProcess(pid)
 

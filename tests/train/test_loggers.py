@@ -1,4 +1,4 @@
-"""Loggers by name in YAML: the histories are read back from the files they left."""
+"""Loggers named in YAML, with their histories read back from their files."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ LOGGED = [
 ]
 
 
-def test_wandb_works_offline_with_no_account(wandb_run: WandbRun) -> None:
+def test_wandb_works_offline_without_an_account(wandb_run: WandbRun) -> None:
     history, config = wandb_run.history, wandb_run.config
     for name in LOGGED:
         assert history[name], f"{name} was not logged"
     assert all(value > 0 for value in history["throughput/samples_per_sec"])
-    assert len(history["throughput/samples_per_sec"]) == 3, "from batch 4 of 6 on"
+    assert len(history["throughput/samples_per_sec"]) == 3, "from batch 4 of 6"
     assert config["data"]["train_samples"] == 48
     assert config["techniques/fused_optimizer/engaged"] is True
 
 
-def test_tensorboard_and_file_leave_their_histories() -> None:
+def test_tensorboard_and_file_loggers_write_their_histories() -> None:
     run("trainer.max_duration=6ba", "loggers.tensorboard={}", "loggers.file={}")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they should be: one line names the place and the fix, and nothing is changed."""
+"""Malformed checkpoints are refused with one line that names the entry and the fix, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[State]:
-    """Of the run that the checkpoint is for, as its Trainer was built; no test changes it."""
+    """Return the state of the run that the checkpoint belongs to, before training; tests must not change it."""
     trainers: list[Trainer] = []
 
     def stop(trainer: Trainer, _: Any) -> NoReturn:
@@ -61,7 +61,7 @@ def changed(honest: Path, change: Change, name: str = "changed.pt") -> str:
 
 
 def sort_of(held: dict[str, Any], path: str, value: Any) -> None:
-    """Put ``value`` at the end of a path of keys; ``...`` takes away what is there."""
+    """Set the entry at a path of keys to ``value``; ``...`` deletes it."""
     *parents, last = [int(key) if key.isdigit() else key for key in path.split("/")]
     for key in parents:
         held = held[key]
@@ -113,7 +113,7 @@ MALFORMED: list[tuple[Change, str]] = [
     (put("rng/0/numpy", ("MT19937", (1,) * 624, 624, 2, 0.0)), "rng/0/numpy/3 is 2, not within 0 to 1"),
     (put("rng/0/numpy", ...), "rng/0 has no numpy"),
 ]
-# What only the run knows: its own objects have other keys, lengths and sizes.
+# Well-formed, but different from the run's own keys, lengths or shapes.
 UNFIT: list[tuple[Change, str]] = [
     (put(f"{SCHEDULE}/last_epoch", ...), f"{SCHEDULE} has no last_epoch"),
     (put(f"{SCHEDULE}/base_lrs", [0.1]), f"{SCHEDULE}/base_lrs is a list of 1 and not a list of 2"),
@@ -161,7 +161,7 @@ def in_runs() -> list[Path]:
 
 
 @pytest.mark.parametrize(("change", "said"), MALFORMED, ids=[said for _, said in MALFORMED])
-def test_what_no_run_can_use_is_refused_before_anything_is_touched(change: Change, said: str, honest: Path) -> None:
+def test_a_malformed_checkpoint_is_refused_before_any_file_is_changed(change: Change, said: str, honest: Path) -> None:
     Path("runs/quickstart").mkdir(parents=True)
     with pytest.raises(ConfigError) as error:
         run(changed(honest, change), *BRIEF)
@@ -174,11 +174,11 @@ def test_what_no_run_can_use_is_refused_before_anything_is_touched(change: Chang
     ("path", "value"),
     [
         ("state/rank_zero_seed", 2**32 - 2**16 - 1),
-        ("rng/0/numpy", ("MT19937", (2**32 - 1,) * 624, 624, 1, 0.5)),  # with a second normal number kept
+        ("rng/0/numpy", ("MT19937", (2**32 - 1,) * 624, 624, 1, 0.5)),  # with a cached Gaussian
         ("rng/0/python", (3, (*(2**32 - 1,) * 624, 624), None)),
     ],
 )
-def test_the_largest_seed_and_states_are_taken(path: str, value: Any, honest: Path, state: State) -> None:
+def test_the_largest_seed_and_generator_states_are_accepted(path: str, value: Any, honest: Path, state: State) -> None:
     held = torch.load(honest, weights_only=False)
     plain_generators(held)
     sort_of(held, path, value)
@@ -189,7 +189,7 @@ def test_the_largest_seed_and_states_are_taken(path: str, value: Any, honest: Pa
 
 
 @pytest.mark.parametrize(("change", "said"), UNFIT, ids=[said for _, said in UNFIT])
-def test_what_does_not_fit_the_run_is_named(change: Change, said: str, honest: Path, state: State) -> None:
+def test_an_entry_that_does_not_fit_the_run_is_named(change: Change, said: str, honest: Path, state: State) -> None:
     held = torch.load(honest, weights_only=False)
     plain_generators(held)
     admit(copy.deepcopy(held), state, weights_only=False)
@@ -199,7 +199,9 @@ def test_what_does_not_fit_the_run_is_named(change: Change, said: str, honest: P
 
 
 @pytest.mark.parametrize(("change", "said"), [UNFIT[0], UNFIT[-1]])
-def test_what_does_not_fit_the_run_is_refused_and_an_earlier_run_stays(change: Change, said: str, honest: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_run_unchanged(
+    change: Change, said: str, honest: Path
+) -> None:
     Path("runs/quickstart").mkdir(parents=True)
     Path("runs/quickstart/report.json").touch()
     with pytest.raises(ConfigError) as error:
@@ -210,7 +212,7 @@ def test_what_does_not_fit_the_run_is_refused_and_an_earlier_run_stays(change: C
 
 
 @pytest.mark.parametrize("path", [f"{TIME}/batch", f"{SCHEDULE}/base_lrs"])
-def test_the_process_ends_with_2_and_one_line(path: str, honest: Path) -> None:
+def test_a_malformed_checkpoint_is_one_line_and_exit_status_2(path: str, honest: Path) -> None:
     load = changed(honest, put(path, "x"))
 
     def job() -> None:
@@ -223,8 +225,8 @@ def test_the_process_ends_with_2_and_one_line(path: str, honest: Path) -> None:
     assert done.stderr.splitlines()[-1].startswith("train.py: checkpoint.load: changed.pt ")
 
 
-def test_every_callback_that_keeps_something_says_what(honest: Path) -> None:
-    """What a callback does not declare is not restored."""
+def test_every_callback_with_a_state_dict_declares_its_fields(honest: Path) -> None:
+    """Only the fields that a callback declares are restored."""
     kept = torch.load(honest, weights_only=False)["state"]["callbacks"]
     ours = {name for name, state in kept.items() if state and name != "WholeCheckpointSaver"}
     known = {c.__qualname__: c for c in every_subclass(Callback) if c.__module__.startswith("composer_speedups")}
@@ -241,7 +243,7 @@ def every_subclass(cls: type) -> set[type]:
     return {cls}.union(*map(every_subclass, cls.__subclasses__()))
 
 
-def test_weights_alone_are_taken_from_a_checkpoint_whose_rest_is_malformed(honest: Path) -> None:
+def test_weights_only_ignores_malformed_entries_other_than_weights(honest: Path) -> None:
     def spoil(held: dict[str, Any]) -> None:
         held["state"] = {"model": held["state"]["model"], "timestamp": "x", "optimizers": 3}
         del held["rng"]
@@ -249,7 +251,7 @@ def test_weights_alone_are_taken_from_a_checkpoint_whose_rest_is_malformed(hones
     assert run(changed(honest, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
 
 
-def test_a_masked_lm_is_no_classifier_and_other_vocabularies_are_other_models() -> None:
+def test_checkpoints_of_another_task_or_vocabulary_are_refused() -> None:
     saved = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false"]
     run(*saved, "model.task=mlm", "run_name=mlm")
     run(*saved, "data.vocab_size=300", "run_name=small")
@@ -262,7 +264,7 @@ def test_a_masked_lm_is_no_classifier_and_other_vocabularies_are_other_models() 
                 run(f"checkpoint.load=runs/{name}/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
 
 
-def test_a_name_that_lies_about_its_batch_is_no_newest_checkpoint(honest: Path) -> None:
+def test_a_checkpoint_with_a_wrong_batch_in_its_name_is_not_the_newest(honest: Path) -> None:
     folder = Path("runs/mine/checkpoints")
     job = ["run_name=mine", "checkpoint.interval=2ba", "checkpoint.keep=1", *BRIEF[1:]]
     run(*job, "trainer.max_duration=2ba")
@@ -299,7 +301,7 @@ def test_a_name_that_lies_about_its_batch_is_no_newest_checkpoint(honest: Path) 
         ("a{rank.x}.pt", "is not a file"),
     ],
 )
-def test_addresses_that_lead_nowhere(address: str, said: str, honest: Path) -> None:
+def test_invalid_checkpoint_uris_are_refused(address: str, said: str, honest: Path) -> None:
     shutil.copy(honest, "run:one.pt")
     for more in ([], ["checkpoint.trust_checkpoint=true"], ["run_name=x", "checkpoint.interval=2ba"]):
         with pytest.raises(ConfigError) as error:
@@ -309,7 +311,7 @@ def test_addresses_that_lead_nowhere(address: str, said: str, honest: Path) -> N
     assert in_runs() == []
 
 
-def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_object_store_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from composer.trainer import trainer as composer_trainer
 
     def fails(_: str) -> Any:
@@ -321,6 +323,6 @@ def test_a_store_that_cannot_be_reached_is_one_line(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("size", [0, -1])
-def test_no_micro_batch_below_one(size: int) -> None:
+def test_a_micro_batch_below_one_is_refused(size: int) -> None:
     with pytest.raises(ConfigError, match=rf"trainer\.microbatch_size must be at least 1, not {size}"):
         run(f"trainer.microbatch_size={size}", *BRIEF)

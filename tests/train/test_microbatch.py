@@ -1,4 +1,4 @@
-"""Micro-batches: the report says how large they were and who chose; the effective batch stays."""
+"""Micro-batches: the report states their size and how it was chosen; the effective batch does not change."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_the_report_states_a_size_given_by_the_config() -> None:
+def test_the_report_states_a_micro_batch_set_by_the_config() -> None:
     report = run("trainer.microbatch_size=2", "trainer.max_duration=2ba", "export=false")
     training = report["training"]
     assert (training["microbatch_size"], training["microbatch_chosen"]) == (2, "by the config")
@@ -21,7 +21,7 @@ def test_the_report_states_a_size_given_by_the_config() -> None:
     assert "chosen by the config" in summary_table(report, "runs")
 
 
-# Batches that need some 10 GiB at once.
+# Batches that need about 10 GiB without micro-batches.
 LARGE = [
     "trainer.max_duration=3ba",
     "model.size=mini",
@@ -36,7 +36,7 @@ LARGE = [
 
 @contextlib.contextmanager
 def three_gib() -> Iterator[None]:
-    """Within, this process may take 3 GiB of the GPU's memory."""
+    """Limit this process to 3 GiB of GPU memory within this context."""
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(3 * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     try:
@@ -48,8 +48,8 @@ def three_gib() -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("given", [None, 512])
 @pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
-def test_a_batch_that_does_not_fit_a_gpu_is_trained_in_smaller_ones(given: int | None) -> None:
-    """Neither the batch as a whole fits nor the size that is given."""
+def test_a_batch_that_does_not_fit_the_gpu_is_trained_in_micro_batches(given: int | None) -> None:
+    """Neither the whole batch nor the configured micro-batch fits."""
     whole = run(*LARGE, "trainer.microbatch_size=64")
     with three_gib():
         report = run(*LARGE, f"trainer.microbatch_size={'null' if given is None else given}")
@@ -62,9 +62,9 @@ def test_a_batch_that_does_not_fit_a_gpu_is_trained_in_smaller_ones(given: int |
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:`device_train_microbatch_size='auto'` may:UserWarning")  # Composer's own advice
-@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive:RuntimeWarning")  # what it says at each halving
-def test_auto_finds_a_size_that_fits_and_the_report_states_it() -> None:
+@pytest.mark.filterwarnings("ignore:`device_train_microbatch_size='auto'` may:UserWarning")  # Composer advises
+@pytest.mark.filterwarnings("ignore:CUDA out of memory or excessive:RuntimeWarning")  # at each halving
+def test_auto_finds_and_reports_a_micro_batch_that_fits() -> None:
     with three_gib():
         report = run(*LARGE, "trainer.microbatch_size=auto")
     training = report["training"]

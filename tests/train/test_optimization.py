@@ -1,4 +1,4 @@
-"""The config's optimizer: what decays, and that each parameter is in one group."""
+"""The optimizer of a config: weight decay and parameter groups."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.helpers.common import tiny_bert
 
 
 @pytest.mark.parametrize("vectors", [False, True])
-def test_weight_decay_is_of_matrices_and_of_vectors_only_where_the_config_says_so(vectors: bool) -> None:
-    """By what a step with a gradient of 0 does, in which AdamW only decays."""
+def test_vectors_decay_only_with_decay_bias_and_norm(vectors: bool) -> None:
+    """With gradients of 0, an AdamW step only decays the weights."""
     model = tiny_bert()
     for parameter in model.parameters():
         torch.nn.init.ones_(parameter)

@@ -1,4 +1,4 @@
-"""Out of memory: smaller micro-batches, the same effective batch, and said; or stopped with the size to set."""
+"""Out of memory: training continues with smaller micro-batches, or stops with the size to set."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from tests.helpers.common import Batch, Batches, Recorder, batch, final_weights,
 from tests.helpers.jobs import run
 from tests.reference.tolerance import assert_near
 
-# Composer's, at each batch below the micro-batch size
+# Composer warns about batches smaller than the micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor of length:UserWarning")
 SAID = pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore of it"
 
 
 class SmallGPU(Algorithm):
-    """Passes over more than ``rows`` raise what CUDA's allocator raises."""
+    """Raise what CUDA's allocator raises if a micro-batch has more than ``rows`` rows."""
 
     def __init__(self, rows: int, at: Event = Event.BEFORE_FORWARD) -> None:
         self.rows, self.at = rows, at
@@ -53,7 +53,7 @@ BATCHES = [batch([9, 16, 3, 12, 5, 8, 2], seed=1), batch([1, 4, 16, 7, 7, 2, 3],
 
 
 def masked(rows: list[list[int]], seed: int) -> Batch:
-    """Labels at the given positions of each row only."""
+    """Return a batch with labels at the given positions of each row only."""
     made = batch([16] * len(rows), seed=seed)
     labels = torch.full_like(made["input_ids"], -100)
     for row, places in enumerate(rows):
@@ -97,8 +97,8 @@ def train(
 
 @pytest.mark.pins
 @pytest.mark.parametrize("at", [Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD])
-def test_a_batch_that_does_not_fit_is_trained_in_smaller_pieces_to_the_same_weights(at: Event) -> None:
-    """7 reviews → 3 + 3 + 1: wherever the memory ran out, nothing of the failed pass is left in the gradient."""
+def test_smaller_micro_batches_give_the_same_weights(at: Event) -> None:
+    """7 samples become 3 + 3 + 1. The failed pass must leave nothing in the gradients, wherever it failed."""
     whole, losses, untouched = train()
     gpu = SmallGPU(3, at)
     with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 samples .*; continuing with 3"):
@@ -112,7 +112,7 @@ def test_a_batch_that_does_not_fit_is_trained_in_smaller_pieces_to_the_same_weig
 
 
 class SecondPass(Algorithm):
-    """Memory runs out in the second forward pass of the run, after a micro-batch that fit."""
+    """Run out of memory in the second forward pass, after a micro-batch that fit."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -127,8 +127,8 @@ class SecondPass(Algorithm):
 
 
 @SAID
-def test_nothing_of_a_micro_batch_that_fit_stays_when_the_next_one_does_not() -> None:
-    """Neither in the loss, nor in the gradient, nor in the metrics: each review counts once."""
+def test_a_micro_batch_that_fit_is_discarded_if_a_later_one_does_not() -> None:
+    """Each sample counts once in the loss, the gradients and the metrics."""
 
     class Counted(Recorder):
         def __init__(self) -> None:
@@ -169,19 +169,19 @@ def test_nothing_of_a_micro_batch_that_fit_stays_when_the_next_one_does_not() ->
 
 
 @SAID
-def test_it_halves_as_often_as_it_must_and_stays_there() -> None:
+def test_micro_batches_are_halved_as_often_as_needed() -> None:
     _, losses, _ = train()
     gpu = SmallGPU(1)
     _, smaller, history = train(gpu)
-    assert [change["to"] for change in history.changes] == [1]  # one change a batch, as the report counts them
+    assert [change["to"] for change in history.changes] == [1]  # one change per batch, although it halves twice
     assert gpu.seen[:4] == [7, 3, 1, 1]
     assert set(gpu.seen[3:]) == {1}
     assert_near(smaller.losses, losses.losses, what="losses")
 
 
 @SAID
-def test_a_masked_lm_is_weighed_by_its_labelled_tokens() -> None:
-    """Reviews have 0 to 5 of them; a mean over reviews would be another loss, and one of none would be NaN."""
+def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens() -> None:
+    """Samples have 0 to 5 labelled tokens. A mean over samples would differ, and be NaN for a sample without any."""
     whole, losses, _ = train(batches=MASKED, mlm=True, size=5)
     given, by_config, _ = train(batches=MASKED, mlm=True, size=2)
     pieces, smaller, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=True)
@@ -189,7 +189,7 @@ def test_a_masked_lm_is_weighed_by_its_labelled_tokens() -> None:
         assert_near(recorder.losses, losses.losses, what="losses")
         assert_near(final_weights(trainer), final_weights(whole), what="weights")
     _, by_rows, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=False)
-    assert abs(by_rows.losses[0] - losses.losses[0]) > 0.01, "the batches tell the two apart"
+    assert abs(by_rows.losses[0] - losses.losses[0]) > 0.01, "the batches distinguish both means"
 
 
 @pytest.mark.parametrize(
@@ -200,14 +200,14 @@ def test_a_masked_lm_is_weighed_by_its_labelled_tokens() -> None:
     ],
 )
 @SAID
-def test_where_it_cannot_go_on_the_last_line_says_what_to_set(rows: int, settings: Any, message: str) -> None:
+def test_if_training_cannot_continue_the_error_says_what_to_set(rows: int, settings: Any, message: str) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 20.00 MiB.\n") as error:
         train(SmallGPU(rows), **settings)
     assert "more of it" not in str(error.value)
     assert re.search(message, str(error.value))
 
 
-def test_several_ranks_and_captured_graphs_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_and_captured_graphs_do_not_halve(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = SDPAAttention("math")
     monkeypatch.setattr(SDPAAttention, "fixed_shapes", True)
     with pytest.raises(torch.OutOfMemoryError, match=r"sdpa_attention replays graphs of that size; set .*=3"):
@@ -219,8 +219,8 @@ def test_several_ranks_and_captured_graphs_stop(monkeypatch: pytest.MonkeyPatch)
         out_of_memory._half_of(state, 8, "halve", error)
 
 
-def test_memory_that_runs_out_in_the_update_itself_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some weights may have moved: the batch cannot be trained again."""
+def test_out_of_memory_in_the_optimizer_step_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some weights may already be updated, so the batch cannot be trained again."""
 
     def update(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError(OOM)
@@ -232,7 +232,7 @@ def test_memory_that_runs_out_in_the_update_itself_stops(monkeypatch: pytest.Mon
     assert gpu.seen == [7]
 
 
-def test_the_report_says_when_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_states_each_change_of_the_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = FinetuneModel.forward
 
     def small(self: FinetuneModel, given: Batch) -> Any:

@@ -1,4 +1,4 @@
-"""From the start of the process to the first trained step: every second accounted for, what shortens it given back."""
+"""Start-up from process start to the first step: timing, garbage collection, bytecode cache, early GPU start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_the_phases_leave_nothing_out() -> None:
+def test_the_startup_phases_add_up() -> None:
     times = iter([103.0, 104.0, 110.0, 111.5])
     clock = StartupClock(lambda: next(times), started=100.0)
     for phase in ("config", "imports", "imports"):
@@ -66,7 +66,7 @@ def test_the_clock_stops_at_the_first_batch() -> None:
     assert logged == 5.0
 
 
-def test_the_report_says_where_the_seconds_went() -> None:
+def test_the_report_contains_the_startup_phases() -> None:
     report = run("trainer.max_duration=2ba", "trainer.eval_batches=1")
     startup = report["startup"]
     phases = ("interpreter", "config", "imports", "device", "data", "model", "trainer", "first_step")
@@ -77,7 +77,7 @@ def test_the_report_says_where_the_seconds_went() -> None:
     assert "s to the end of the first step: " in summary_table(report, "runs/quickstart")
 
 
-def test_garbage_collection_is_off_inside_only() -> None:
+def test_garbage_collection_is_disabled_only_within_the_context() -> None:
     assert gc.isenabled()
     with without_gc():
         assert not gc.isenabled()
@@ -86,16 +86,16 @@ def test_garbage_collection_is_off_inside_only() -> None:
     try:
         with without_gc():
             pass
-        assert not gc.isenabled(), "it was off before"
+        assert not gc.isenabled(), "it was disabled before"
     finally:
         gc.enable()
 
 
-def test_what_imports_made_is_not_collected_in_a_training_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_made_by_imports_are_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     before = gc.get_freeze_count()
     with without_gc():
         pass
-    assert gc.get_freeze_count() == before, "torch was loaded , and what is garbage now must go"
+    assert gc.get_freeze_count() == before, "torch was already imported"
     monkeypatch.delitem(sys.modules, "torch")
     try:
         with without_gc():
@@ -106,7 +106,7 @@ def test_what_imports_made_is_not_collected_in_a_training_step(monkeypatch: pyte
         gc.unfreeze()
 
 
-HOME = Path("home")  # of the user's caches
+HOME = Path("home")  # XDG_CACHE_HOME
 _IMPORTING = """
 import json, os, sys
 sys.path.insert(0, {root!r})
@@ -118,16 +118,16 @@ before = sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)
 with kept_bytecode(config) as kept:
     import torch
     inside = [os.environ.get(name) for name in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")]
-assert before == (sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)), "given back"
+assert before == (sys.dont_write_bytecode, sys.pycache_prefix, dict(os.environ)), "not restored"
 print(json.dumps([kept, inside]))
 """
 
 
 def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str | None]]:
-    """What a fresh process that imports a package named torch, without bytecode of its own, sees and leaves."""
+    """Import a fake package named torch in a new process; return whether bytecode is kept, and two variables inside."""
     package = Path("packages/torch")
     package.mkdir(parents=True, exist_ok=True)
-    if not (source := package / "__init__.py").exists():  # a new time of change would ask for new bytecode
+    if not (source := package / "__init__.py").exists():  # a new modification time would invalidate the bytecode
         source.write_text("x = 1\n")
     cleared = {k: v for k, v in os.environ.items() if k not in ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")}
     environment = {**cleared, "PYTHONPATH": str(package.parent.absolute()), "XDG_CACHE_HOME": str(HOME.absolute())}
@@ -141,7 +141,7 @@ def importing(*, wanted: bool = True, **variables: str) -> tuple[bool, list[str 
     return kept, inside
 
 
-def test_bytecode_is_kept_where_the_environment_keeps_none() -> None:
+def test_bytecode_is_kept_if_the_environment_disables_it() -> None:
     kept, inside = importing(PYTHONDONTWRITEBYTECODE="1")
     folder = (HOME / "composer_speedups/bytecode").absolute()
     assert kept
@@ -151,28 +151,28 @@ def test_bytecode_is_kept_where_the_environment_keeps_none() -> None:
     assert [p.name.split(".")[0] for p in made if "packages" in p.parts] == ["__init__"]
     before = [p.stat().st_mtime_ns for p in made]
     assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
-    assert [p.stat().st_mtime_ns for p in folder.rglob("*.pyc")] == before, "found, not made anew"
+    assert [p.stat().st_mtime_ns for p in folder.rglob("*.pyc")] == before, "the bytecode was found, not rewritten"
     assert not [*Path("packages").rglob("*.pyc")]
 
 
-def test_bytecode_is_left_to_python_where_it_keeps_it_or_the_user_says_where() -> None:
+def test_bytecode_is_not_kept_if_python_or_the_user_already_does() -> None:
     assert importing(wanted=False, PYTHONDONTWRITEBYTECODE="1") == (False, ["1", None])
     assert importing(PYTHONDONTWRITEBYTECODE="1", PYTHONPYCACHEPREFIX="mine") == (False, ["1", "mine"])
     assert importing() == (False, [None, None])
-    assert [*Path("packages").rglob("*.pyc")], "Python wrote it in its usual place"
+    assert [*Path("packages").rglob("*.pyc")], "Python wrote it to __pycache__"
     assert importing(PYTHONDONTWRITEBYTECODE="1")[0] is False, "there is bytecode already"
     assert not HOME.exists()
-    with kept_bytecode(Config()) as kept:  # torch is loaded here
+    with kept_bytecode(Config()) as kept:  # torch is imported already
         assert not kept
 
 
-def test_composer_knows_the_processor_before_its_trainer_asks() -> None:
+def test_the_cpu_model_is_cached_early() -> None:
     get_cpu_model.cache_clear()
     look_at_cpu().join(60)
     assert get_cpu_model.cache_info().currsize == 1
 
 
-def test_nothing_is_opened_early_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_starts_early_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a thread was started")
 
@@ -199,8 +199,8 @@ def test_a_gpu_that_cannot_be_opened_early_is_left_to_the_trainer(monkeypatch: p
     assert asked == [3]
 
 
-def test_what_techniques_start_on_a_gpu_starts_while_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch_compile has inductor's processes started, where inductor is going to compile."""
+def test_techniques_start_their_work_while_the_gpu_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_compile starts inductor's processes if inductor is going to compile."""
     started: list[str] = []
     monkeypatch.setattr(torch_compile_hook, "importlib", SimpleNamespace(import_module=started.append))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
@@ -238,7 +238,7 @@ class _AtOnce:
         self.target(*self.args)
 
 
-def test_what_is_left_at_the_end_is_not_looked_through() -> None:
+def test_objects_are_frozen_when_the_program_ends() -> None:
     frozen = gc.get_freeze_count()
     try:
         with exit_codes():
@@ -249,7 +249,7 @@ def test_what_is_left_at_the_end_is_not_looked_through() -> None:
 
 
 def test_a_second_run_tokenizes_nothing() -> None:
-    """A tokenizer keeps the truncation of its last call, which must not change what the cache is called."""
+    """A tokenizer keeps the truncation of its last call, which must not change the cache's key."""
     made = []
     for _ in range(2):
         run("trainer.max_duration=1ba", "trainer.eval_batches=1")
@@ -271,7 +271,7 @@ def test_a_gpu_is_opened_early() -> None:
 
 
 def plant(prefix: Path) -> None:
-    """Bytecode that Python takes for that of the package named torch, and that leaves a file named ``ran``."""
+    """Write bytecode that Python accepts for the fake torch package and that creates a file named ``ran``."""
     source = Path("packages/torch/__init__.py").absolute()
     found, payload = source.stat(), compile("open('ran', 'w').close()", str(source), "exec")
     target = prefix / source.parent.relative_to("/") / f"__init__.{sys.implementation.cache_tag}.pyc"
@@ -279,19 +279,19 @@ def plant(prefix: Path) -> None:
     target.write_bytes(_code_to_timestamp_pyc(payload, int(found.st_mtime), found.st_size))
 
 
-def test_bytecode_that_others_put_into_a_shared_cache_dir_does_not_run() -> None:
+def test_bytecode_planted_in_a_shared_cache_dir_does_not_run() -> None:
     importing()
     shutil.rmtree("packages/torch/__pycache__")
     for folder in ("cache", "cache/bytecode"):
         plant(Path(folder).absolute())
         Path(folder).chmod(0o777)
     importing(PYTHONPYCACHEPREFIX=str(Path("cache/bytecode").absolute()))
-    Path("ran").unlink()  # where the user trusts the folder, it runs
+    Path("ran").unlink()  # it runs if the user chose the folder
     assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
     assert not Path("ran").exists()
 
 
-def test_a_folder_of_bytecode_that_others_can_write_to_is_refused() -> None:
+def test_a_bytecode_folder_writable_by_others_is_refused() -> None:
     importing()
     shutil.rmtree("packages/torch/__pycache__")
     folder = HOME / "composer_speedups/bytecode"
@@ -302,11 +302,11 @@ def test_a_folder_of_bytecode_that_others_can_write_to_is_refused() -> None:
     assert not Path("ran").exists()
     folder.chmod(0o755)
     assert importing(PYTHONDONTWRITEBYTECODE="1")[0]
-    assert Path("ran").exists(), "it is the user's own"
+    assert Path("ran").exists(), "others can no longer write to it"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_no_bytecode_is_kept_where_no_folder_can_be_made() -> None:
+def test_no_bytecode_is_kept_if_its_folder_cannot_be_created() -> None:
     Path("file").touch()
     home = str(Path("file").absolute())
     assert importing(PYTHONDONTWRITEBYTECODE="1", XDG_CACHE_HOME=home) == (False, ["1", None])

@@ -20,7 +20,7 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_the_report_holds_what_the_run_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_contains_what_the_run_measured(capsys: pytest.CaptureFixture[str]) -> None:
     techniques = "algorithms.torch_compile={backend: aot_eager, scope: blocks}"
     report = run("trainer.max_duration=12ba", "plot=true", techniques)
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
@@ -53,7 +53,7 @@ def test_the_report_holds_what_the_run_measured(capsys: pytest.CaptureFixture[st
     assert "engaged" in printed
 
 
-def test_the_saved_config_makes_the_same_run_again() -> None:
+def test_the_saved_config_reproduces_the_run() -> None:
     first = run("trainer.max_duration=3ba")
     saved = load_config("runs/quickstart/config.yaml")
     assert saved.data.train_samples == 48
@@ -81,7 +81,7 @@ def test_an_earlier_run_is_kept_and_a_run_in_use_is_refused() -> None:
     assert sorted(Path("runs").rglob("*")) == before
 
 
-def test_a_run_that_is_refused_leaves_the_earlier_one_where_it_is() -> None:
+def test_a_refused_run_leaves_the_earlier_run_unchanged() -> None:
     run("trainer.max_duration=1ba", "trainer.eval_batches=1")
     folder = Path("runs/quickstart")
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -91,7 +91,7 @@ def test_a_run_that_is_refused_leaves_the_earlier_one_where_it_is() -> None:
     assert [path for path in Path("runs").iterdir() if path.is_dir()] == [folder]
 
 
-def test_a_folder_that_cannot_be_written_is_one_line() -> None:
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line() -> None:
     Path("file").touch()
     with pytest.raises(ConfigError, match=r"runs_folder: file/deep/quickstart \(relative to /.*\) is not writable"):
         run("runs_folder=file/deep")
@@ -127,14 +127,14 @@ def test_resuming_a_run_ends_where_the_uninterrupted_one_does() -> None:
         run(*settings, "checkpoint.load=runs/whole/checkpoints/ep0-ba4-rank0.pt", "algorithms.fused_optimizer=null")
 
 
-def test_resuming_inside_the_runs_own_folder_goes_on_in_it() -> None:
+def test_resuming_from_the_runs_own_folder_keeps_the_folder() -> None:
     settings = ["checkpoint.interval=2ba", "checkpoint.keep=-1", "trainer.eval_batches=1"]
     run(*settings, "trainer.max_duration=2ba")
     run(*settings, "trainer.max_duration=4ba", "checkpoint.load=runs/quickstart/checkpoints/ep0-ba2-rank0.pt")
     assert [p.name for p in Path("runs").iterdir() if p.is_dir()] == ["quickstart"]
 
 
-def test_nothing_is_built_for_techniques_that_clash_or_data_that_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conflicts_and_bad_data_are_refused_before_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(*_: Any, **__: Any) -> None:
         raise AssertionError("a model was built")
 
@@ -157,18 +157,18 @@ def test_nothing_is_built_for_techniques_that_clash_or_data_that_is_bad(monkeypa
         ("trainer.microbatch_size=auto", r"trainer\.microbatch_size: auto needs a GPU"),
     ],
 )
-def test_what_needs_a_gpu_says_so_on_the_cpu(override: str, message: str) -> None:
+def test_settings_that_need_a_gpu_are_refused_on_the_cpu(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         run(override, "trainer.device=cpu")
 
 
-def test_a_gpu_that_is_not_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"trainer\.device: there is no GPU here"):
         run("trainer.device=gpu")
 
 
-def test_warn_goes_on_and_the_report_says_what_did_not_engage() -> None:
+def test_with_warn_a_run_continues_and_reports_what_did_not_engage() -> None:
     with pytest.warns(UserWarning, match="continuing without tf32_matmul"):
         report = run(
             "trainer.max_duration=1ba",
@@ -195,7 +195,7 @@ def test_microbatches_give_the_same_run() -> None:
     assert four["metrics"]["train_loss"] == pytest.approx(one["metrics"]["train_loss"], rel=1e-3)
 
 
-def test_without_validation_or_callbacks_a_run_still_reports() -> None:
+def test_a_run_without_validation_and_callbacks_writes_a_report() -> None:
     rows = "".join(f"review number {i},{i % 2}\n" for i in range(16))
     Path("train.csv").write_text(f"text,label\n{rows}")
     without = ["callbacks.throughput=null", "callbacks.memory=null"]

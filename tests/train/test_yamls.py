@@ -1,4 +1,4 @@
-"""Every YAML of the repository parses, builds, and briefly runs; hub names stand for local folders here."""
+"""Every YAML file parses, builds and trains two batches; local folders replace the hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.helpers.stand_ins import make_stand_ins
 
 YAMLS = sorted(str(p.relative_to(ROOT / "yamls").with_suffix("")) for p in (ROOT / "yamls").rglob("*.yaml"))
 
-# The YAMLs' own jobs, cut down to what a CPU does in seconds. Their techniques stay.
+# Shorten a YAML file's job to seconds on a CPU, without changing its techniques.
 BRIEF = [
     "data.train_samples=12",
     "data.eval_samples=4",
@@ -33,7 +33,7 @@ BRIEF = [
 ]
 
 
-# YAML or task → what its comment says is reported
+# YAML or task → the reported metrics that its comment names
 METRICS = {
     "glue/cola": ["matthews", "macro_f1", "accuracy"],
     "glue/mrpc": ["accuracy", "macro_f1"],
@@ -54,14 +54,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stand_ins(hub: Path, datasets_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Local folders under the names that the YAMLs use on the hub, and those that the environment names."""
+    """Put local folders under the hub names that the YAML files use, and set IMDB_DIR."""
     for folder in hub.iterdir():
         Path(folder.name).symlink_to(folder)
     monkeypatch.setenv("IMDB_DIR", "imdb")
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_it_parses_and_names_its_own_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_yaml_parses_and_sets_its_run_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMDB_DIR", "imdb")
     assert load_config(ROOT / "yamls" / f"{name}.yaml").run_name == name.replace("/", "_")
 
@@ -70,7 +70,7 @@ def test_it_parses_and_names_its_own_run(name: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.filterwarnings("ignore:continuing without:UserWarning")
 @pytest.mark.pins
-def test_it_runs(name: str) -> None:
+def test_a_yaml_trains(name: str) -> None:
     overrides = list(BRIEF)
     config = load_config(ROOT / "yamls" / f"{name}.yaml")
     techniques = config.algorithms
@@ -90,19 +90,19 @@ def test_it_runs(name: str) -> None:
     assert set(report["algorithms"]) == set(techniques)
     for technique, entry in report["algorithms"].items():
         assert entry["engaged"] or "unavailable" in entry["evidence"], technique
-    if not torch.cuda.is_available():  # a GPU's YAML goes on in fp32, and says so
+    if not torch.cuda.is_available():  # GPU techniques do not engage on a CPU
         assert report["numerics"]["matmul"] == "fp32"
         assert not any(report["algorithms"].get(t, {}).get("engaged") for t in ("mixed_precision", "tf32_matmul"))
 
 
 def _run_the_comments_code(name: str) -> None:
-    """The code in a YAML's comment, which makes its files."""
+    """Run the code in a YAML file's comment, which writes its data files."""
     lines = (ROOT / "yamls" / f"{name}.yaml").read_text().splitlines()
     code = textwrap.dedent("\n".join(line[1:] for line in lines if line.startswith("#     ") or line == "#"))
     exec(code, {})
 
 
-def test_the_posts_job_is_the_default_of_both_bert_yamls() -> None:
+def test_both_bert_yamls_are_the_posts_job() -> None:
     fast, honest = (load_config(ROOT / "yamls" / f"bert_imdb{suffix}.yaml") for suffix in ("", "_fp32"))
     for config in (fast, honest):
         assert config.model.name == "google-bert/bert-base-uncased"
