@@ -38,7 +38,7 @@ class GraphedCalls:
             tuples. They are treated as arguments. If one is None or empty, the call runs the original function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
             :mod:`.segments`); empty by default.
-        pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; with None, each graph has its own.
+        pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
             With a shared pool, every call's backward pass must run before the next call.
         replays: Number of calls that replayed a graph.
         eager_calls: Number of training calls that did not replay a graph.
