@@ -67,7 +67,7 @@ _TESTS = {  # beside the files that are named after the module or its folder
     "callbacks/divergence": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
     "callbacks/finite_loss": ["core/test_guards_and_resume.py"],
     "callbacks/nonfinite": ["callbacks/test_finite_loss.py"],
-    "callbacks/saves": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
+    "callbacks/checkpoint_veto": ["callbacks/test_finite_loss.py", "core/test_guards_and_resume.py"],
     "callbacks/throughput": ["callbacks/test_steady_state.py"],
     "callbacks/peaks": ["callbacks/test_throughput.py", "algorithms/test_kahan_optimizer.py"],
     "callbacks/engagement": ["core/test_late_failures.py", "core/test_technique.py"],

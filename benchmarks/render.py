@@ -8,12 +8,15 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``families_short``, ``heads``,
   ``refusals``;
 - from tests/helpers/support.py: ``tasks``, and with tests/supported.json, what marked tests recorded, ``support``;
-- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE ARM | BEFORE``, ``steps TABLE``, ``call TABLE [N]``,
-  ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [ARM | ARM …]``,
-  ``suite``, ``mutants``.
+- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``, ``steps TABLE [LAST]``,
+  ``call TABLE [N]``, ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``,
+  ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``, ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``,
+  ``mutants``.
 
-``<!-- chart: KIND TABLE FILE.png [ARM | ARM …] -->`` stands before an image, which :mod:`benchmarks.charts` draws anew
-when its rows are others than it shows.
+``<!-- value: EXPRESSION -->…<!-- end -->`` in a sentence is a single value of the rows: :mod:`benchmarks.values`.
+
+``<!-- chart: KIND TABLE FILE.png [CONFIGURATION | …] -->`` stands before an image, which :mod:`benchmarks.charts` draws
+anew when its rows are others than it shows.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ from pathlib import Path
 from benchmarks import tables
 from benchmarks.charts import Chart
 from benchmarks.stub import package_stub
+from benchmarks.values import render_values
 
 ROOT = Path(__file__).parent.parent
 STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
-_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy suite mutants"
+_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy across suite mutants"
 _KINDS = f"order ranks conflicts families families_short heads refusals tasks support {_OF_ROWS}".split()
 
 
@@ -45,8 +49,12 @@ def documents() -> list[Path]:
 
 
 def render(text: str) -> str:
-    """The text with every figure written anew from the rows."""
-    return _FIGURE.sub(lambda m: f"{m[1]}{_figure(m[2])}\n{m[3]}", text)
+    """The text with every figure and every value written anew from the rows.
+
+    Raises:
+        ValueError: A figure or value that no row has.
+    """
+    return render_values(_FIGURE.sub(lambda m: f"{m[1]}{_figure(m[2])}\n{m[3]}", text))
 
 
 def charts_of(text: str) -> list[Chart]:
@@ -60,7 +68,10 @@ def _figure(request: str) -> str:
     if kind not in _KINDS:
         raise ValueError(f"no figure of kind {kind!r}")
     name, _, more = rest.partition(" ")
-    arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
+    if kind == "across":
+        arguments = [part.strip() for part in rest.split("|")]
+    else:
+        arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()
     return "\n".join(getattr(tables, kind)(*arguments))
 
 
@@ -68,7 +79,11 @@ def main(arguments: Sequence[str]) -> None:
     check, stale = "--check" in arguments, []
     for path in documents():
         text = path.read_text()
-        rendered, charts = render(text), [chart for chart in charts_of(text) if chart.is_stale()]
+        try:
+            rendered = render(text)
+        except ValueError as error:
+            raise SystemExit(f"{path.relative_to(ROOT)}: {error}") from error
+        charts = [chart for chart in charts_of(text) if chart.is_stale()]
         stale += [*(chart.path for chart in charts), *([path] if rendered != text else [])]
         if not check:
             for chart in charts:

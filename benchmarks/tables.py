@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parent.parent
 COMMITTED = RESULTS / "nvidia-h200"  # the rows of this repository's GPU
-_COLUMNS = ("arm", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
+_COLUMNS = ("configuration", "point", "samples/s (least–most)", "ratio", "tokens/s", "MFU", "peak GiB", "warm-up s")
 _MORE = {  # column → what of a row it shows, and how; "run" leaves the imports out
     "run s": ("run_seconds", ".1f"),
     "process s": ("process_seconds", ".1f"),
@@ -71,18 +71,58 @@ def every_gpus_rows(name: str) -> list[Row]:
 
 
 def where_of(rows: Sequence[Row]) -> str:
-    """Hardware, versions, days and commits of the rows; more than one where they differ, nothing where none knows."""
+    """How often the rows ran, on which hardware and versions, on which days and at which commits.
 
+    More than one of each where rows differ, and nothing of what none of them knows. A commit whose files were changed
+    when it ran is named so.
+    """
+    days = ", ".join(sorted({row["call"][:10] for row in rows}))
+    commits = ", ".join(sorted({commit_of(row) for row in rows}))
+    return f"{_repeats(rows)}{_machine(rows)}; {days}; commit {commits}."
+
+
+def commit_of(row: Row) -> str:
+    """The row's commit in seven digits, and whether files were changed since."""
+    commit = (row["environment"].get("commit") or "unknown")[:7]
+    return f"{commit} with uncommitted changes" if row["environment"].get("uncommitted_changes") else commit
+
+
+def override_of(row: Row, key: str) -> str | None:
+    """The last value that a row's command line gave a key; None where it gave none."""
+    pairs = (item.partition("=") for item in [*row.get("overrides", []), *row.get("arguments", [])])
+    return {name: given for name, _, given in pairs}.get(key)
+
+
+def _repeats(rows: Sequence[Row]) -> str:
+    """How often each configuration ran, and for how many batches; empty for rows that count no runs."""
+    counts = {row["repeats"] for row in rows if "repeats" in row}
+    if not counts:
+        return ""
+    durations = {override_of(row, "trainer.max_duration") or "" for row in rows}
+    batches = ""
+    if all(duration.endswith("ba") for duration in durations):
+        batches = f", {_range(int(duration.removesuffix('ba')) for duration in durations)} batches each"
+    if counts == {1}:
+        return f"One run of each configuration{batches}. "
+    single = "; one run where no range is given" if 1 in counts else ""
+    return f"{_range(counts)} runs of each configuration{batches}: median (least–most){single}. "
+
+
+def _range(counts: Iterable[int]) -> str:
+    found = sorted(counts)
+    return "–".join(map(str, dict.fromkeys((found[0], found[-1]))))
+
+
+def _machine(rows: Sequence[Row]) -> str:
     def each(name: str, form: str = "{}") -> str:
         values = {row["environment"].get(name) for row in rows} - {None}
         return form.format(", ".join(sorted(map(str, values)))) if values else ""
 
     def span(name: str, form: str) -> str:
         values = {round(row["environment"][name]) for row in rows if row["environment"].get(name) is not None}
-        return form.format("–".join(map(str, sorted({min(values), max(values)})))) if values else ""
+        return form.format(_range(values)) if values else ""
 
     on_gpu = any(row["environment"]["gpu"] for row in rows)
-    commits = ", ".join(sorted({(row["environment"].get("commit") or "unknown")[:7] for row in rows}))
     parts = [
         each("gpu") if on_gpu else each("cpu", "CPU {}"),
         span("gpu_power_limit_watts", "limit {} W"),
@@ -92,106 +132,122 @@ def where_of(rows: Sequence[Row]) -> str:
         each("composer", "Composer {}"),
         each("transformers", "transformers {}"),
     ]
-    days = ", ".join(sorted({row["call"][:10] for row in rows}))
-    return f"{', '.join(filter(None, parts))}; {days}; commit {commits}."
+    return ", ".join(filter(None, parts))
 
 
 def _figure(columns: Sequence[str], lines: Iterable[Sequence[str]], rows: Sequence[Row]) -> list[str]:
     return [*table(columns, lines), "", where_of(rows)]
 
 
-def _at(rows: Sequence[Row], arm: str, batch: int) -> list[Row]:
-    return [row for row in rows if row["arm"] == arm and row["data.batch_size"] == batch]
+_Line = tuple[str, Sequence[str]]  # the call that a line's rows are of, and its cells
 
 
-def _arms(rows: Sequence[Row]) -> Iterator[tuple[int, str, list[Row], list[Row]]]:
-    """Batch size, arm, its rows there, and those of the first arm of all; arms in the order of the table."""
-    places = dict.fromkeys((row["data.batch_size"], row["arm"]) for row in rows)
-    for batch, arm in sorted(places, key=lambda place: place[0]):
-        yield batch, arm, _at(rows, arm, batch), _at(rows, rows[0]["arm"], batch)
+def _figure_by_call(columns: Sequence[str], lines: Sequence[_Line], rows: Sequence[Row]) -> list[str]:
+    """A figure each of whose lines is of one call. Several calls are lettered, in a column of their own."""
+    calls = sorted({row["call"] for row in rows})
+    if len(calls) == 1:
+        return _figure(columns, (cells for _, cells in lines), rows)
+    letters = {call: chr(ord("a") + index) for index, call in enumerate(calls)}
+    body = table(["call", *columns], ([letters[call], *cells] for call, cells in lines))
+    described = []
+    for call, letter in letters.items():
+        commits = ", ".join(sorted({commit_of(row) for row in rows if row["call"] == call}))
+        described.append(f"{letter}: {call[:16].replace('T', ' ')}, commit {commits}")
+    return [*body, "", f"{_repeats(rows)}{_machine(rows)}. Ratios are within a call. {'; '.join(described)}."]
 
 
-def _runs(rows: Sequence[Row], name: str) -> list[float]:
-    return [value for row in rows for value in row[name]["runs"]]
+def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
+    """Each row with that of the table's first configuration in the same call and batch size, None where none ran.
+
+    By batch size, then by call, then in the order of the table.
+    """
+    first = rows[0]["arm"]
+    for row in sorted(rows, key=lambda row: (row["data.batch_size"], row["call"])):
+        same = (
+            other
+            for other in rows
+            if (other["arm"], other["call"], other["data.batch_size"]) == (first, row["call"], row["data.batch_size"])
+        )
+        yield row, next(same, None)
 
 
-def _median(rows: Sequence[Row], name: str) -> str:
-    return format(statistics.median(_runs(rows, name)), _FORMATS[name])
+def _median(row: Row, name: str) -> str:
+    return format(row[name]["median"], _FORMATS[name])
 
 
 def _rate(row: Row) -> float:
     return float(row["samples_per_sec"]["median"])
 
 
-def _ratio(rows: Sequence[Row], others: Sequence[Row], measure: Callable[[Row], float] = _rate) -> str:
-    """The measure of the one over that of the other, in the calls that ran both; a dash where none did."""
-    theirs = {row["call"]: measure(row) for row in others}
-    ratios = [measure(row) / theirs[row["call"]] for row in rows if row["call"] in theirs]
-    return f"{statistics.median(ratios):.2f}" if ratios else "–"
+def _ratio(row: Row, other: Row | None, measure: Callable[[Row], float] = _rate) -> str:
+    """The measure of the one over that of the other; a dash where there is no other."""
+    return "–" if other is None else f"{measure(row) / measure(other):.2f}"
 
 
-def _spread(rates: Sequence[float]) -> str:
-    if len(rates) == 1:
-        return f"{rates[0]:,.0f}, one run"
-    return f"{statistics.median(rates):,.0f} ({min(rates):,.0f}–{max(rates):,.0f})"
+def _spread(row: Row) -> str:
+    """A row's samples/s: of one run, or their median with the least and the most."""
+    rate = row["samples_per_sec"]
+    text = _spell_rate(rate["median"])
+    if len(rate["runs"]) > 1:
+        text += f" ({_spell_rate(min(rate['runs']))}–{_spell_rate(max(rate['runs']))})"
+    return text
 
 
 # Figures of techniques
 
 
 def ladder() -> list[str]:
-    """The whole first table: an arm is compared with the first one, fp32."""
+    """The whole first table: a configuration is compared with the first one, fp32."""
     rows = rows_of("ladder")
-    columns = ["techniques", "batch", "samples/s (least–most)", "over fp32", "peak GiB", "warm-up s", "runs"]
     lines = []
-    for batch, arm, found, base in _arms(rows):
-        rates = _runs(found, "samples_per_sec")
-        cells = [_median(found, "peak_memory_gib"), _median(found, "warmup_seconds"), str(len(rates))]
-        lines.append([arm, str(batch), _spread(rates), _ratio(found, base), *cells])
-    return _figure(columns, lines, rows)
+    for row, base in _by_call(rows):
+        cells = [_ratio(row, base), _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
+        lines.append((row["call"], [row["arm"], str(row["data.batch_size"]), _spread(row), *cells]))
+    columns = ["techniques", "batch", "samples/s (least–most)", "over fp32", "peak GiB", "warm-up s"]
+    return _figure_by_call(columns, lines, rows)
 
 
 def summary(name: str) -> list[str]:
-    """Every arm of a table beside its first one: ratio of samples/s, peak memory and warm-up at each batch size."""
+    """Every configuration of a table compared with the first one, at each batch size of a call."""
     rows = rows_of(name)
     batches = sorted({row["data.batch_size"] for row in rows})
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    columns = [cell for batch in batches for cell in (f"{batch}: samples/s", "ratio", "peak GiB")]
+    found = {(row["call"], row["arm"], row["data.batch_size"]): row for row in rows if row["samples_per_sec"]}
+    first = rows[0]["arm"]
     lines = []
-    for arm in arms:
+    for call, arm in sorted(dict.fromkeys((row["call"], row["arm"]) for row in rows), key=lambda pair: pair[0]):
         cells, warmups = [arm], [0.0]
         for batch in batches:
-            found = [row for row in _at(rows, arm, batch) if row["samples_per_sec"]]
-            if not found:
+            row = found.get((call, arm, batch))
+            if row is None:
                 cells += "–––"
                 continue
-            ratio = _ratio(found, _at(rows, arms[0], batch))
-            cells += [_median(found, "samples_per_sec"), ratio, _median(found, "peak_memory_gib")]
-            warmups.append(statistics.median(_runs(found, "warmup_seconds")))
-        lines.append([*cells, f"{max(warmups):.0f}"])
-    return _figure([f"{arms[0]}, or with", *columns, "warm-up s"], lines, rows)
+            cells += [_spread(row), _ratio(row, found.get((call, first, batch))), _median(row, "peak_memory_gib")]
+            warmups.append(row["warmup_seconds"]["median"])
+        lines.append((call, [*cells, f"{max(warmups):.0f}"]))
+    columns = [cell for batch in batches for cell in (f"{batch}: samples/s", "ratio", "peak GiB")]
+    return _figure_by_call([f"{first}, or with", *columns, "warm-up s"], lines, rows)
 
 
 def effect(name: str, arm: str, before: str) -> list[str]:
-    """One arm of a table beside another, in the calls that ran both."""
+    """One configuration of a table compared with another, in the calls that ran both."""
     rows = rows_of(name)
+    found = {(row["data.batch_size"], row["call"], row["arm"]): row for row in rows}
     lines, compared = [], []
-    for batch in sorted({row["data.batch_size"] for row in rows}):
-        old, new = _at(rows, before, batch), _at(rows, arm, batch)
-        calls = {row["call"] for row in old} & {row["call"] for row in new}
-        if not calls:
+    for batch, call, which in sorted(found):
+        if which != arm or (old := found.get((batch, call, before))) is None:
             continue
-        old, new = ([row for row in found if row["call"] in calls] for found in (old, new))
-        compared += old + new
-        rates = [_spread(_runs(found, "samples_per_sec")) for found in (old, new)]
+        new = found[batch, call, arm]
+        compared += [old, new]
         changes = [f"{_median(old, name)} → {_median(new, name)}" for name in ("peak_memory_gib", "warmup_seconds")]
-        lines.append([str(batch), *rates, _ratio(new, old), *changes])
+        lines.append((call, [str(batch), _spread(old), _spread(new), _ratio(new, old), *changes]))
+    if not lines:
+        raise ValueError(f"no call of {name} has rows of both {arm!r} and {before!r}")
     columns = ["batch", f"{before}, samples/s", arm, "ratio", "peak GiB", "warm-up s"]
-    return _figure(columns, lines, compared)
+    return _figure_by_call(columns, lines, compared)
 
 
 def accuracy(name: str, *only: str) -> list[str]:
-    """Accuracy by arm and seed; samples/s where each run had the machine to itself."""
+    """Accuracy by configuration and seed; samples/s where each run had the machine to itself."""
     rows = [row for row in rows_of(name) if (not only or row["arm"] in only) and row["accuracy"]]
     seeds = sorted({row["seed"] for row in rows})
     timed = all(row["samples_per_sec"] for row in rows)
@@ -201,11 +257,38 @@ def accuracy(name: str, *only: str) -> list[str]:
         runs = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
         means = [statistics.fmean(values) if values else None for values in runs]
         mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
+        each = [value for values in runs for value in values]
         rates = _runs(own, "samples_per_sec") if timed else []
         speed = [f"{min(rates):,.0f}–{max(rates):,.0f}"] if timed else []
-        lines.append([arm, *("–" if m is None else f"{m:.4f}" for m in [*means, mean]), *speed])
-    columns = ["arm", *(f"seed {seed}" for seed in seeds), "mean", *(["samples/s"] if timed else [])]
-    return _figure(columns, lines, rows)
+        cells = ["–" if m is None else f"{m:.4f}" for m in [*means, mean]]
+        lines.append([arm, *cells, f"{min(each):.4f}–{max(each):.4f}", str(len(each)), *speed])
+    head = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "least–most", "runs"]
+    counted = [{key: value for key, value in row.items() if key != "repeats"} for row in rows]  # the last column has it
+    return _figure([*head, *(["samples/s"] if timed else [])], lines, counted)
+
+
+def _runs(rows: Sequence[Row], name: str) -> list[float]:
+    return [value for row in rows for value in row[name]["runs"]]
+
+
+def across(*selections: str) -> list[str]:
+    """One configuration as several tables measured it, each ``TABLE KEY=VALUE …; CONFIGURATION``."""
+    from benchmarks.values import select  # which reads rows by this module
+
+    lines, every = [], []
+    for selection in selections:
+        rows = select(selection)
+        runs = _runs(rows, "samples_per_sec")
+        every += rows
+        spread = f"{min(runs):,.0f}–{max(runs):,.0f}" if len(runs) > 1 else f"{runs[0]:,.0f}"
+        commits = ", ".join(sorted({commit_of(row) for row in rows}))
+        name = f"`{rows[0]['table']}`, {rows[0]['arm']}"
+        lines.append([name, str(len({row["call"] for row in rows})), str(len(runs)), spread, commits])
+    runs = _runs(every, "samples_per_sec")
+    calls = len({row["call"] for row in every})
+    lines.append(["**all**", str(calls), str(len(runs)), f"{min(runs):,.0f}–{max(runs):,.0f}", ""])
+    columns = ("table, configuration", "calls", "runs", "samples/s (least–most)", "commits")
+    return [*table(columns, lines), "", f"{_machine(every)}."]
 
 
 # What goes together, as tests/families/test_family_techniques.py has seen it
@@ -324,43 +407,60 @@ def _yamls_by_task() -> dict[str, list[str]]:
 # Figures that set the suite beside its peers
 
 
-def steps(name: str) -> list[str]:
-    """Every arm at each batch size: its rate and median step, and how they compare with the first arm's, call by call.
+def steps(name: str, last: int | str = 0) -> list[str]:
+    """Every configuration at each batch size: its rate and median step, compared with the first one's of the call.
 
     The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's.
+    ``last`` shows only that many of the last calls; 0 shows all.
     """
     rows = rows_of(name)
+    shown = sorted({row["call"] for row in rows})[-int(last) :]
+    rows = [row for row in rows if row["call"] in shown and row["samples_per_sec"]]
     lines = []
-    for batch, arm, found, base in _arms(rows):
-        step = f"{1e3 * statistics.median(map(median_step, found)):.1f} ({_ratio(base, found, median_step)})"
-        rate, ratio, peak = _median(found, "samples_per_sec"), _ratio(found, base), _median(found, "peak_memory_gib")
-        lines.append([str(batch), arm, rate, ratio, step, peak, _median(found, "warmup_seconds")])
-    columns = ["batch", "arm", "samples/s", f"over {rows[0]['arm']}", "median step, ms", "peak GiB", "warm-up s"]
-    return _figure(columns, lines, rows)
+    for row, base in _by_call(rows):
+        step = f"{1e3 * median_step(row):.1f}"
+        if base is not None:
+            step += f" ({median_step(base) / median_step(row):.2f})"
+        cells = [_spread(row), _ratio(row, base), step, _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
+        lines.append((row["call"], [str(row["data.batch_size"]), row["arm"], *cells]))
+    head = ["batch", "configuration", "samples/s", f"over {rows[0]['arm']}", "median step, ms", "peak GiB", "warm-up s"]
+    return _figure_by_call(head, lines, rows)
 
 
 def jobs(name: str) -> list[str]:
-    """Seconds of each arm from the start of its process to its end, and those of the first arm over them."""
+    """Seconds of each configuration from the start of its process to its end, and those of the first one over them."""
     rows = rows_of(name)
     lines = []
-    for batch, arm, found, base in _arms(rows):
-        whole = [_median(found, "process_seconds"), _ratio(base, found, lambda row: row["process_seconds"]["median"])]
-        lines.append([str(batch), arm, *whole, _median(found, "warmup_seconds"), _median(found, "eval_seconds")])
-    columns = ["batch", "arm", "process, s", f"{rows[0]['arm']}'s over it", "warm-up s", "both evaluations, s"]
-    return _figure(columns, lines, rows)
+    for row, base in _by_call(rows):
+        over = "–" if base is None else f"{_process(base) / _process(row):.2f}"
+        cells = [over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]
+        lines.append((row["call"], [str(row["data.batch_size"]), row["arm"], _seconds(row), *cells]))
+    head = ["batch", "configuration", "process, s", f"{rows[0]['arm']}'s over it", "warm-up s", "both evaluations, s"]
+    return _figure_by_call(head, lines, rows)
+
+
+def _process(row: Row) -> float:
+    return float(row["process_seconds"]["median"])
+
+
+def _seconds(row: Row) -> str:
+    runs = row["process_seconds"]["runs"]
+    spread = f" ({min(runs):.1f}–{max(runs):.1f})" if len(runs) > 1 else ""
+    return f"{_process(row):.1f}{spread}"
 
 
 def starts(name: str) -> list[str]:
-    """Where the time from the start of each arm's process to the end of its first step goes; of the last run."""
+    """Where the time from the start of each process to the end of its first step goes; of the last run."""
     rows = rows_of(name)
     phases = ("imports", "data", "model", "first_step")
     lines = []
     for row in rows:
         spent = [row["startup"][f"{phase}_seconds"] for phase in phases]
         total = row["startup"]["to_first_step_seconds"]
-        lines.append([row["arm"], *(f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))])
-    columns = ["arm", "to the first step, s", *(phase.replace("_", " ") for phase in phases), "the rest"]
-    return _figure(columns, lines, rows)
+        cells = (f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))
+        lines.append((row["call"], [row["arm"], *cells]))
+    columns = ["configuration", "to the first step, s", *(phase.replace("_", " ") for phase in phases), "the rest"]
+    return _figure_by_call(columns, lines, rows)
 
 
 def kernels(name: str) -> list[str]:
@@ -372,7 +472,7 @@ def kernels(name: str) -> list[str]:
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
-    return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [row])
+    return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [{**row, "repeats": 1}])
 
 
 def suite() -> list[str]:
@@ -422,8 +522,8 @@ def kinds(override: str) -> list[str]:
 
     Kinds are told from the names of the kernels that a row keeps, its slowest; ``less`` is what the others took.
     """
-    rows = {_profiled(row): row for row in rows_of("profile") if override in row["arguments"]}  # the last of each name
-    columns = [_ms_by_kind(row) for row in rows.values()]
+    rows = {profiled(row): row for row in rows_of("profile") if override in row["arguments"]}  # the last of each name
+    columns = [ms_by_kind(row) for row in rows.values()]
     every = dict.fromkeys(kind for column in columns for kind in column)
     order = sorted(every, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
     lines = [[kind, *(f"{column[kind]:.1f}" if kind in column else "–" for column in columns)] for kind in order]
@@ -433,10 +533,10 @@ def kinds(override: str) -> list[str]:
         ("its products alone, bf16", "gemm_floor_ms"),
     ):
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
-    return _figure(["ms a step", *rows], lines, list(rows.values()))
+    return _figure(["ms per step", *rows], lines, [{**row, "repeats": 1} for row in rows.values()])
 
 
-def _profiled(row: Row) -> str:
+def profiled(row: Row) -> str:
     """What sets a profiled run apart: the fast set, compiled, or compiled with float8."""
     techniques = row["algorithms"]
     if "fused_layers" in techniques:
@@ -447,7 +547,8 @@ def _profiled(row: Row) -> str:
     return "compiled"
 
 
-def _ms_by_kind(row: Row) -> dict[str, float]:
+def ms_by_kind(row: Row) -> dict[str, float]:
+    """Milliseconds per step of a profile's kernels by their kind; ``less`` is the time of kernels that no row keeps."""
     from benchmarks.profile import kind_of  # Composer, which the other figures of rows do without
 
     found: dict[str, float] = {}
@@ -547,9 +648,9 @@ def call(name: str, count: int | str = 1) -> list[str]:
 
 
 def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
-    """The rows of a call as a table, speed-up over the first arm of each point.
+    """The rows of a call as a table, speed-up over the first configuration of each point.
 
-    Arms with several ranks have an efficiency: their speed-up over the arm of one rank with the same name after a comma
+    Several ranks have an efficiency: their speed-up over the configuration of one rank with the same name after a comma
     ("1 GPU, 128 each" for "2 GPUs, 128 each"), over their number.
     Seconds of whole runs and processes, accuracy and published figures have columns where rows have them.
     """
@@ -559,13 +660,13 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
     columns = [column for column in (*_COLUMNS, *more) if column not in without]
     if not any(map(point_of, rows)):
         columns.remove("point")
-    first: dict[str, float] = {}  # rate of the table's first arm, by point
+    first: dict[str, float] = {}  # rate of the first configuration, by point
     lines = []
     for row in rows:
         point = spell(point_of(row))
         if row["arm"] == rows[0]["arm"] and row["samples_per_sec"]:
             first[point] = _rate(row)
-        cells = {"arm": row["arm"], "point": point, **_measured(row, first.get(point))}
+        cells = {"configuration": row["arm"], "point": point, **_measured(row, first.get(point))}
         cells |= {"efficiency": _efficiency(row, rows), "median step, ms": _median_step(row)}
         cells |= {column: _number(row.get(name), form) for column, (name, form) in _MORE.items()}
         lines.append([cells.get(column, "") for column in columns])
@@ -576,17 +677,22 @@ def _measured(row: Row, base: float | None) -> dict[str, str]:
     rate, failed = row["samples_per_sec"], describe_errors(row)
     if rate is None:
         return {_COLUMNS[2]: failed or ("not timed" if row["accuracy"] else "failed")}
-    text = _spell_rate(rate["median"])
-    if len(rate["runs"]) > 1:
-        text += f" ({_spell_rate(rate['min'])}–{_spell_rate(rate['max'])})"
+    text = _spread(row)
     return {
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,
         "ratio": "–" if base is None else f"{rate['median'] / base:.2f}",
         "tokens/s": _number(row.get("tokens_per_sec"), ",.0f"),
-        "MFU": _number(row.get("mfu"), ".1%"),
+        "MFU": _mfu(row),
         "peak GiB": _number(row["peak_memory_gib"], ".1f"),
         "warm-up s": _number(row["warmup_seconds"], ".1f"),
     }
+
+
+def _mfu(row: Row) -> str:
+    """The share of the peak of the precision that the run reported, which float8 products do not change: then named."""
+    techniques = row.get("algorithms", {})
+    float8 = "float8_linear" in techniques or "fp8" in str(techniques.get("fused_layers", {}).get("settings", ""))
+    return _number(row.get("mfu"), ".1%") + (f" of {row['numerics']['matmul']}'s peak" if float8 else "")
 
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> str:
@@ -622,13 +728,11 @@ def page(rows: Sequence[Row], name: str, given: Sequence[str], published: str = 
     """
     command = shlex.join(["python", "-m", "benchmarks.run", name, *given])
     known = [row for row in rows if row["environment"]]
-    runs = ", ".join(map(str, sorted({row["repeats"] for row in rows})))
     paragraphs = [
         f"# {name}",
         f"`{command}`, call of {rows[0]['call']}.",
         "\n".join(markdown(rows)),
         where_of(known) if known else "No run ended without an error, so none says where it ran.",
-        f"Runs an arm: {runs}; medians, with the least and the greatest.",
         f"Published: {published}." if published else "",
         f"![{name}]({chart})" if chart else "",
     ]

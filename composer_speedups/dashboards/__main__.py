@@ -17,16 +17,16 @@ __all__ = ["command", "main", "read_request"]
 _USAGE = """\
 usage: python -m composer_speedups.dashboards PROJECT [key=value ...]
 
-Make a Weights & Biases dashboard that compares runs. Runs log what it shows with loggers.wandb={}.
+Create a Weights & Biases dashboard that compares runs, which must log with loggers.wandb={}.
 It needs pip install 'composer_speedups[dashboards]' and `wandb login`.
 
 keys:
 """
-_SIGNS = ("So", "Sk", "Sm", "Sc", "Cs")  # the Unicode categories that wandb-workspaces counts as emoji
+_SIGNS = ("So", "Sk", "Sm", "Sc", "Cs")  # Unicode categories that wandb-workspaces treats as emoji
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Read the arguments, then print the layout or send it and print its address."""
+    """Read the arguments, then print the layout, or send it and print its address."""
     project, request = read_request(arguments)
     sections = layout(request.task)
     if request.dry_run:
@@ -44,10 +44,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
-    """The project and the keys behind ``PROJECT [key=value ...]``; ``--help`` prints every key and exits with 0.
+    """Read the project and the keys of ``PROJECT [key=value ...]``; ``--help`` prints every key and exits with 0.
 
     Raises:
-        ConfigError: One line that names the argument and the fix.
+        ConfigError: Names the argument and the fix.
     """
     command_line = parse_command_line(arguments, "PROJECT")
     if command_line.help:
@@ -56,13 +56,13 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
     (project,) = command_line.words
     entity, slash, name = project.partition("/")
     if slash:
-        raise ConfigError(f"PROJECT: {project!r} has a slash; write {name or 'PROJECT'} entity={entity}")
+        raise ConfigError(f"PROJECT: {project!r} contains a slash; write {name or 'PROJECT'} entity={entity}")
     request, _ = read_settings(Request, command_line.overrides)
     if request.runs == []:
         raise ConfigError("runs: names no run; write runs=a,b")
     if any(unicodedata.category(letter) in _SIGNS for letter in request.name):
         raise ConfigError(
-            f"name: W&B takes no emoji or signs such as + and = in it; leave them out of {request.name!r}"
+            f"name: W&B does not accept emoji or signs such as + and =; remove them from {request.name!r}"
         )
     if len(request.name) > 128:
         raise ConfigError(f"name: must be at most 128 characters, not {len(request.name)}")
@@ -70,8 +70,8 @@ def read_request(arguments: Sequence[str]) -> tuple[str, Request]:
 
 
 def _send(project: str, request: Request, sections: Sequence[Section]) -> str:
-    """Save the dashboard under the user's account; its address."""
-    import wandb  # it takes a second, and wandb-workspaces is an extra
+    """Save the dashboard under the user's account, and return its address."""
+    import wandb  # imported here, because it takes a second and wandb-workspaces is an extra
 
     from composer_speedups.dashboards.build import build_report, build_workspace
 
@@ -83,13 +83,13 @@ def _send(project: str, request: Request, sections: Sequence[Section]) -> str:
         return str(build(sections, request, entity, project).save().url)
     except ConfigError:
         raise
-    except Exception as error:  # what the service refuses has no common public class
+    except Exception as error:  # the service's errors have no common public class
         where = f"{request.entity or 'your account'}/{project}"
-        raise ConfigError(f"entity: W&B did not take the {request.kind} for {where}: {error}") from error
+        raise ConfigError(f"entity: W&B did not accept the {request.kind} for {where}: {error}") from error
 
 
 def command() -> None:
-    """``python -m composer_speedups.dashboards`` and its console command."""
+    """Entry point of ``python -m composer_speedups.dashboards`` and its console command."""
     with exit_codes("dashboards"):
         main(sys.argv[1:])
 

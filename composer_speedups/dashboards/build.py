@@ -1,4 +1,4 @@
-"""Layout → the objects of ``wandb-workspaces``; nothing here sends them."""
+"""Convert a layout to objects of ``wandb-workspaces``, without sending them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from composer_speedups.dashboards.layout import Chart, Request, Section, columns
 
 __all__ = ["build_report", "build_workspace"]
 
-_WIDTH, _HEIGHT = 8, 6  # of a panel in a report, whose grid is 24 wide
+_WIDTH, _HEIGHT = 8, 6  # width of a panel in a report, whose grid has 24 columns
 
 
 def build_workspace(sections: Sequence[Section], request: Request, entity: str, project: str) -> workspaces.Workspace:
-    """A workspace whose panels are the charts, over runs grouped into arms.
+    """A workspace whose panels are the charts, with grouped runs.
 
     Args:
-        sections: Of :func:`layout`.
-        request: Which runs, how grouped, and under what name.
+        sections: From :func:`layout`.
+        request: The runs, their grouping, and the name.
         entity: User or team.
         project: Name of the project.
     """
@@ -42,7 +42,7 @@ def build_workspace(sections: Sequence[Section], request: Request, entity: str, 
 
 
 def build_report(sections: Sequence[Section], request: Request, entity: str, project: str) -> reports.Report:
-    """A report with a heading and a grid of panels for each section; arguments as for :func:`build_workspace`."""
+    """A report with a heading and a grid of panels per section; arguments as in :func:`build_workspace`."""
     blocks: list[Any] = []
     for section in sections:
         runset = reports.Runset(
@@ -80,6 +80,6 @@ def _columns(request: Request) -> list[str]:
 
 
 def _stored(key: str) -> str:
-    """A key of a config as W&B keeps it: the value of ``data`` holds ``batch_size``."""
+    """The name of a config key in W&B: the value of ``data`` contains ``batch_size``."""
     first, *rest = key.split(".")
     return ".".join([first, "value", *rest])

@@ -1,4 +1,4 @@
-"""What a dashboard shows: which runs, and sections of charts by name, with no library of Weights & Biases."""
+"""The content of a dashboard: its runs, and sections of charts, independent of Weights & Biases' libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Chart", "Request", "Section", "as_text", "columns", "layout"]
 Task = Literal["classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"]
 
 BATCHES, SAMPLES, SECONDS = "time/batch", "time/sample", "_runtime"
-_AXES = {BATCHES: "batches trained", SAMPLES: "samples trained on", SECONDS: "seconds since the run began"}
+_AXES = {BATCHES: "batches trained", SAMPLES: "samples trained on", SECONDS: "seconds since the start of the run"}
 
-# Task → its evaluation metrics: what a chart calls them, how they are logged, and their name in the summary. The first
-# one is what runs are compared by.
+# Task → its evaluation metrics: title in charts, name in the log, and name in the summary. Runs are compared by the
+# first one.
 _METRICS: dict[Task, tuple[tuple[str, str, str], ...]] = {
     "classification": (
         ("accuracy", "MulticlassAccuracy", "accuracy"),
@@ -57,7 +57,7 @@ _METRICS: dict[Task, tuple[tuple[str, str, str], ...]] = {
 
 
 def columns(task: Task = "classification") -> tuple[str, ...]:
-    """Of the table of runs: summary values, in this order."""
+    """Columns of the table of runs: summary values, in this order."""
     measured = ("samples_per_sec", "peak_gib", "warmup_seconds", _METRICS[task][0][2], "train_loss")
     return tuple(f"summary/{name}" for name in measured)
 
@@ -67,28 +67,28 @@ class Request:
     """The keys of the command line."""
 
     entity: str | None = None
-    """User or team of the project; null is your own."""
+    """User or team of the project; null for your default."""
     runs: list[str] | None = None
-    """Names of the runs to show, as in runs=a,b; null shows all of the project."""
+    """Names of the runs to show, as in runs=a,b; null for all runs of the project."""
     kind: Literal["workspace", "report"] = "workspace"
-    """A saved view of the project, or a page of its own."""
+    """A saved view of the project, or a separate report."""
     name: str = "Arms side by side"
-    """Of the view or report, at most 128 characters, without emoji or signs such as + and =."""
+    """Name of the view or report: at most 128 characters, without emoji or signs such as + and =."""
     group_by: list[str] = field(default_factory=lambda: ["techniques"])
-    """Config keys; runs with the same values are one arm. Empty (group_by=) shows each run by itself."""
+    """Config keys; runs with the same values form a group. Empty (group_by=) shows each run separately."""
     task: Task = "classification"
-    """What the runs trained (model.task)."""
+    """Task of the runs (model.task)."""
     dry_run: bool = False
-    """Print the layout and send nothing; needs no account."""
+    """Print the layout without sending it; needs no account."""
 
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over the run, or with ``over: None`` a bar for each arm or run.
+    """Lines over the run, or with ``over: None`` a bar per group or run.
 
     Attributes:
         title: With the unit.
-        metrics: As the run logs them.
+        metrics: Names of the logged metrics.
         over: The metric on the x-axis.
     """
 
@@ -98,7 +98,7 @@ class Chart:
 
     @property
     def axis(self) -> str:
-        """What is on the x-axis, in words."""
+        """A description of the x-axis."""
         return "bars" if self.over is None else f"over {_AXES[self.over]}"
 
 
@@ -109,10 +109,10 @@ class Section:
 
 
 def layout(task: Task = "classification") -> tuple[Section, ...]:
-    """The sections of a dashboard, top to bottom.
+    """The sections of a dashboard from top to bottom.
 
     Args:
-        task: What the runs trained (``model.task``); their metrics have other names. Default: classification.
+        task: Task of the runs (``model.task``), which determines their metrics. Default: classification.
     """
     scores = _METRICS[task]
     title, score, final = scores[0]
@@ -131,7 +131,7 @@ def layout(task: Task = "classification") -> tuple[Section, ...]:
             (
                 Chart("training loss", ("loss/train/total",), SAMPLES),
                 *(Chart(f"evaluation {name}", (f"metrics/eval/{logged}",), SAMPLES) for name, logged, _ in scores),
-                Chart(f"evaluation {title} by the clock", (f"metrics/eval/{score}",), SECONDS),
+                Chart(f"evaluation {title} over time", (f"metrics/eval/{score}",), SECONDS),
                 Chart(f"final evaluation {title}", (f"summary/{final}",)),
             ),
         ),
@@ -145,7 +145,7 @@ def layout(task: Task = "classification") -> tuple[Section, ...]:
             ),
         ),
         Section(
-            "What each run cost to start",
+            "Start-up time of each run",
             (
                 Chart("warm-up and compilation, s", ("summary/warmup_seconds",)),
                 Chart("start of the process to the first trained step, s", ("startup/to_first_step_seconds",)),
@@ -161,7 +161,7 @@ _PHASES = ("imports", "data", "model", "trainer", "first_step")
 
 
 def as_text(sections: Sequence[Section]) -> str:
-    """The layout for reading: a line for each chart, under its section."""
+    """The layout as text: a line per chart, below its section."""
     lines = []
     for section in sections:
         lines.append(section.name)

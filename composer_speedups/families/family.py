@@ -40,11 +40,11 @@ __all__ = [
 class Reads(Enum):
     """Which positions of an encoder's last hidden state a head reads."""
 
-    LABELLED_TOKENS = "each slot with a label, whatever the attention mask says"
-    REAL_TOKENS = "nothing that is computed for padding"
+    LABELLED_TOKENS = "each slot with a label, regardless of the attention mask"
+    REAL_TOKENS = "no outputs at padding positions"
     FIRST_TOKEN = "each row's first slot, and nothing else"
     UNKNOWN = "each row's first slot, as far as is known"
-    PADDING = "every slot, padding too"
+    PADDING = "every slot, including padding"
     DECODER = "it is a decoder's"
 
 

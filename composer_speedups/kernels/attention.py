@@ -1,10 +1,10 @@
-"""Variable-length self-attention with dropout over packed queries, keys and values, for rows of up to some 512 tokens.
+"""Variable-length self-attention with dropout over packed queries, keys and values, for rows of up to about 512 tokens.
 
-The products of one projection come in as one tensor and their gradients go out as one, so that no copy stands between
-attention and the matrix products around it.
+Queries, keys and values are one tensor, and so are their gradients, so no copies are needed between attention and the
+qkv projection.
 
-Shapes: T tokens, A heads, D units a head, R rows. The softmax and its sums are in float32.
-Source: Dao, arXiv 2307.08691, for the order of the blocks; the kernels are this project's.
+Shapes: T tokens, A heads, D units per head, R rows. The softmax and its sums are float32.
+Source: Dao, arXiv 2307.08691, for the order of the blocks; the kernels were written for this project.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["attention_backward", "attention_forward"]
 
-# Queries (rows) and keys (columns) a block, warps, and loads in flight: the fastest measured on an H200. Beyond 128
-# registers a thread, a multiprocessor has room for three blocks and not four.
+# Queries (rows) and keys (columns) per block, warps, and pipeline stages: the fastest measured on an H200. With more
+# than 128 registers per thread, three blocks instead of four fit on a multiprocessor.
 _FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
 _QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
 _KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
@@ -35,20 +35,20 @@ def attention_forward(
     seed: Tensor,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ / √D) v, row by row.
+    """Compute softmax(q kᵀ / √D) v for each row.
 
     Args:
         qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values.
-        cu_seqlens: int32 (R + 1,): where each row starts, and T.
-        longest: A bound on the length of a row.
+        cu_seqlens: int32 (R + 1,): the start of each row, and T.
+        longest: Upper bound of the row lengths.
         heads: A. D must be 16, 32, 64 or 128.
-        dropout: Probability of dropping a weight.
-        seed: int32 (1,), on the device; the same one drops the same weights.
-        window: A token attends to those of its row that are at most this many tokens before or after it, and the time
-            is that of these pairs; None is all of the row.
+        dropout: Dropout probability of the attention weights.
+        seed: int32 (1,), on the device; the same seed drops the same weights.
+        window: A token attends to the tokens of its row at most this many tokens before or after it, and other pairs
+            are not computed; None attends to the whole row.
 
     Returns:
-        (T, A·D), and the logarithm to base 2 of the softmax's denominators, float32 (A, T).
+        The result (T, A·D), and the base-2 logarithms of the softmax's denominators, float32 (A, T).
     """
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
     size = hidden // heads
@@ -72,12 +72,12 @@ def attention_backward(
     seed: Tensor,
     window: int | None = None,
 ) -> Tensor:
-    """The gradient of ``qkv``, (T, 3·A·D).
+    """Return the gradient of ``qkv``, (T, 3·A·D).
 
     Args:
-        grad_out: Of ``out``; contiguous.
+        grad_out: Gradient of ``out``; contiguous.
         qkv, cu_seqlens, longest, dropout, seed, window: As in :func:`attention_forward`.
-        out, logs: What it returned.
+        out, logs: As returned by :func:`attention_forward`.
     """
     tokens, hidden = out.shape
     heads = logs.shape[0]
@@ -98,13 +98,12 @@ def attention_backward(
 
 
 def _window(window: int | None) -> int:
-    return -1 if window is None else window  # a constant of the kernels: there are one or two in a model
+    return -1 if window is None else window  # a compile-time constant: a model has one or two windows
 
 
 @triton.jit
 def _reach(first, count: tl.constexpr, length, block: tl.constexpr, WINDOW: tl.constexpr):
-    """Where the tokens begin and end that ``count`` tokens from ``first`` on share a window with; the beginning is a
-    multiple of ``block``."""
+    """Return begin (a multiple of ``block``) and end of the keys in the windows of ``count`` tokens from ``first``."""
     begin, end = 0, length
     if WINDOW >= 0:
         begin = tl.maximum(first - WINDOW, 0) // block * block
@@ -144,7 +143,7 @@ def _attention_forward(
             scores = tl.where(tl.abs(queries[:, None] - keys[None, :]) <= WINDOW, scores, float("-inf"))
         higher = tl.maximum(most, tl.max(scores, 1) * scale)
         finite = higher
-        if WINDOW >= 0:  # a query may have no key in its first block, and -inf less -inf is no number
+        if WINDOW >= 0:  # a query may have no key in its first block, and -inf - -inf is NaN
             finite = tl.where(higher > float("-inf"), higher, 0.0)
         weights = tl.exp2(scores * scale - finite[:, None])
         shrink = tl.exp2(most - finite)
@@ -160,9 +159,8 @@ def _attention_forward(
     tl.store(logs_ptr + head * tokens + start + queries, most + tl.log2(total), mask=queries < length)
 
 
-# One kernel of the backward pass goes over the keys for each block of queries, the other over the queries for each
-# block of keys; both compute the weights again, and neither needs an atomic addition, so that a run repeats bit for
-# bit.
+# The backward pass has two kernels: one loops over the keys for each block of queries, the other over the queries for
+# each block of keys. Both recompute the weights. Neither needs atomic additions, so gradients are deterministic.
 
 
 @triton.jit
@@ -172,8 +170,10 @@ def _attention_query_gradients(
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries; leaves what the keys' kernel needs of each, (A, T): the sum of gradient times output, and
-    the random bits of its row."""
+    """Compute the gradients of a block of queries.
+
+    For the keys' kernel, it stores the sum of gradient times output and the random bits of each query, (A, T).
+    """
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
@@ -222,7 +222,7 @@ def _attention_key_gradients(
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of keys and their values; its matrices have a key a row and a query a column."""
+    """Compute the gradients of a block of keys and values; matrices have a row per key and a column per query."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start

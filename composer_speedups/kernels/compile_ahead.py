@@ -1,4 +1,4 @@
-"""Compile a model's kernels side by side before the first batch, which would compile them one after another."""
+"""Compile a model's kernels in parallel before the first batch, which would compile them one after another."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ __all__ = ["Compiling", "compile_ahead", "launches"]
 
 Launch = Callable[[], Any]
 
-_TOKENS = 64  # as many as one of unpadding's multiples: Triton compiles for sizes that are multiples of 16, or not
+_TOKENS = 64  # a multiple of 16, like unpadded batches: Triton specializes kernels for sizes that are multiples of 16
 
 
 def launches(
     shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False
 ) -> tuple[list[Launch], list[Launch]]:
-    """Functions that each launch a kernel or two on a few tokens: as training does, and as evaluation does besides.
+    """Return functions that each launch a few kernels on a few tokens: those of training, and the others of evaluation.
 
-    The slowest to compile come first. With ``float8``, those of 8-bit layers too; a last layer has the others.
+    The slowest to compile come first. With ``float8``, kernels of 8-bit layers are added; the last layer may need the
+    16-bit ones.
     """
     hidden, inner = shape.hidden, shape.inner
     weight = torch.zeros(hidden, device=device)
@@ -120,38 +121,38 @@ def launches(
 
 
 class Compiling:
-    """Kernels that are being compiled, in threads of their own."""
+    """Kernels that are being compiled in background threads."""
 
     def __init__(self, pool: ThreadPoolExecutor, training: list[Future[None]]) -> None:
         self._pool, self._training = pool, training
 
     def wait(self) -> None:
-        """For the kernels of training; those of evaluation follow."""
+        """Wait until the kernels of training are compiled; those of evaluation are compiled after them."""
         wait(self._training)
 
     def close(self, *, cancel: bool = False) -> None:
-        """Wait for all, or, if ``cancel``, for those that have begun."""
+        """Wait for all kernels, or with ``cancel``, only for those whose compilation has started."""
         self._pool.shutdown(cancel_futures=cancel)
 
 
 def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device, *, float8: bool = False) -> Compiling:
-    """Start compiling.
+    """Start compiling a model's kernels in background threads.
+
+    If a kernel cannot be compiled, the first batch raises the error.
 
     Args:
-        shape: Of the model.
-        dtype: What its products are computed in: bf16 or fp16.
+        shape: Widths and dropout probabilities of the model.
+        dtype: Dtype of the model's matmuls: bf16 or fp16.
         device: A GPU.
-        float8: Those of 8-bit layers too.
-
-    A kernel that cannot be compiled is left to the first batch, which says why.
+        float8: Whether to compile the kernels of 8-bit layers, too.
     """
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile_ahead")
     found = launches(shape, dtype, device, float8=float8)
     training, _ = ([pool.submit(_on, device, each) for each in some] for some in found)
-    pool.shutdown(wait=False)  # when all are done
+    pool.shutdown(wait=False)  # the threads end when all kernels are compiled
     return Compiling(pool, training)
 
 
 def _on(device: torch.device, launch: Launch) -> None:
-    with torch.cuda.device(device), torch.no_grad():  # a thread starts on the first GPU
+    with torch.cuda.device(device), torch.no_grad():  # a new thread's current device is the first GPU
         launch()

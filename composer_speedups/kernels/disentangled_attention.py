@@ -1,18 +1,19 @@
-"""DeBERTa's attention over packed queries, keys and values: scores between tokens, between a query and the distance to
-a key, and between a key and that distance.
+"""DeBERTa's disentangled attention over packed queries, keys and values.
 
-A distance is a diagonal of the scores. The scores with distances are computed once for each block of tokens and laid
-down in 16 bits, a token and a distance each, and the attention kernel reads them as pairs of tokens: moving a diagonal
-is a matter of addresses in memory, but of shared memory and shuffles in registers. The backward pass computes them
-again and lays down the gradients of the scores as pairs, a query each and a key each; what follows reads them as pairs
-or as diagonals. All sums are matrix products without atomic additions, so that a run repeats bit for bit.
+A score has three terms: query and key, query and the distance to the key, key and the distance to the query. A distance
+is a diagonal of the score matrix. The distance terms are computed once per block of tokens and stored in 16 bits by
+token and distance, and the attention kernel loads them by pair of tokens. Through memory, turning diagonals into
+columns only changes addresses; in registers, it would need shared memory and shuffles. The backward pass recomputes
+these terms, and stores the gradients of the scores by pair of tokens, once with a row per query and once with a row per
+key; later kernels load them by pair or by diagonal. All sums are matmuls without atomic additions, so gradients are
+deterministic.
 
-Shapes: T tokens, A heads, D units a head, R rows, L a multiple of 64 that no row is longer than, P entries of the table
-of positions. The softmax and its sums are in float32. A block has 64 tokens, ``_BLOCK``; matrices of pairs are as wide
-as whole blocks with one to spare on either side, so that no mask is needed along a row. Their width is a constant of
-the kernels, which makes addresses cheap, and a power of two but for those blocks, so that there are few.
-Source: He et al., arXiv 2006.03654, for what is computed; Dao, arXiv 2307.08691, for the order of the blocks; the
-kernels are this project's.
+Shapes: T tokens, A heads, D units per head, R rows, L a multiple of 64 and at least the length of every row, P entries
+of the table of positions. The softmax and its sums are float32. A block has ``_BLOCK`` = 64 tokens. The stored matrices
+have one spare block on either side, so no mask is needed along a row. Their width is a compile-time constant, for cheap
+addresses, and a power of two plus these two blocks, so that few widths are compiled.
+Source: He et al., arXiv 2006.03654, for the attention; Dao, arXiv 2307.08691, for the order of the blocks; the kernels
+were written for this project.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["attend", "disentangled_backward", "disentangled_forward"]
 
-_BLOCK = tl.constexpr(64)  # tokens and diagonals of a block
-# Warps, loads in flight and registers a thread: the fastest measured on an H200.
+_BLOCK = tl.constexpr(64)  # tokens or diagonals per block
+# Warps, pipeline stages and registers per thread: the fastest measured on an H200.
 _POSITIONS = {"num_warps": 4, "num_stages": 1}
 _FORWARD = {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
 _QUERIES = {"num_warps": 4, "num_stages": 1}
 _KEYS = {"num_warps": 4, "num_stages": 2}
 _TABLE = {"num_warps": 4, "num_stages": 3}
-_CHUNKS = 16  # of rows, whose sums for the table's gradient are added up afterwards
+_CHUNKS = 16  # chunks of rows; the table's gradient is summed within chunks, then over chunks
 
 
 def disentangled_forward(
@@ -49,21 +50,21 @@ def disentangled_forward(
     dropout: float,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """softmax((q kᵀ + q·position key + k·position query) / √(3·D)) v, row by row.
+    """Compute softmax((q kᵀ + q·position key + k·position query) / √(3·D)) v for each row.
 
     Args:
         qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values.
-        positions: (P, 2·A·D), contiguous, of the same dtype: the keys of positions, then their queries.
-        entries: int32 (2·L + 1,), ascending: the entry of ``positions`` for the distances -L to L of a query from a key
-            (its place less the key's).
-        cu_seqlens: int32 (R + 1,): where each row starts, and T.
-        longest: L, a multiple of 64, no less than the length of a row.
+        positions: (P, 2·A·D), contiguous, of the same dtype: the keys of positions, then the queries of positions.
+        entries: int32 (2·L + 1,), ascending: the entry of ``positions`` for each distance from -L to L. A distance is
+            the query's position minus the key's.
+        cu_seqlens: int32 (R + 1,): the start of each row, and T.
+        longest: L, a multiple of 64 and at least the length of every row.
         heads: A. D must be 16, 32, 64 or 128.
-        dropout: Probability of dropping a weight.
-        seed: int32 (1,), on the device; the same one drops the same weights.
+        dropout: Dropout probability of the attention weights.
+        seed: int32 (1,), on the device; the same seed drops the same weights.
 
     Returns:
-        (T, A·D), and the logarithm to base 2 of the softmax's denominators, float32 (A, T).
+        The result (T, A·D), and the base-2 logarithms of the softmax's denominators, float32 (A, T).
     """
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
     size = hidden // heads
@@ -89,12 +90,12 @@ def disentangled_backward(
     dropout: float,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of ``qkv``, (T, 3·A·D), and of ``positions``, float32 (P, 2·A·D).
+    """Return the gradients of ``qkv``, (T, 3·A·D), and of ``positions``, float32 (P, 2·A·D).
 
     Args:
-        grad_out: Of ``out``; contiguous.
+        grad_out: Gradient of ``out``; contiguous.
         qkv, positions, entries, cu_seqlens, longest, dropout, seed: As in :func:`disentangled_forward`.
-        out, logs: What it returned.
+        out, logs: As returned by :func:`disentangled_forward`.
     """
     tokens, hidden = out.shape
     heads, rows = logs.shape[0], len(cu_seqlens) - 1
@@ -132,7 +133,7 @@ def disentangled_backward(
 def attend(
     qkv: Tensor, positions: Tensor, entries: Tensor, cu_seqlens: Tensor, longest: int, heads: int, dropout: float
 ) -> Tensor:
-    """:func:`disentangled_forward` with a gradient, as an operator that ``torch.compile`` leaves alone; (T, A·D)."""
+    """Run :func:`disentangled_forward` as a custom operator with autograd, opaque to ``torch.compile``; (T, A·D)."""
     if dropout:
         seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=qkv.device)
     else:
@@ -151,8 +152,10 @@ def _scale(size: int) -> float:
 def _position_scores(
     qkv: Tensor, by_distance: Tensor, cu_seqlens: Tensor, longest: int, heads: int
 ) -> tuple[Tensor, Tensor]:
-    """Of queries with the positions of their keys, and of keys with those of their queries, not scaled: by diagonals,
-    (A, T, at least L + 64) both."""
+    """Return the unscaled scores of queries with key positions and of keys with query positions.
+
+    Both are stored by diagonal, (A, T, next_power_of_2(L) + 128).
+    """
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
     width = triton.next_power_of_2(longest) + 128
     assert longest % 64 == 0
@@ -165,14 +168,14 @@ def _position_scores(
     return scores[0], scores[1]
 
 
-# Schemas are written out: annotations are strings in this file, which not every release of torch reads alike.
-_GIVEN = "Tensor cu_seqlens, SymInt longest"
+# Explicit schemas: annotations are strings in this file, and not every release of torch infers schemas from strings.
+_LENGTHS = "Tensor cu_seqlens, SymInt longest"
 
 
 @torch.library.custom_op(
     "composer_speedups::disentangled_attention",
     mutates_args=(),
-    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_GIVEN}, int heads, float dropout, Tensor seed) "
+    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_LENGTHS}, int heads, float dropout, Tensor seed) "
     "-> (Tensor, Tensor)",
 )
 def _operator(
@@ -207,7 +210,7 @@ def _(
     "composer_speedups::disentangled_attention_backward",
     mutates_args=(),
     schema="(Tensor grad_out, Tensor qkv, Tensor positions, Tensor entries, Tensor out, Tensor logs, "
-    f"{_GIVEN}, float dropout, Tensor seed) -> (Tensor, Tensor)",
+    f"{_LENGTHS}, float dropout, Tensor seed) -> (Tensor, Tensor)",
 )
 def _operator_backward(
     grad_out: Tensor,
@@ -242,29 +245,28 @@ def _(
     return torch.empty_like(qkv), torch.empty_like(positions, dtype=torch.float32)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     qkv, positions, entries, cu_seqlens, ctx.longest, _, ctx.dropout, seed = inputs
     ctx.save_for_backward(qkv, positions, entries, *output, cu_seqlens, seed)
 
 
-def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     qkv, positions, entries, out, logs, cu_seqlens, seed = ctx.saved_tensors
     inputs = (qkv, positions, entries, out, logs, cu_seqlens, ctx.longest, ctx.dropout, seed)
     grad, grad_positions = _operator_backward(grad_out, *inputs)
     return grad, grad_positions.to(positions.dtype), None, None, None, None, None, None
 
 
-_operator.register_autograd(_differentiate, setup_context=_keep)
+_operator.register_autograd(_backward, setup_context=_setup_context)
 
 
-# Token ``first + r`` of a block and diagonal ``e`` meet in the place ``e - _BLOCK + r`` of the row. Of queries,
-# diagonal e is the distance first + _BLOCK - e to the key, whichever query it is; of keys, e - _BLOCK - first to the
-# query.
+# For token ``first + r`` of a block, diagonal ``e`` is the pair with position ``e - _BLOCK + r`` of the row. For every
+# query of the block, diagonal e has the distance first + _BLOCK - e; for every key, e - _BLOCK - first.
 
 
 @triton.jit
 def _table_at(distances, longest, head, HIDDEN: tl.constexpr, SIZE: tl.constexpr):
-    """Where the keys of positions are for distances, (n, D); their queries are ``HIDDEN`` further."""
+    """Return the offsets of the position keys for some distances, (n, D); position queries are at ``HIDDEN`` more."""
     return (distances + longest)[:, None] * (2 * HIDDEN) + head * SIZE + tl.arange(0, SIZE)[None, :]
 
 
@@ -315,7 +317,7 @@ def _disentangled_forward(
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
     by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
     by_key_ptr += (head * tokens + start).to(tl.int64) * WIDTH + first
-    # Of a pair of tokens, r-th and s-th of their blocks: r · width and, of the row, the other's place + block - r.
+    # Offset for the r-th token of a block and the s-th of another: row r, at the other token's position + _BLOCK - r.
     row_at = local[:, None] * (WIDTH - 1) + (local + _BLOCK)[None, :]
     most = tl.full((_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((_BLOCK,), tl.float32)
@@ -351,8 +353,11 @@ def _query_gradients(
     of_key_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, longest, scale, threshold, kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of queries. Leaves the weights that were kept, and the gradients of the scores, not scaled, a query
-    each and a key each; behind a block of zeros, and before one."""
+    """Compute the gradients of a block of queries.
+
+    Also stores the kept weights, and the unscaled gradients of the scores with a row per query and with a row per key,
+    each between two blocks of zeros.
+    """
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
@@ -411,7 +416,7 @@ def _query_gradients(
         tl.store(of_query_ptr + _BLOCK + begin + pair_at, grad_scores, mask=valid[:, None])
         tl.store(of_key_ptr + begin * WIDTH + _BLOCK + first + pair_at, tl.trans(grad_scores), mask=real[:, None])
         grad += tl.dot(grad_scores, k)
-    tl.debug_barrier()  # what is read next was written by other threads of this block
+    tl.debug_barrier()  # other threads of this block wrote the values that are loaded next
     slanted = local[:, None] * (WIDTH + 1) + local[None, :]
     for begin in range(0, blocks_end + _BLOCK, _BLOCK):
         grad_scores = tl.load(of_query_ptr + begin + slanted, mask=valid[:, None], other=0.0)
@@ -426,7 +431,7 @@ def _key_gradients(
     kept_scale,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of a block of keys and their values, from what :func:`_query_gradients` left."""
+    """Compute the gradients of a block of keys and values from the matrices that :func:`_query_gradients` stored."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
@@ -469,8 +474,10 @@ def _table_gradients(
     qkv_ptr, of_query_ptr, of_key_ptr, sums_ptr, cu_seqlens_ptr, tokens, longest, scale, rows, chunk,
     HIDDEN: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Of each distance, over a chunk of rows: (chunks, 2·L, 2·A·D). A program has keys of the distances ``nearest`` + 1
-    to ``nearest + _BLOCK``, and queries of those one less."""
+    """Sum the gradients of position keys and queries by distance over a chunk of rows: (chunks, 2·L, 2·A·D).
+
+    A program sums keys at distances ``nearest + 1`` to ``nearest + _BLOCK``, and queries at distances one smaller.
+    """
     head = tl.program_id(1)
     nearest = tl.program_id(0) * _BLOCK - longest
     local = tl.arange(0, _BLOCK)
@@ -507,11 +514,11 @@ def _table_gradients(
 
 @triton.jit
 def _sum_distances(sums_ptr, bounds_ptr, grad_ptr, chunks, distances, width, BLOCK: tl.constexpr):
-    """Of each entry of the table, over its distances and the chunks."""
+    """Sum the gradient of each entry of the table over its distances and the chunks."""
     entry = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < width
-    begin = tl.maximum(tl.load(bounds_ptr + entry), 1)  # -L, which no pair has, and L are not summed
+    begin = tl.maximum(tl.load(bounds_ptr + entry), 1)  # no pair has the distances -L and L
     end = tl.minimum(tl.load(bounds_ptr + entry + 1), distances)
     total = tl.zeros((BLOCK,), tl.float32)
     for distance in range(begin, end):

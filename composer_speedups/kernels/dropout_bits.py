@@ -1,10 +1,9 @@
-"""Random bits for dropout inside Triton kernels: a hash of the position and a seed, so that the backward pass draws
-the forward pass's mask again and none is stored.
+"""Random bits for dropout inside Triton kernels, as a hash of position and seed.
 
-One multiplication a number, where Philox takes twenty: in kernels that are bound by memory or by their matrix
-products, the random numbers would otherwise be what takes the time. Rows are hashed with the seed first, by the
-constants of Chris Wellons's hash prospector (lowbias32); columns, which no seed is in, are only
-spread over 32 bits.
+The backward pass recomputes the forward pass's mask from the seed, so no mask is stored. A number takes one
+multiplication, compared with twenty for Philox, which would dominate the time of kernels bound by memory or matmuls.
+Rows are hashed together with the seed, with the constants of Chris Wellons's hash prospector (lowbias32). Columns do
+not depend on the seed and are only spread over 32 bits.
 """
 
 import triton
@@ -15,7 +14,7 @@ __all__ = ["hash_bits", "mix_bits", "spread_bits"]
 
 @triton.jit
 def hash_bits(x):
-    """uint32 → uint32, every bit of the one in every bit of the other."""
+    """Hash uint32 to uint32; every bit of the result depends on every bit of the input."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15
@@ -26,16 +25,16 @@ def hash_bits(x):
 
 @triton.jit
 def spread_bits(columns):
-    """Numbers of columns → uint32. Without the shift, columns at one distance would be dropped together too often."""
+    """Spread column indices over uint32. Without the shift, dropout of columns at a fixed distance would correlate."""
     x = (columns.to(tl.uint32) + 1) * 0x9E3779B9
     return x ^ (x >> 15)
 
 
 @triton.jit
 def mix_bits(rows, columns):
-    """One uint32 for each pair of a hashed row and a spread column, with good high bits.
+    """Return one uint32 for each pair of a hashed row and a spread column; use its high bits.
 
-    The row is multiplier and addend at once: of products alone, an even column would be a poor generator. Pairs of
-    rows, pairs of columns, columns at one distance and quadruples of a mask are as independent as torch's, by a test.
+    The row is both multiplier and addend, because plain products are poor random numbers in even columns. A test checks
+    the independence of pairs of rows, pairs of columns, columns at a fixed distance and quadruples of a mask.
     """
     return (rows | 1) * (columns ^ (rows >> 7))

@@ -1,6 +1,6 @@
-"""Sum of word, position and token type embeddings, LayerNorm and dropout in one kernel, the backward pass in another.
+"""Sum of word, position and token type embeddings, LayerNorm and dropout in one kernel, with another for the gradients.
 
-Shapes: B rows, S slots a row, N = B·S, H units an embedding. The sum is not stored: the backward pass gathers again.
+Shapes: B rows, S slots per row, N = B·S, H units per embedding. The sum is not stored; the backward pass recomputes it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from composer_speedups.kernels.norm import kept, threshold_of
 
 __all__ = ["embed", "embed_backward", "embed_forward"]
 
-_ROWS_A_PROGRAM = 16
+_ROWS_PER_PROGRAM = 16
 
 
 def embed(
@@ -34,16 +34,17 @@ def embed(
     dtype: torch.dtype,
     no_gradient: tuple[int, int],
 ) -> Tensor:
-    """dropout(LayerNorm(word[ids] + position[positions] + token_type[types])), (B, S, H).
+    """Compute dropout(LayerNorm(word[ids] + position[positions] + token_type[types])), (B, S, H), with autograd.
 
     Args:
         ids_BS: int64, contiguous.
-        positions, types: int64, (B, S) or (1, S), the latter for all rows.
-        word, position, token_type: The tables; gradients are float32 sums by atomic additions, whose order varies.
-        weight_H, bias_H, eps: Of the LayerNorm.
-        dropout: Probability of dropping a number.
-        dtype: Of the result.
-        no_gradient: Word and position whose embeddings get no gradient (``padding_idx``); -1 for none.
+        positions, types: int64, (B, S), or (1, S) for all rows.
+        word, position, token_type: The tables. Their gradients are summed in float32 by atomic additions, in varying
+            order.
+        weight_H, bias_H, eps: Parameters of the LayerNorm.
+        dropout: Dropout probability.
+        dtype: Dtype of the result.
+        no_gradient: The word and position whose embeddings have no gradient (``padding_idx``); -1 for none.
     """
     return _Embed.apply(
         ids_BS, positions, types, word, position, token_type, weight_H, bias_H, eps, dropout, dtype, no_gradient
@@ -81,10 +82,12 @@ def embed_forward(
     dtype: torch.dtype,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """The result, (B, S, H), and the mean and inverse standard deviation of each of its sums, (2, N).
+    """Return the result, (B, S, H), and the mean and inverse standard deviation of each sum of embeddings, (2, N).
 
     Args:
-        indices: ``ids_BS``, ``positions`` and ``types`` of :func:`embed`, and ``tables`` are those that they index.
+        indices: ``ids_BS``, ``positions`` and ``types`` of :func:`embed`.
+        tables: ``word``, ``position`` and ``token_type`` of :func:`embed`.
+        weight_H, bias_H, eps, dropout, dtype: As in :func:`embed`.
         seed: int32 (1,), of the dropout mask.
     """
     ids, hidden = indices[0], weight_H.shape[0]
@@ -109,22 +112,22 @@ def embed_backward(
     dropout: float,
     no_gradient: tuple[int, int],
 ) -> list[Tensor]:
-    """Gradients of the three tables, of the LayerNorm's weight and of its bias, in float32."""
+    """Return the float32 gradients of the three tables and of the LayerNorm's weight and bias."""
     (rows, width), hidden = indices[0].shape, weight_H.shape[0]
     gradients = [torch.zeros_like(table, dtype=torch.float32) for table in tables]
-    groups = triton.cdiv(rows, _ROWS_A_PROGRAM)
+    groups = triton.cdiv(rows, _ROWS_PER_PROGRAM)
     partial = torch.empty(groups * width, 2, hidden, device=grad.device, dtype=torch.float32)
     _embedding_backward[(width, groups)](
         grad.contiguous(), *indices, *tables, weight_H, statistics, seed,
         *gradients, partial, rows, width, *_strides(indices), rows * width, hidden, threshold_of(dropout),
         1 / (1 - dropout), *no_gradient,
-        DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), EACH=_ROWS_A_PROGRAM, num_warps=4,
+        DROPOUT=dropout > 0, BLOCK=triton.next_power_of_2(hidden), EACH=_ROWS_PER_PROGRAM, num_warps=4,
     )  # fmt: skip
     return [*gradients, *partial.sum(0)]
 
 
 def _strides(indices: Sequence[Tensor]) -> list[int]:
-    """From one row of the positions to the next, and of the types; 0 where all rows share one."""
+    """Return the row strides of the positions and of the types; 0 if all rows share one."""
     return [0 if x.shape[0] == 1 else x.shape[1] for x in indices[1:]]
 
 
@@ -170,8 +173,8 @@ def _embedding_backward(
     types_stride, slots, hidden, threshold, scale, no_word, no_position,
     DROPOUT: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    # A program takes one slot of EACH rows: their positions are mostly one and the same, and so are their types, so
-    # that it adds to those tables once and not for every token.
+    # A program handles the same slot of EACH rows. Positions and types there are mostly equal, so it adds to the
+    # gradients of these tables once per run of equal ones, not once per token.
     at, group = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BLOCK)
     valid = columns < hidden
@@ -186,7 +189,7 @@ def _embedding_backward(
     for row in range(first, tl.minimum(first + EACH, rows)):
         slot = row * width + at
         grad = tl.load(grad_ptr + slot * hidden + columns, mask=valid, other=0.0).to(tl.float32)
-        if tl.max(tl.abs(grad), 0) > 0:  # padding gets none
+        if tl.max(tl.abs(grad), 0) > 0:  # skips padding
             word = tl.load(ids_ptr + slot)
             position = tl.load(positions_ptr + row * positions_stride + at)
             kind = tl.load(types_ptr + row * types_stride + at)

@@ -1,19 +1,19 @@
-"""8-bit operands of matrix products: casts with a scale a tensor, which follows the tensor's largest magnitude.
+"""8-bit operands of matmuls: casts with one scale per tensor, which follows the tensor's largest magnitude.
 
-The scale is known beforehand, from the pass before, so that the kernel that computes a tensor also writes its 8-bit
-copy and notes its largest magnitude. Where that does not fit the scale after all, :func:`settle` casts the tensor
-again: no number is ever clipped, the first pass needs no other scheme, and nothing waits for the device. Scales are
-powers of two, so that another scale changes what underflows and nothing else.
+The scale comes from the previous pass, so the kernel that computes a tensor can also write its 8-bit copy, and it
+records the largest magnitude. If that does not fit the scale, :func:`settle` casts the tensor again. Hence no number is
+ever clipped, the first pass is not a special case, and nothing synchronizes with the device. Scales are powers of two,
+so changing the scale changes only which numbers underflow.
 
-Each operand has a row of 64 int32 numbers, most of them bits of float32 (:func:`new_scales`)::
+Each operand has a row of 64 int32 numbers, most of which are the bits of a float32 (:func:`new_scales`)::
 
-    0       scale: what a number is multiplied with before it is cast
-    4       1/scale of the operand as it is now, which the product multiplies its result with; NaN where the operand
-            has infinite or NaN numbers
-    8 … 63  partial maxima of the magnitudes, of different programs; as integers, since positive floats sort like them
+    0       scale, the factor of a number before it is cast
+    4       1/scale of the current operand, a factor of the matmul's result; NaN if the operand has inf or NaN
+    8 … 63  partial maxima of the magnitudes, from different programs; stored as integers, because positive floats have
+            the same order as their bits
 
-Shapes: T tokens, H hidden units, F units of the feed-forward layer, O outputs and I inputs of a product.
-Source: Micikevicius et al., arXiv 2209.05433, for the formats; delayed scaling is that of NVIDIA's Transformer Engine.
+Shapes: T tokens, H hidden units, F units of the feed-forward layer, O outputs and I inputs of a matmul.
+Source: Micikevicius et al., arXiv 2209.05433, for the formats; delayed scaling as in NVIDIA's Transformer Engine.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ __all__ = [
 ACTIVATION, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 
 _HEADER, _ROW = tl.constexpr(8), tl.constexpr(64)
-_BLOCK = 8192  # numbers of a program of the casts
-_TILE = 64  # rows and columns of a weight
-_TURNED = 128  # likewise, of one that is transposed
+_BLOCK = 8192  # numbers per program of the casts
+_TILE = 64  # rows and columns of a weight per program of the casts
+_TRANSPOSE_TILE = 128  # rows and columns of a weight per program of the transposition
 
-# The largest number of each format; how far below it, as a power of two, a new scale puts the largest magnitude; and
-# how far below it may be before the numbers are cast again. Gradients differ most from step to step, and e5m2 has the
-# range to leave room for that.
+# The largest number of each format; how many powers of two below it a new scale puts the largest magnitude; and how
+# many it may be below before the numbers are cast again. Gradients vary most between steps, so they have the most room,
+# which e5m2's range allows.
 _MOST = {ACTIVATION: 448.0, GRADIENT: 57344.0}
 _ROOM = {ACTIVATION: 1, GRADIENT: 4}
 _LOWEST = {ACTIVATION: 5, GRADIENT: 12}
 
 
 class Float8(NamedTuple):
-    """An operand, or where a kernel is to write one.
+    """An 8-bit operand, or the memory for one that a kernel will write.
 
     Attributes:
-        values: e4m3 or e5m2.
-        scales: Its row of :func:`new_scales`.
+        values: The numbers times their scale, e4m3 or e5m2.
+        scales: The operand's row of :func:`new_scales`.
     """
 
     values: Tensor
@@ -71,27 +71,29 @@ class Float8(NamedTuple):
 
     @classmethod
     def like(cls, x: Tensor, dtype: torch.dtype, scales: Tensor) -> Float8:
-        """Room for an operand of a tensor's shape."""
+        """Allocate an operand with the shape of ``x``."""
         return cls(torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), scales)
 
 
 def new_scales(operands: int, device: torch.device | None = None) -> Tensor:
-    """Rows for some operands, int32 (operands, 64), with scales of 1."""
+    """Return a row for each operand, int32 (operands, 64), with scales of 1."""
     scales = torch.zeros(operands, _ROW.value, dtype=torch.int32, device=device)
     scales.view(torch.float32)[:, 0] = 1.0
     return scales
 
 
 def begin_scales(scales: Tensor, gradients: int, *, keep: bool) -> Tensor:
-    """Scales for the next pass, from the magnitudes noted in the last one.
+    """Compute scales for the next pass from the magnitudes recorded in the last one.
+
+    An operand keeps its scale if no magnitude was recorded, or one that is inf or NaN.
 
     Args:
-        scales: (operands, 64); the last ``gradients`` of them are e5m2, the others e4m3.
-        gradients: How many operands are gradients.
-        keep: Write them over ``scales``; otherwise to new rows, and what the pass notes there is forgotten with them.
+        scales: (operands, 64); the last ``gradients`` rows are of e5m2 operands, the others of e4m3 operands.
+        gradients: Number of operands that are gradients.
+        keep: Overwrite ``scales``. Otherwise new rows are returned, and ``scales`` does not see the pass's magnitudes.
 
     Returns:
-        The rows for the pass. An operand of which nothing was noted, or an infinite or NaN number, keeps its scale.
+        The rows for the pass.
     """
     begun = scales if keep else torch.empty_like(scales)
     activations = len(scales) - gradients
@@ -102,17 +104,17 @@ def begin_scales(scales: Tensor, gradients: int, *, keep: bool) -> Tensor:
 
 
 def cast_float8(x: Tensor, scales: Tensor, dtype: torch.dtype = ACTIVATION) -> Float8:
-    """A contiguous tensor as an operand, settled."""
+    """Cast a contiguous tensor to a settled operand."""
     operand = Float8.like(x, dtype, scales)
     _cast[(triton.cdiv(x.numel(), _BLOCK),)](x, operand.values, scales, x.numel(), BLOCK=_BLOCK, num_warps=8)
     return settle(operand, x)
 
 
 def settle(operand: Float8, x: Tensor) -> Float8:
-    """Finish an operand that a kernel has written: cast it again if its scale did not fit, and note 1/scale.
+    """Finish an operand that a kernel has written: cast it again if its scale did not fit, and store 1/scale.
 
     Args:
-        operand: Written by a kernel that noted its magnitudes.
+        operand: An operand written by a kernel that recorded its magnitudes.
         x: The same numbers in 16 or 32 bits, contiguous.
     """
     programs = triton.cdiv(x.numel(), _BLOCK)
@@ -125,15 +127,15 @@ def settle(operand: Float8, x: Tensor) -> Float8:
 
 
 def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[list[Float8], list[Float8]]:
-    """The weights of a layer's four products, and their transposes, each in e4m3; one pass over memory for all.
+    """Cast the weights of a layer's four matmuls and their transposes to e4m3, all weights in the same kernels.
 
     Args:
-        weights: Of query, key, value and attention's output (H, H), and of the feed-forward layer (F, H) and (H, F);
-            contiguous, of one floating dtype. H and F are multiples of 16.
-        scales: A row for each of the four products.
+        weights: Weights of query, key, value and attention's output (H, H), and of the feed-forward layer (F, H) and
+            (H, F); contiguous, of the same floating dtype. H and F are multiples of 16.
+        scales: A row for each of the four matmuls.
 
     Returns:
-        (O, I) of each product, query, key and value being one, and (I, O).
+        The weight (O, I) of each matmul, with query, key and value as one, and their transposes (I, O).
     """
     query, up = weights[0], weights[4]
     hidden, inner = query.shape[0], up.shape[0]
@@ -146,22 +148,22 @@ def cast_weights(weights: Sequence[Tensor], scales: Sequence[Tensor]) -> tuple[l
             *weights, *(weight.values for weight in straight), *scales, hidden, inner, *targets_of(ACTIVATION),
             AGAIN=again, TILE=_TILE, num_warps=4,
         )  # fmt: skip
-    tiles = [triton.cdiv(o, _TURNED) * triton.cdiv(i, _TURNED) for o, i in shapes]
+    tiles = [triton.cdiv(o, _TRANSPOSE_TILE) * triton.cdiv(i, _TRANSPOSE_TILE) for o, i in shapes]
     words = [o.values.view(torch.int32) for pair in zip(straight, turned, strict=True) for o in pair]
-    _turn_weights[(sum(tiles),)](*words, hidden, inner, TILE=_TURNED, num_warps=4)
+    _turn_weights[(sum(tiles),)](*words, hidden, inner, TILE=_TRANSPOSE_TILE, num_warps=4)
     return straight, turned
 
 
 def scaled_product(
     x_TI: Float8, weight_OI: Float8, dtype: torch.dtype, bias_O: Tensor | None = None, *, fast: bool = True
 ) -> Tensor:
-    """x · weightᵀ + bias, (T, O).
+    """Compute x · weightᵀ + bias, (T, O).
 
     Args:
-        x_TI: Settled; e4m3, or e5m2 where ``weight_OI`` is e4m3. I and O are multiples of 16.
+        x_TI: Settled; e4m3, or e5m2 if ``weight_OI`` is e4m3. I and O are multiples of 16.
         weight_OI: Settled.
-        dtype: Of the result, and of ``bias_O``.
-        fast: Sum with fewer bits, which is up to a fifth faster on Hopper.
+        dtype: Dtype of the result and of ``bias_O``.
+        fast: Accumulate with fewer bits, which is up to a fifth faster on Hopper.
     """
     return torch._scaled_mm(
         x_TI.values, weight_OI.values.t(), scale_a=_inverse(x_TI), scale_b=_inverse(weight_OI), bias=bias_O,
@@ -174,7 +176,7 @@ def _inverse(operand: Float8) -> Tensor:
 
 
 def targets_of(dtype: torch.dtype) -> tuple[float, float, float]:
-    """The largest number; the largest magnitude after a new scale; the least one that the scale fits."""
+    """Return the format's largest number, a new scale's target for the largest magnitude, and the least that fits."""
     most = _MOST[dtype]
     return most, most * 2.0 ** -_ROOM[dtype], most * 2.0 ** -_LOWEST[dtype]
 
@@ -186,7 +188,7 @@ def scale_of(scales_ptr):
 
 @triton.jit
 def note_magnitude(scales_ptr, program, magnitude):
-    """Of a program's numbers; ``magnitude`` is a float32 number, at least 0."""
+    """Record the largest magnitude of a program's numbers, a float32 of at least 0."""
     at = _HEADER + program % (_ROW - _HEADER)
     tl.atomic_max(scales_ptr + at, magnitude.to(tl.int32, bitcast=True), sem="relaxed")
 
@@ -200,14 +202,14 @@ def noted_magnitude(scales_ptr):
 
 @triton.jit
 def _fitting(magnitude, target):
-    """The largest power of two that does not lift a magnitude above a target."""
+    """Return the largest power of two whose product with the magnitude is at most the target."""
     ratio = tl.minimum(target / magnitude, 1.0e36)
     return (ratio.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _fits(magnitude, scale, most, least):
-    """Whether a scale is good enough; there is nothing to gain from another for zeros, or infinite and NaN numbers."""
+    """Return whether a scale fits; any scale fits zeros, inf and NaN, for which another one would not be better."""
     lifted = magnitude * scale
     finite = magnitude < float("inf")
     return (magnitude == 0) | (finite == 0) | ((lifted <= most) & (lifted >= least))
@@ -215,7 +217,7 @@ def _fits(magnitude, scale, most, least):
 
 @triton.jit
 def settled_scale(scales_ptr, magnitude, most, target, least, first):
-    """The scale that an operand has in the end; the first program leaves its inverse."""
+    """Return an operand's final scale; the first program stores its inverse."""
     scale = scale_of(scales_ptr)
     if _fits(magnitude, scale, most, least) == 0:
         scale = _fitting(magnitude, target)
@@ -294,7 +296,7 @@ def _cast_tile(
     weight_ptr, out_ptr, scales_ptr, tile, rows, columns, third, most, target, least,
     AGAIN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Of a weight (rows, columns), which is the first, second or third one of a product's."""
+    """Cast a tile of a weight (rows, columns), which is the first, second or third weight of its matmul."""
     across = tl.cdiv(columns, TILE)
     row = (tile // across) * TILE + tl.arange(0, TILE)
     column = (tile % across) * TILE + tl.arange(0, TILE)
@@ -333,7 +335,7 @@ def _turn_weights(
 
 @triton.jit
 def _turn_tile(x_ptr, out_ptr, tile, rows, columns, TILE: tl.constexpr):
-    """Of bytes (rows, columns), transposed as words of four: four columns of a row in, four rows of a column out."""
+    """Transpose a tile of bytes (rows, columns), reading four columns per int32 and writing four rows per int32."""
     across = tl.cdiv(columns, TILE)
     four = (tile // across) * (TILE // 4) + tl.arange(0, TILE // 4)  # rows
     word = (tile % across) * (TILE // 4) + tl.arange(0, TILE // 4)  # columns

@@ -1,4 +1,4 @@
-"""GELU of one half of a product times the other half, with dropout, forward and backward.
+"""GeGLU with dropout, forward and backward: the GELU of a projection's first half times its second half.
 
 Shapes: T tokens, F units of the feed-forward layer.
 Source: Shazeer, arXiv 2002.05202.
@@ -20,12 +20,12 @@ _COLUMNS = 512
 
 
 def geglu_forward(x_TF2: Tensor, dropout: float, seed: Tensor) -> Tensor:
-    """dropout(GELU(first half) · second half), (T, F), with the exact GELU.
+    """Compute dropout(GELU(first half) · second half), (T, F), with the exact GELU.
 
     Args:
         x_TF2: (T, 2·F), contiguous.
-        dropout: Probability of dropping a number of the result.
-        seed: int32 (1,), on the device; the same one gives the same mask.
+        dropout: Dropout probability of the result.
+        seed: int32 (1,), on the device; the same seed gives the same mask.
     """
     tokens, inner = x_TF2.shape[0], x_TF2.shape[1] // 2
     out = torch.empty(tokens, inner, device=x_TF2.device, dtype=x_TF2.dtype)
@@ -37,10 +37,10 @@ def geglu_forward(x_TF2: Tensor, dropout: float, seed: Tensor) -> Tensor:
 
 
 def geglu_backward(grad_TF: Tensor, x_TF2: Tensor, dropout: float, seed: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of :func:`geglu_forward`'s input, (T, 2·F), and its result again, (T, F), so that nobody keeps it.
+    """Return the gradient of :func:`geglu_forward`'s input, (T, 2·F), and its recomputed result, (T, F).
 
     Args:
-        grad_TF: Of the result; contiguous, and overwritten with the result.
+        grad_TF: Gradient of the result; contiguous. Overwritten with the recomputed result.
         x_TF2, dropout, seed: As in the forward pass.
     """
     tokens, inner = grad_TF.shape

@@ -1,6 +1,6 @@
-"""GELU whose backward pass also recomputes its result and sums the gradient over tokens, all in one pass over memory.
+"""GELU with a backward pass that also recomputes its result and sums the gradient over tokens, in one pass over memory.
 
-Each can also write an 8-bit operand of a matrix product, for which see :mod:`.float8`.
+Each kernel can also write an 8-bit operand of a matmul; see :mod:`.float8`.
 
 Shapes: T tokens, F units of the feed-forward layer.
 """
@@ -28,12 +28,12 @@ from composer_speedups.kernels.float8 import (
 __all__ = ["column_sums", "gelu_backward", "gelu_float8"]
 
 _FORWARD = {"BLOCK": 4096, "num_warps": 8}
-_BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # of one tile
+_BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # per tile
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 
 
 def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
-    """The exact GELU of a contiguous (T, F) as an operand in e4m3, and in no other format; settled.
+    """Compute the exact GELU of a contiguous (T, F) in e4m3 only, as a settled operand.
 
     ``scales`` is the operand's row of :func:`~.float8.new_scales`.
     """
@@ -49,16 +49,18 @@ def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
 
 
 def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the exact GELU, x · Φ(x), with Φ to float32's last bit or two.
+    """Compute the gradient of the exact GELU, x · Φ(x), and recompute its result.
+
+    Φ is accurate to the last bit or two of float32.
 
     Args:
-        grad_TF: Gradient of its result; contiguous, and overwritten with the first of the results.
-        x_TF: Its input; contiguous.
-        operand: Gets the gradient of x too, settled.
+        grad_TF: Gradient of GELU's result; contiguous. Overwritten with the gradient of x.
+        x_TF: GELU's input; contiguous.
+        operand: Also receives the gradient of x in 8 bits, settled.
 
     Returns:
-        The gradient of x (T, F), GELU of x (T, F), and the sum over tokens of the gradient, float32 (F,), which is
-        the gradient of a bias that was added to x.
+        The gradient of x (T, F), GELU of x (T, F), and the gradient's sum over tokens, float32 (F,), which is the
+        gradient of a bias that was added to x.
     """
     result = torch.empty_like(x_TF)
     sums = _launch(_gelu_backward, _BACKWARD, operand, x_TF, grad_TF, x_TF, result)
@@ -68,7 +70,7 @@ def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) 
 
 
 def column_sums(x_TF: Tensor, operand: Float8 | None = None) -> Tensor:
-    """Sum over tokens, float32 (F,), of a contiguous (T, F), which ``operand`` gets too, settled."""
+    """Return the sum over tokens, float32 (F,), of a contiguous (T, F); ``operand`` receives x in 8 bits, settled."""
     sums = _launch(_column_sums, _SUMS, operand, x_TF, x_TF)
     if operand is not None:
         settle(operand, x_TF)
@@ -76,21 +78,21 @@ def column_sums(x_TF: Tensor, operand: Float8 | None = None) -> Tensor:
 
 
 def _launch(kernel: Any, tile: dict[str, int], operand: Float8 | None, x_TF: Tensor, *tensors: Tensor) -> Tensor:
-    """Launch a kernel over tiles of (T, F) that sums each group of tokens in a program of its own; the whole sums."""
+    """Launch a kernel over tiles of (T, F) whose programs sum over groups of tokens, and return the total sums."""
     tokens, features = x_TF.shape
     strips, groups = triton.cdiv(features, tile["COLUMNS"]), 3
     if x_TF.is_cuda:
         programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
         groups = max(1, programs // strips)
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    written = operand or (x_TF, x_TF)  # by none without it
+    written = operand or (x_TF, x_TF)  # unused without an operand
     kernel[(strips, groups)](*tensors, *written, partial, tokens, features, FLOAT8=operand is not None, **tile)
     return partial.sum(0)
 
 
 @triton.jit
 def normal_distribution(x, bell):
-    """Φ(x), given exp(-x²/2), within 7e-8: a third fewer instructions a number than with erf and exp apart.
+    """Return Φ(x), given exp(-x²/2), within 7e-8. This takes a third fewer instructions than separate erf and exp.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, in the variable of Φ.
     """
@@ -137,7 +139,7 @@ def _gelu_backward(
         valid = (rows < tokens)[:, None] & (columns < features)[None, :]
         x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
         grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        bell = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x²/2), which both halves need
+        bell = tl.exp2(-0.7213475204444817 * x * x)  # exp(-x²/2), used for Φ and its derivative
         below = normal_distribution(x, bell)
         tl.store(result_ptr + at, (x * below).to(result_ptr.dtype.element_ty), mask=valid)
         grad *= below + x * 0.3989422804014327 * bell

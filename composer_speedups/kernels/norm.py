@@ -1,6 +1,6 @@
-"""Dropout + residual + LayerNorm in one pass over memory, forward and backward.
+"""Dropout, residual addition and LayerNorm in one pass over memory, forward and backward.
 
-Shapes: T tokens, H hidden units. Sums are in float32, tensors in the dtype they come in.
+Shapes: T tokens, H hidden units. Sums are float32; results have the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, s
 
 __all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
 
-# Rows that a program of the backward kernel has in registers, and warps a multiprocessor: more rows would leave room
-# for fewer warps, and a warp alone has no room for its sums over tokens.
+# Rows in registers per program of the backward kernel, and warps per multiprocessor. More rows would reduce the number
+# of warps, and a single warp does not have enough registers for its sums over tokens.
 _BACKWARD = {"ROWS": 2, "warps": 16}
 
 
@@ -30,18 +30,19 @@ def add_norm_forward(
     seed: Tensor,
     operand: Float8 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm(dropout(x) + residual).
+    """Compute LayerNorm(dropout(x) + residual).
 
     Args:
-        x_TH, residual_TH: Contiguous, of one dtype; the sum before the norm is written over x.
-        weight_H, bias_H: Of the LayerNorm.
+        x_TH, residual_TH: Contiguous, of the same dtype. x is overwritten with the sum before the norm.
+        weight_H, bias_H: Parameters of the LayerNorm.
         eps: Added to the variance.
-        dropout: Probability of dropping a number of x.
-        seed: int32 (1,), on the device; the same one gives the same mask.
-        operand: Gets the result too, settled.
+        dropout: Dropout probability of x.
+        seed: int32 (1,), on the device; the same seed gives the same mask.
+        operand: Also receives the result in 8 bits, settled.
 
     Returns:
-        The result (T, H), the sum before the norm (T, H, in x's memory), and its mean and 1/deviation, float32 (2, T).
+        The result (T, H), the sum before the norm (T, H, in x's memory), and its mean and inverse standard deviation,
+        float32 (2, T).
     """
     tokens, hidden = x_TH.shape
     out = torch.empty_like(x_TH)
@@ -68,21 +69,21 @@ def add_norm_backward(
     more_TH: Tensor | None = None,
     operand: Float8 | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of :func:`add_norm_forward`, and what it returned.
+    """Compute the gradients of :func:`add_norm_forward` and optionally recompute its result.
 
     Args:
-        grad_TH: Of the result; contiguous.
-        summed_TH, statistics: What the forward pass returned.
-        weight_H: Of the LayerNorm.
+        grad_TH: Gradient of the result; contiguous.
+        summed_TH, statistics: As returned by the forward pass.
+        weight_H: Weight of the LayerNorm.
         dropout, seed: As in the forward pass.
-        bias_H: Of the LayerNorm, to compute its result again, bit for bit, where nobody kept it.
-        more_TH: Added to ``grad_TH``.
-        operand: Gets the gradient of x too, settled.
+        bias_H: Bias of the LayerNorm, to recompute the forward pass's result bit for bit; None skips that.
+        more_TH: A second gradient of the result, added to ``grad_TH``.
+        operand: Also receives the gradient of x in 8 bits, settled.
 
     Returns:
-        Gradients of the residual (T, H) and of x (T, H; without dropout they are one tensor), float32 (3, H): of the
-        weight, of the bias, and the sum over tokens of x's, which is that of a bias added to x before; and with
-        ``bias_H`` the result of the forward pass (T, H), else None.
+        The gradient of the residual (T, H); the gradient of x (T, H; the same tensor without dropout); float32 (3, H)
+        with the gradients of the weight, of the bias, and of a bias that was added to x before (the sum over tokens of
+        x's gradient); and the forward pass's result (T, H), or None without ``bias_H``.
     """
     tokens, hidden = grad_TH.shape
     grad_residual = torch.empty_like(grad_TH)
@@ -106,12 +107,12 @@ def add_norm_backward(
 
 
 def threshold_of(dropout: float) -> int:
-    """Of random numbers of 32 bits, those below it are dropped."""
+    """Return the threshold below which a 32-bit random number means dropped."""
     return min(round(dropout * 2**32), 2**32 - 1)
 
 
 def _programs(x: Tensor, warps: int) -> int:
-    """As many as a device holds at a time; a row of partial sums is written for each."""
+    """Return how many programs the device runs at a time; each writes one row of partial sums."""
     if not x.is_cuda:
         return 4
     return _BACKWARD["warps"] // warps * torch.cuda.get_device_properties(x.device).multi_processor_count
@@ -119,7 +120,7 @@ def _programs(x: Tensor, warps: int) -> int:
 
 @triton.jit
 def kept(seed, row, columns, threshold):
-    """Whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
+    """Return whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
     rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
     return mix_bits(rows, spread_bits(columns)) >= threshold
 
@@ -139,7 +140,7 @@ def _layernorm_forward(
         seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
         x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
     x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
-    x = x.to(x_ptr.dtype.element_ty)  # the backward pass reads it so
+    x = x.to(x_ptr.dtype.element_ty)  # rounded, as the backward pass reads it
     tl.store(x_ptr + at, x, mask=valid)
     x = x.to(tl.float32)
     mean = tl.sum(x, 0) / hidden
@@ -185,8 +186,8 @@ def _layernorm_backward(
         valid = real[:, None] & inside[None, :]
         at = rows.to(tl.int64)[:, None] * hidden + columns[None, :]
         if FLOAT8:
-            # Were a thread to store 16 numbers of 8 bits, other warps would have the other row, and every sum over
-            # rows would go through shared memory.
+            # Limit a thread to 8 adjacent numbers. With 16, the two rows would be in different warps, and every sum
+            # over rows would go through shared memory.
             at = tl.max_contiguous(at, [1, 8])
         grad = tl.load(grad_ptr + at, mask=valid, other=0.0).to(tl.float32)
         if MORE:
@@ -194,7 +195,7 @@ def _layernorm_backward(
         summed = tl.load(summed_ptr + at, mask=valid, other=0.0).to(tl.float32)
         mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
         inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
-        normed = (summed - mean[:, None]) * inverse[:, None]  # past the end of a row it meets zeros only
+        normed = (summed - mean[:, None]) * inverse[:, None]  # multiplied by zeros past the end of a row
         if AGAIN:
             again = (normed * weight[None, :] + bias[None, :]).to(again_ptr.dtype.element_ty)
             tl.store(again_ptr + at, again, mask=valid)
@@ -213,7 +214,7 @@ def _layernorm_backward(
             grad_x = grad_sum.to(grad_x_ptr.dtype.element_ty).to(tl.float32)
             tl.store(out8_ptr + at, (grad_x * scale8).to(out8_ptr.dtype.element_ty), mask=valid)
             largest = tl.maximum(largest, tl.max(tl.abs(grad_x), 0))
-        sum_x += tl.sum(grad_sum, 0)  # of rows past the end 0, of columns past the end not stored
+        sum_x += tl.sum(grad_sum, 0)  # rows past the end are 0, columns past the end are not stored
     if FLOAT8:
         note_magnitude(scales_ptr, program, tl.max(tl.where(inside, largest, 0.0), 0))
     at = partial_ptr + program * 3 * hidden + columns

@@ -1,6 +1,6 @@
-"""Dropout + residual + LayerNorm before a sublayer, in one pass over memory, forward and backward.
+"""Dropout, residual addition and LayerNorm before a sublayer, in one pass over memory, forward and backward.
 
-As in a pre-norm Transformer: the sum goes on as the residual stream, in float32, and its norm into the next product.
+As in a pre-norm Transformer, the sum is the float32 residual stream, and its norm is the next sublayer's input.
 
 Shapes: T tokens, H hidden units.
 """
@@ -26,20 +26,20 @@ def pre_norm_forward(
     seed: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """LayerNorm(residual + dropout(sublayer)), without a bias.
+    """Compute LayerNorm(residual + dropout(sublayer)), without a bias.
 
     Args:
         residual_TH: float32, contiguous.
-        sublayer_TH: What the sublayer before computed, in its dtype, contiguous; None where there was none.
-        weight_H: Of the LayerNorm.
+        sublayer_TH: Result of the preceding sublayer, contiguous, in any dtype; None if there is none.
+        weight_H: Weight of the LayerNorm.
         eps: Added to the variance.
-        dropout: Probability of dropping a number of ``sublayer_TH``.
-        seed: int32 (1,), on the device; the same one gives the same mask.
-        dtype: Of the result.
+        dropout: Dropout probability of ``sublayer_TH``.
+        seed: int32 (1,), on the device; the same seed gives the same mask.
+        dtype: Dtype of the result.
 
     Returns:
         The result (T, H), the sum before the norm, float32 (T, H; ``residual_TH`` itself without a sublayer), and its
-        mean and 1/deviation, float32 (2, T).
+        mean and inverse standard deviation, float32 (2, T).
     """
     tokens, hidden = residual_TH.shape
     out = torch.empty(tokens, hidden, device=residual_TH.device, dtype=dtype)
@@ -65,18 +65,18 @@ def pre_norm_backward(
     *,
     sublayer: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Gradients of :func:`pre_norm_forward`, and its result again, bit for bit, so that nobody has to keep it.
+    """Compute the gradients of :func:`pre_norm_forward`, and recompute its result bit for bit.
 
     Args:
-        grad_TH: Of the result; contiguous.
-        grad_summed_TH: float32, of the sum, from what else reads it; contiguous.
-        summed_TH, statistics: What the forward pass returned.
+        grad_TH: Gradient of the result; contiguous.
+        grad_summed_TH: Gradient of the sum from its other uses, float32; contiguous.
+        summed_TH, statistics: As returned by the forward pass.
         weight_H, dropout, seed: As in the forward pass.
-        sublayer: Whether there was one.
+        sublayer: Whether the forward pass had ``sublayer_TH``.
 
     Returns:
-        The gradient of the residual, float32 (T, H), that of the sublayer's result in ``grad_TH``'s dtype (T, H; None
-        without one), that of the weight, float32 (H,), and the result of the forward pass, (T, H) in the same dtype.
+        The gradient of the residual, float32 (T, H); of ``sublayer_TH`` (T, H, in ``grad_TH``'s dtype; None without a
+        sublayer); of the weight, float32 (H,); and the forward pass's result (T, H, in ``grad_TH``'s dtype).
     """
     tokens, hidden = grad_TH.shape
     grad_residual, again = torch.empty_like(grad_summed_TH), torch.empty_like(grad_TH)
@@ -144,7 +144,7 @@ def _pre_norm_backward(
         summed = tl.load(summed_ptr + at, mask=valid, other=0.0)
         mean = tl.load(statistics_ptr + rows, mask=real, other=0.0)
         inverse = tl.load(statistics_ptr + tokens + rows, mask=real, other=0.0)
-        normed = (summed - mean[:, None]) * inverse[:, None]  # past the end of a row it meets zeros only
+        normed = (summed - mean[:, None]) * inverse[:, None]  # multiplied by zeros past the end of a row
         weighted = grad * weight[None, :]
         tl.store(again_ptr + at, (normed * weight[None, :]).to(again_ptr.dtype.element_ty), mask=valid)
         sum_weight += tl.sum(grad * normed, 0)

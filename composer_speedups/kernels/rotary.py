@@ -1,7 +1,7 @@
-"""Rotary position embeddings, in place on the queries and keys of one packed projection.
+"""Rotary position embeddings, applied in place to the queries and keys of a packed qkv projection.
 
-Shapes: T tokens, A heads, D units a head.
-Source: Su et al., arXiv 2104.09864, with the halves of a head as pairs, as in transformers.
+Shapes: T tokens, A heads, D units per head.
+Source: Su et al., arXiv 2104.09864; pairs are formed of a head's two halves, as in transformers.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ def rotate(qkv: Tensor, cos_TD: Tensor, sin_TD: Tensor, heads: int, *, back: boo
     """Rotate queries and keys by the angles of their tokens.
 
     Args:
-        qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values, which stay. Overwritten.
-        cos_TD, sin_TD: Of the angles, contiguous; both halves of a row are the same.
+        qkv: (T, 3·A·D), contiguous: the queries of all heads, then the keys, then the values. Queries and keys are
+            overwritten.
+        cos_TD, sin_TD: Cosines and sines of the angles, contiguous; both halves of a row are equal.
         heads: A. D must be a power of two.
-        back: The other way round, which is the gradient.
+        back: Rotate by the negative angles, which computes the gradient.
     """
     tokens, hidden = qkv.shape[0], qkv.shape[1] // 3
     size = hidden // heads
@@ -35,7 +36,7 @@ def _rotate(
     qkv_ptr, cos_ptr, sin_ptr,
     HIDDEN: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One token: its queries and keys lie side by side, so they are twice as many heads."""
+    """Rotate one token. Its queries and keys are adjacent in memory and handled as twice the number of heads."""
     token = tl.program_id(0).to(tl.int64)
     heads = tl.arange(0, BLOCK)
     units = tl.arange(0, SIZE // 2)

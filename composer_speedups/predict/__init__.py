@@ -1,1 +1,1 @@
-"""Predictions of a finished run for the rows of a file."""
+"""Predict with a finished run for the rows of a file."""

@@ -19,9 +19,9 @@ __all__ = ["Request", "command", "main", "read_request"]
 _USAGE = """\
 usage: python -m composer_speedups.predict RUN --input FILE [--output FILE] [key=value ...]
 
-Predict with a finished run, a folder such as runs/quickstart, for every row of a file: .csv, .tsv, .jsonl, .parquet,
-.conll, or .txt with a text on each line. Line i of the output belongs to row i. An interrupted call goes on where it
-stopped when it is given again. --input FILE may be written input=FILE, and so may the others.
+Predict with a finished run (a folder such as runs/quickstart) for every row of a file: .csv, .tsv, .jsonl, .parquet,
+.conll, or .txt with a text per line. Line i of the output belongs to row i. The same command continues an interrupted
+call. Options may also be written as input=FILE.
 
 keys:
 """
@@ -33,25 +33,25 @@ class Request:
     input: str = ""
     """File of the texts, in the columns that the run was trained on."""
     output: str | None = None
-    """File of the predictions, .jsonl, .csv or .parquet; null writes INPUT.predictions.jsonl beside the input."""
+    """File of the predictions: .jsonl, .csv or .parquet; null for INPUT.predictions.jsonl next to the input."""
     text_columns: list[str] | None = None
-    """Columns of the texts where they have other names than in training."""
+    """Columns of the texts, if they have other names than in training."""
     batch_size: int = key(128, ge=1, le=65_536)
     """Rows per forward pass."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """Where to compute; auto takes a GPU when there is one."""
+    """Where to compute; auto uses a GPU if there is one."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """auto is bf16 on a GPU and fp32 on a CPU."""
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Predict as a command line says, and print where the predictions are and how fast they were made.
+    """Write predictions, and print where they are and how fast they were computed.
 
     Raises:
-        UserError: One line about an argument, the run or the file.
+        UserError: Names an argument, the run or the file.
     """
     run, request = read_request(arguments)
-    from composer_speedups.predict.model import FinishedModel  # it imports torch, for which --help should not wait
+    from composer_speedups.predict.model import FinishedModel  # imports torch, which --help does not need
     from composer_speedups.predict.rows import predict_file
 
     model = FinishedModel.load(run, device=request.device, precision=request.precision, columns=request.text_columns)
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
-    """The run's folder and the keys of a command line; ``--help`` prints every key and exits with 0.
+    """Read the run's folder and the keys of a command line; ``--help`` prints every key and exits with 0.
 
     Raises:
-        ConfigError: One line that names the argument and the fix.
+        ConfigError: Names the argument and the fix.
     """
     command_line = parse_command_line(_as_pairs(arguments), "RUN")
     if command_line.help:
@@ -78,9 +78,9 @@ def read_request(arguments: Sequence[str]) -> tuple[Path, Request]:
     if Path(request.output).suffix not in _FORMATS:
         raise ConfigError(f"output: {request.output} must end in {', '.join(_FORMATS)}")
     if Path(request.output).resolve() == Path(request.input).resolve():
-        raise ConfigError(f"output: {request.output} is the input itself; give another name")
+        raise ConfigError(f"output: {request.output} is the input itself; choose another name")
     if not Path(request.output).absolute().parent.is_dir():
-        raise ConfigError(f"output: there is no folder {Path(request.output).parent}; make it first")
+        raise ConfigError(f"output: there is no folder {Path(request.output).parent}; create it first")
     return Path(command_line.words[0]).expanduser(), request
 
 
@@ -101,7 +101,7 @@ def _as_pairs(arguments: Sequence[str]) -> list[str]:
 
 
 def command() -> None:
-    """``python -m composer_speedups.predict`` and its console command."""
+    """Entry point of ``python -m composer_speedups.predict`` and its console command."""
     with exit_codes("predict"):
         main(sys.argv[1:])
 

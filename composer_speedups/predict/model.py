@@ -1,4 +1,4 @@
-"""A finished run's model, ready to predict: unpadded and in 16 bits on a GPU."""
+"""A finished run's model for predictions: unpadded, and in 16 bits on a GPU."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class FinishedModel:
     """The exported model of a run with its task and tokenizer.
 
     Args:
-        model: Of transformers, in eval mode, on its device.
-        task: What it was trained for, with its labels.
-        tokenizer: Its own.
-        max_length: Tokens that texts are cut to, as in training.
+        model: The transformers model, in eval mode, on its device.
+        task: The task that it was trained for, with its labels.
+        tokenizer: Its tokenizer.
+        max_length: Maximum number of tokens per text, as in training.
         precision: ``"bf16"`` computes under autocast.
 
     Attributes:
-        engaged: A line for each technique: what it changed, or why it is left out.
+        engaged: A line per technique: what it changed, or why it is not used.
     """
 
     def __init__(self, model: Any, task: Task, tokenizer: Any, max_length: int, precision: str) -> None:
@@ -53,16 +53,16 @@ class FinishedModel:
     def load(
         cls, run: Path, *, device: str = "auto", precision: str = "auto", columns: Sequence[str] | None = None
     ) -> FinishedModel:
-        """The model of a run's folder.
+        """Load the model from a run's folder.
 
         Args:
-            run: As train.py leaves it, with ``report.json`` and ``model/``.
+            run: The folder written by train.py, with ``report.json`` and ``model/``.
             device: ``"auto"``, ``"cpu"`` or ``"gpu"``.
             precision: ``"auto"``, ``"fp32"`` or ``"bf16"``.
-            columns: Names of the text columns, where they differ from those of training.
+            columns: Names of the text columns, if they differ from those of training.
 
         Raises:
-            ConfigError: No finished run, a task that predicts nothing, or no GPU.
+            ConfigError: The run is not finished, its task cannot predict, or there is no GPU.
         """
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
@@ -74,7 +74,7 @@ class FinishedModel:
             arguments = task.model_arguments(auto._model_mapping[type(AutoConfig.from_pretrained(folder))])
             model = auto.from_pretrained(folder, attn_implementation="eager", **arguments).eval()
             tokenizer = AutoTokenizer.from_pretrained(folder)
-        except Exception as error:  # transformers, safetensors and tokenizers each have their own
+        except Exception as error:  # transformers, safetensors and tokenizers raise different classes
             raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
         if on_gpu:
             model.cuda()
@@ -103,11 +103,11 @@ class FinishedModel:
 
     @torch.no_grad()
     def predict(self, encoded: Columns, batch_size: int) -> list[dict[str, Any]]:
-        """The predictions for encoded rows, in their order; computed in batches of like length, the longest first."""
+        """Predictions for encoded rows in their order; computed in batches of similar lengths, the longest first."""
         lengths = [len(ids) for ids in encoded["input_ids"]]
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
         parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-        # Results are fetched only when all batches are launched: fetching one waits for the GPU.
+        # Results are copied after all batches are launched, because copying one waits for the GPU.
         computed = [self._forward({name: [v[i] for i in part] for name, v in encoded.items()}) for part in parts]
         found: list[Any] = [None] * len(order)
         for part, (logits, batch) in zip(parts, computed, strict=True):
@@ -126,17 +126,17 @@ class FinishedModel:
         return logits, batch
 
 
-# The labels that token classification encodes say where a word begins; the model would compute a loss of them.
+# Token classification encodes labels to mark where words begin; the model would compute a loss with them.
 _INPUTS = {"attention_mask", *(name for name in PER_TOKEN.values() if name not in ("labels", "word_starts"))}
 
 
 def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
-    """The task of a finished run with the labels of its export, and the length that it cut texts to."""
+    """The task of a finished run, with the labels of its export and its maximum length."""
     report, exported = run / "report.json", run / "model" / "config.json"
     if not run.is_dir():
-        raise ConfigError(f"RUN: {with_working_directory(run)} is no folder; give a run's, such as runs/NAME")
+        raise ConfigError(f"RUN: {with_working_directory(run)} is not a folder; name a run's folder, such as runs/NAME")
     if not report.is_file():
-        raise ConfigError(f"RUN: {run} has no report.json, so its training has not ended; give a finished run")
+        raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
     if not exported.is_file():
         raise ConfigError(f"RUN: {run} has no model/; train with export=true")
     try:
@@ -147,7 +147,7 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"RUN: {report} is damaged ({first_line(error)}); train again") from error
     if model.task == "mlm":
-        raise ConfigError("RUN: a masked language model has nothing to predict for a text; fine-tune it for a task")
+        raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
     task = build_task(model, data)
     if hasattr(task, "labels"):
         task.labels = [labels[number] for number in sorted(labels, key=int)]

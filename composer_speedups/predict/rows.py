@@ -1,4 +1,4 @@
-"""Rows of a file → a file of predictions, block by block, so that an interrupted call goes on."""
+"""Predict for the rows of a file block by block, so that an interrupted call can be continued."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from composer_speedups.predict.model import FinishedModel
 
 __all__ = ["predict_file", "predicted"]
 
-_BLOCK = 2048  # rows, sorted by length, computed and written together
+_BLOCK = 2048  # rows that are sorted by length, computed and written together
 
 
 def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: int) -> str:
     """Write the predictions for every row of ``source`` to ``output``.
 
-    All rows are checked before any is computed. Predictions lie in ``OUTPUT.partial`` until the last one is made; a
-    later call with the same run, input and columns goes on after those that are there.
+    All rows are checked before any is computed. Predictions are collected in ``OUTPUT.partial`` until they are
+    complete; a later call with the same run, input and columns continues after them.
 
     Returns:
-        A line that says how many, how fast and where.
+        A line with the number of rows, the rate and the path.
 
     Raises:
         DataError: A file that cannot be read, a missing column, or a row without text, which is named.
@@ -45,7 +45,7 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
     with _Partial(partial, _identity(model, source)) as lines:
         done = lines.count
         if done:
-            print(f"{partial} holds {done:,} of {len(rows):,} rows; going on after them", file=sys.stderr)
+            print(f"{partial} has {done:,} of {len(rows):,} rows; continuing after them", file=sys.stderr)
         for predictions in predicted(model, rows[done:], batch_size):
             lines.append(predictions)
     seconds = time.perf_counter() - began
@@ -55,7 +55,7 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
 
 
 def predicted(model: FinishedModel, rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[list[dict[str, Any]]]:
-    """The predictions for checked rows, a block at a time; each is tokenized while the one before it is computed."""
+    """Yield the predictions for checked rows in blocks; each block is tokenized while the previous one is computed."""
     blocks = [rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)]
     with ThreadPoolExecutor(1) as reader:
         encoded = deque(reader.submit(model.encode, block) for block in blocks[:1])
@@ -75,7 +75,7 @@ def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
 
 
 def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
-    """What a partial file must have been begun with for a call to go on with it."""
+    """What a partial file must have been started with, so that a call may continue it."""
     found = os.stat(source)
     return {
         "model": str(Path(model.model.name_or_path).resolve()),
@@ -89,7 +89,7 @@ def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
 
 
 class _Partial:
-    """Predictions so far, a JSON line each, after a line that says what they are of."""
+    """The predictions so far: a JSON line that identifies the run, input and columns, then one line per row."""
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
         self.path = path
@@ -99,11 +99,11 @@ class _Partial:
             with open(path, "rb") as file:
                 if file.readline() != head:
                     raise ConfigError(
-                        f"output: {path} is of another run, input or columns; remove it, or give another output"
+                        f"output: {path} belongs to another run, input or columns; delete it, or choose another output"
                     )
                 whole = file.tell()
                 for line in file:
-                    if not line.endswith(b"\n"):  # the process was killed while it wrote
+                    if not line.endswith(b"\n"):  # the process was killed while writing
                         break
                     self.count, whole = self.count + 1, whole + len(line)
             os.truncate(path, whole)
@@ -124,7 +124,7 @@ class _Partial:
 
 
 def _finish(partial: Path, output: Path) -> None:
-    """Give complete predictions their name, in the format of their suffix."""
+    """Publish the complete predictions in the format of the suffix."""
     made = output.with_name(f"{output.name}.unfinished")
     if output.suffix == ".jsonl":
         with open(partial, "rb") as source, open(made, "wb") as target:
@@ -146,7 +146,7 @@ def _rows(partial: Path) -> Iterator[dict[str, Any]]:
 
 
 def _as_csv(rows: list[dict[str, Any]]) -> str:
-    """A column for each key; a mapping has one for each of its own, and lists are JSON."""
+    """A CSV column per key; mappings have one column per key, and lists are JSON."""
     flat = [
         {
             f"{key}.{inner}" if inner else key: json.dumps(item) if isinstance(item, list) else item

@@ -1,1 +1,1 @@
-"""Which techniques make a run fast on this machine, measured; see ``python -m composer_speedups.tune --help``."""
+"""Measure which techniques make a run fast on this machine; see ``python -m composer_speedups.tune --help``."""

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> None:
     """Read the arguments, search, and write the YAML.
 
     Raises:
-        UserError: A mistyped key, a value that does not fit, or an original run that fails.
+        UserError: An unknown key, an invalid value, or an original run that fails.
     """
     command_line = parse_command_line(arguments)
     if command_line.help:
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
 def tune(config: Config, settings: TuneConfig, output: Path, file: str, overrides: list[str]) -> None:
     """Search for the fastest techniques of a run, and write its YAML with them."""
-    # They import torch, which a mistyped key does not wait for.
+    # They import torch, which is not needed to report an unknown key.
     from composer_speedups.core.catalogue import technique_names
     from composer_speedups.core.registry import technique_class
     from composer_speedups.train.environment import environment
@@ -55,7 +55,7 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
         allow = ["lower_precision"] if run.trains_in_16_bits else []
     print(
         f"tune: {config.trainer.max_duration} of {run.batches_per_epoch} batches each on the {device} with "
-        f"{', '.join(run.techniques) or 'no techniques'}; allowed beside exact techniques: "
+        f"{', '.join(run.techniques) or 'no techniques'}; allowed in addition to exact techniques: "
         f"{', '.join(allow) or 'nothing'}",
         flush=True,
     )
@@ -71,7 +71,7 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
 
 
 def command() -> None:
-    """``python -m composer_speedups.tune`` and its console command."""
+    """Entry point of ``python -m composer_speedups.tune`` and its console command."""
     with exit_codes("tune"):
         main(sys.argv[1:])
 

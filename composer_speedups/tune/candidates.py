@@ -1,4 +1,4 @@
-"""What there is to try, as each technique's class states it, and what putting one on a set of techniques does."""
+"""The candidates that tune tries, as declared by the techniques' classes, and adding one to a set of techniques."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ KINDS: tuple[Exactness, ...] = typing.get_args(Exactness)
 class Candidate:
     """A change of the ``algorithms`` section."""
 
-    label: str  # in tables and comments
+    label: str  # name in tables and comments
     adds: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # techniques added, or set to other values
     removes: tuple[str, ...] = ()
-    kind: Exactness = "exact"  # the most that it does to the numbers
-    fallback_of: str | None = None  # label of the candidate whose refusal this one waits for
-    gain: float = 1.0  # expected samples/s with it over those without it
+    kind: Exactness = "exact"  # the least exact of its techniques
+    fallback_of: str | None = None  # label of the candidate that must be refused before this one is tried
+    gain: float = 1.0  # expected speedup
 
 
 def candidates_for(original: Mapping[str, Any], device: str, *, autocast_by_config: bool = False) -> list[Candidate]:
-    """All candidates beside an original ``algorithms`` section, in the order of their trials.
+    """All candidates for an original ``algorithms`` section, in the order of their trials.
 
-    That is the recommended set, then single techniques by expected gain, in case the time runs out, then the original
-    set without one of its own.
+    The recommended set comes first, then single techniques by expected gain, in case the time runs out, then the
+    original set without each one of its techniques.
 
     Args:
         original: YAML name → settings.
         device: ``cpu`` or ``cuda``.
-        autocast_by_config: ``trainer.precision`` is 16-bit already, and ``mixed_precision`` has nothing to add.
+        autocast_by_config: ``trainer.precision`` is already 16-bit, so ``mixed_precision`` would change nothing.
     """
     left = {"mixed_precision"} if autocast_by_config else set()
     whole = {name: settings for name, settings in RECOMMENDED.items() if name not in left}
@@ -81,26 +81,26 @@ def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
 
 
 def kind_of(name: str, settings: Mapping[str, Any] | None, device: str | None = None) -> Exactness:
-    """What a technique with these settings does to the numbers; without a device, the most that it does on any."""
+    """The exactness of a technique with these settings; without a device, the least exact over all devices."""
     return technique_class(name).exactness_with(settings or {}, device)
 
 
 def worst(*kinds: Exactness) -> Exactness:
-    """The one that changes the numbers most."""
+    """The least exact of several kinds."""
     return max(kinds, key=KINDS.index)
 
 
 class Refused(Exception):
-    """A candidate that is left out without a trial; the message is the reason."""
+    """A candidate is not tried; the message is the reason."""
 
 
 def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]:
-    """``current`` with the candidate in it, and without what conflicts with it.
+    """``current`` with the candidate's techniques, and without those that conflict with them.
 
-    A technique that the candidate names without settings keeps those that it has.
+    A technique that the candidate names without settings keeps its current ones.
 
     Raises:
-        Refused: Nothing would change, or what it conflicts with is part of the recipe.
+        Refused: Nothing would change, or a conflicting technique is part of the recipe.
     """
     changed = {n: s for n, s in current.items() if n not in candidate.removes} | {
         n: dict(s) for n, s in candidate.adds.items() if s or n not in current
@@ -129,19 +129,19 @@ def _conflict(one: Technique, other: Technique) -> str | None:
 
 
 def forbidden(kind: Exactness, allow: Collection[str]) -> str | None:
-    """Why a candidate of this kind may not be tried; None when it may."""
+    """Why a candidate of this kind may not be tried; None if it may."""
     if kind in ("exact", "rounding") or kind in allow:
         return None
     what = "computes in less than float32" if kind == "lower_precision" else "changes the training recipe"
     allowed = ", ".join([*sorted(allow), kind])
-    return f"{what}, which is not allowed; tune.allow=[{allowed}] lets it be tried"
+    return f"{what}, which is not allowed; tune.allow=[{allowed}] allows it"
 
 
 def key_of(algorithms: Algorithms) -> tuple[str, ...]:
-    """Equal for sets that train alike, whatever the order and whichever defaults are spelt out."""
+    """A key that is equal for sets that train identically, independent of order and of explicit defaults."""
     return tuple(sorted(map(repr, build_techniques(stopping(algorithms)))))
 
 
 def stopping(algorithms: Algorithms) -> dict[str, Any]:
-    """The same techniques without ``on_unavailable``: what cannot engage is to say so."""
+    """The same techniques without ``on_unavailable``, so that a technique that cannot engage raises."""
     return {n: {k: v for k, v in settings.items() if k != "on_unavailable"} for n, settings in algorithms.items()}

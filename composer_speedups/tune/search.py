@@ -1,4 +1,4 @@
-"""The search: each candidate alone, then stacked by gain, then thinned out, then confirmed against the original run."""
+"""The search: try candidates separately, stack them by gain, remove useless ones, confirm against the original run."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 __all__ = ["Search"]
 
-_PROBE_STEPS, _MOST_STEPS = 8, 200  # of a trial
-_TRIALS = 20  # that a budget should have room for
-_BASELINES = 1 / 3  # of the budget at most, for runs of the original set before the first trial
-_KEPT = 0.4  # of the budget for stacking, confirming and batch sizes
-_PAIRS = 0.25  # of the budget is enough for the pairs at the end, if it holds one
-_USEFUL = 4.5  # runs that a budget must hold: the original one, a trial, and a pair that confirms it, each a bit longer
+_PROBE_STEPS, _MOST_STEPS = 8, 200  # steps of a trial
+_TRIALS = 20  # trials that the budget should have room for
+_BASELINES = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
+_KEPT = 0.4  # fraction of the budget for stacking, confirming and batch sizes
+_PAIRS = 0.25  # fraction of the budget that suffices for the pairs at the end, if it holds one
+_USEFUL = 4.5  # runs that a budget must hold: the original one, a trial, and a pair to confirm it, with some margin
 _NO_TIME = "no time was left; a larger tune.budget_seconds tries it"
 _print = partial(print, flush=True)
 
 
 class Search:
-    """Looks for the set of techniques with the shortest planned run, within a budget of time.
+    """Searches for the set of techniques with the shortest planned run, within a time budget.
 
     Args:
-        run: The original run: its techniques and its length, why a set would be refused, and trials, each of which ends
-            within its timeout, or two seconds later.
+        run: The original run: its techniques and length, reasons for refusing a set, and trials that end within two
+            seconds after their timeout.
         candidates: What to try, in this order.
-        allow: Of ``lower_precision`` and ``recipe``, what candidates may change.
+        allow: Which of ``lower_precision`` and ``recipe`` candidates may change.
         settings: Budget, steps and repeats.
-        batch_size: Of the original run; None leaves larger ones unmeasured.
-        now: A clock, in seconds.
-        tell: Takes each line of progress.
+        batch_size: The original run's batch size; None skips larger ones.
+        now: Returns the time in seconds.
+        tell: Receives each line of progress.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Search:
         self.result = Result(dict(run.techniques), verdicts=[Verdict(c) for c in candidates])
         self._run, self._allow, self._settings, self._batch_size = run, allow, settings, batch_size
         self._now, self._tell, self._started = now, tell, now()
-        self._wall = 0.0  # seconds of the latest trial of the original run, for guessing the next
+        self._wall = 0.0  # duration of the latest trial of the original run, to predict the next
         self._seen: dict[tuple[str, ...], Outcome] = {}
         self._current: dict[str, Any] = {}
         self._current_seconds = math.inf
 
     def run(self) -> Result:
-        """Search until done or out of time; the result always holds a set that is no slower than the original one.
+        """Search until done or out of time. The resulting set is never slower than the original one.
 
         Raises:
-            CannotRunError: The original run itself fails, so that there is nothing to improve on.
-            ConfigError: The budget does not even hold a run of the original set, a trial, and a pair that confirms it.
+            CannotRunError: The original run fails, so there is nothing to compare with.
+            ConfigError: The budget is too small for a run of the original set, a trial, and a pair to confirm it.
         """
         self._baseline()
         self._alone()
@@ -77,7 +77,7 @@ class Search:
         self.result.seconds = self._spent
         return self.result
 
-    # The six parts.
+    # The steps of the search.
 
     def _baseline(self) -> None:
         result, settings = self.result, self._settings
@@ -106,14 +106,14 @@ class Search:
             candidate = verdict.candidate
             first = verdicts.get(candidate.fallback_of or "")
             if first is not None and first.state != "refused":
-                verdict.state, verdict.reason = "untried", f"{first.candidate.label} is to be had here"
+                verdict.state, verdict.reason = "untried", f"{first.candidate.label} is available here"
                 continue
             try:
                 changed = self._with(candidate, self.result.original)
             except Refused as refused:
                 verdict.state, verdict.reason = "refused", str(refused)
                 continue
-            if reason := forbidden(candidate.kind, self._allow):  # of what could be had
+            if reason := forbidden(candidate.kind, self._allow):  # fraction of the expected gain
                 verdict.state, verdict.reason = "untried", reason
                 continue
             keep = max(_KEPT * self._settings.budget_seconds, self._reserve)
@@ -141,7 +141,8 @@ class Search:
             self._current_seconds = first.alone_seconds
             first.stacked = (result.base_seconds, first.alone_seconds)
         refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self._allow)]
-        # A technique that was refused alone may have what it needs by now; one that gave little may give more.
+        # A technique that was refused separately may have its requirements by now, and one with a small gain may gain
+        # more.
         for verdict in [*gained, *refused, *little]:
             self._try_on_top(verdict)
 
@@ -165,7 +166,7 @@ class Search:
         self._take_if_faster(changed, outcome)
 
     def _thin_out(self) -> None:
-        """What each added technique gives within the set; it goes where the set is faster without it."""
+        """Measure the set without each added technique, and remove those without which it is faster."""
         original = self.result.original
         for name in [n for n in self._current if self._current[n] != original.get(n)]:
             changed = {n: s for n, s in self._current.items() if n != name}
@@ -181,12 +182,12 @@ class Search:
             self._take_if_faster(changed, outcome)
 
     def _confirm(self) -> None:
-        """Given and chosen in turn: only what is faster here too is written."""
+        """Run the original and the chosen set in turns; the chosen set is written only if it is faster here too."""
         result = self.result
         result.chosen = dict(result.original)
         if key_of(self._current) == key_of(result.original):
             tried = any(v.state in ("measured", "failed") for v in result.verdicts)
-            result.kept_original = "nothing that was tried saved more than the noise" if tried else "nothing was tried"
+            result.kept_original = "no trial saved more time than the noise" if tried else "nothing was tried"
             return
         for _ in range(self._settings.repeats):
             if self._left < (2.0 if result.pairs else 1.5) * self._wall:
@@ -200,7 +201,7 @@ class Search:
                 return
             result.pairs.append((self._plan(original), self._plan(chosen)))
         if not result.pairs:
-            result.kept_original = "no time was left to confirm the chosen set; give a larger tune.budget_seconds"
+            result.kept_original = "no time was left to confirm the chosen set; set a larger tune.budget_seconds"
             return
         before, after = zip(*result.pairs, strict=True)
         noise = max(result.noise, noise_of(before, self._settings.min_gain), max(after) - min(after))
@@ -219,10 +220,10 @@ class Search:
             label = f"batch size {size}"
             result.sizes[size] = self._once(result.chosen, label, result.trial_steps, batch_size=size)
 
-    # Trials: each set once, and none that the clock has no room for.
+    # Trials: each set is run once, and only if there is time for it.
 
     def _with(self, candidate: Candidate, current: Algorithms) -> dict[str, Any]:
-        """``current`` with the candidate in it.
+        """``current`` with the candidate's techniques.
 
         Raises:
             Refused: It would change nothing, or train.py would refuse it.
@@ -248,7 +249,8 @@ class Search:
         return outcome
 
     def _measure(self, algorithms: Algorithms, label: str, keep: float) -> Outcome | None:
-        """The outcome of a set, from an earlier trial where there is one; None where it would not leave ``keep``."""
+        """The outcome of a set, from an earlier trial if there is one; None if less than ``keep`` seconds would
+        remain."""
         key, left = key_of(algorithms), self._left - keep
         if key not in self._seen:
             if left < 1.2 * self._wall:
@@ -264,7 +266,7 @@ class Search:
         timeout: float | None = None,
         batch_size: int | None = None,
     ) -> Outcome:
-        """One trial, whatever came before; it may take ``timeout`` seconds, or what is left, and always one."""
+        """Run one trial, within ``timeout`` seconds or the remaining time, and at least one second."""
         timeout = max(1.0, self._left if timeout is None else timeout)
         outcome = self._run.measure(algorithms, steps=steps, timeout=timeout, batch_size=batch_size)
         planned = self._plan(outcome) if self.result.planned_steps and batch_size is None else math.nan
@@ -282,10 +284,11 @@ class Search:
         return outcome.planned_seconds(self.result.planned_steps)
 
     def _trial_steps(self, probe: Outcome, baselines: float) -> int:
-        """Steps for which about twenty trials fit; a trial trains for a quarter of its time at least.
+        """The number of steps for which about twenty trials fit; at least a quarter of a trial's time is spent
+        training.
 
-        The probe's own where another run of the original set would end later than ``baselines`` seconds from the start:
-        then the probe is the one to compare with.
+        If another run of the original set would end later than ``baselines`` seconds from the start, the probe's steps
+        are returned, and the probe serves as the baseline.
         """
         around = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
         training = max(self._settings.budget_seconds / _TRIALS - around, around / 3)
@@ -303,18 +306,18 @@ class Search:
 
     @property
     def _reserve(self) -> float:
-        """Seconds kept for the pairs at the end."""
+        """Seconds reserved for the pairs at the end."""
         pair = 2.2 * self._wall
         return min(self._settings.repeats * pair, max(pair, _PAIRS * self._settings.budget_seconds))
 
     def _budget_error(self, wall: float) -> ConfigError:
-        """``wall``: seconds that a run of the original set takes, or has taken when it was ended."""
+        """``wall``: seconds that a run of the original set takes, or took until it was killed."""
         budget, fewer = (
             self._settings.budget_seconds,
             "" if self._settings.steps is None else ", or a smaller tune.steps",
         )
         return ConfigError(
-            f"tune.budget_seconds: {budget:g} s do not hold a run of the original YAML, a trial and "
-            f"both once more to confirm it, of {wall:.0f} s or more each; give it at least "
+            f"tune.budget_seconds: {budget:g} s are too short for a run of the original YAML, a trial and "
+            f"both once more to confirm it, of {wall:.0f} s or more each; set at least "
             f"{math.ceil(_USEFUL * wall)}{fewer}"
         )

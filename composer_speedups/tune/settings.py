@@ -1,4 +1,4 @@
-"""The ``tune.*`` keys, their help, and where the tuned YAML goes: all that is checked before torch is imported."""
+"""The ``tune.*`` keys, their help, and the path of the tuned YAML, which are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from composer_speedups.core.settings import key
 __all__ = ["MARK", "PREFIX", "TuneConfig", "help_text", "output_for"]
 
 MARK = "# Written by composer_speedups.tune"
-"""How every tuned YAML begins."""
+"""The first line of every tuned YAML."""
 
 PREFIX = "tune."
 
@@ -22,9 +22,9 @@ _USAGE = """\
 usage: python -m composer_speedups.tune -f FILE [key=value ...] [tune.NAME=VALUE ...]
 
 Measure the techniques on this machine for the run that FILE and the key=value pairs describe, and write a YAML with
-the fastest set, the measured reasons, and what was left out and why. FILE itself stays as it is.
+the fastest set, the measured reasons, and what was left out and why. FILE itself is not changed.
 
-exit status: 0 a YAML was written; 1 the original run fails; 2 a bad key, config or dataset, said on one line.
+exit status: 0 a YAML was written; 1 the original run fails; 2 an invalid key, config or dataset (one-line message).
 
 keys:
 """
@@ -33,23 +33,26 @@ keys:
 @dataclass
 class TuneConfig:
     budget_seconds: float = key(300.0, ge=1, le=604_800)
-    """Seconds for all measurements together; what could not be tried by then is named in the YAML."""
+    """Seconds for all measurements; the YAML names what could not be tried in that time."""
     output: str | None = None
-    """YAML to write, and beside it a .json with all trials; null is FILE's name with .tuned.yaml, in this folder."""
+    """YAML to write, with all trials in a .json next to it; null for FILE's name with .tuned.yaml in the working
+    directory."""
     allow: list[Literal["lower_precision", "recipe"]] | None = None
-    """Which of lower_precision and recipe may change; null: lower_precision where FILE trains in 16 bits already."""
+    """Which of lower_precision and recipe may change; null: lower_precision if FILE already trains in 16 bits."""
     steps: int | None = key(None, ge=5, le=100_000)
-    """Training steps a trial; null takes as many as leave time for about twenty trials, 8 to 200."""
+    """Training steps per trial; null for as many as allow about twenty trials, 8 to 200."""
     repeats: int = key(2, ge=2, le=20)
-    """Runs of FILE at the start, if a third of the time holds them, whose spread is the noise; pairs at the end."""
+    """Runs of FILE at the start, if they fit into a third of the time, whose spread is the noise; and pairs at the
+    end."""
     min_gain: float = key(0.02, ge=0, lt=1)
-    """Fraction of the planned run's time that a technique must save at least, however small the noise."""
+    """Minimum fraction of the planned run's time that a technique must save, however small the noise."""
     batch_sizes: bool | None = None
-    """With the time left, measure 2, 4 and 8 times the batch size; reported, never written. null: on a GPU only."""
+    """In the remaining time, measure 2, 4 and 8 times the batch size; reported but never written. null: on a GPU
+    only."""
 
 
 def help_text() -> str:
-    """Usage and every ``tune.*`` key with its type, default, bounds and doc line."""
+    """The usage, and every ``tune.*`` key with its type, default, bounds and doc line."""
     return f"{_USAGE}{keys_help(TuneConfig, PREFIX)}\n\nAll other keys are those of composer train.py --help.\n"
 
 
@@ -57,14 +60,14 @@ def output_for(file: str, output: str | None) -> Path:
     """The YAML to write for the original ``file``; by default ``x.tuned.yaml`` in the working directory.
 
     Raises:
-        ConfigError: Names ``tune.output``: it could not be written there, or would replace somebody's file.
+        ConfigError: Names ``tune.output``: it cannot be written, or would replace another file.
     """
     path = Path(output or f"{Path(file).stem}.tuned.yaml")
     if path.suffix not in (".yaml", ".yml"):
-        raise ConfigError(f"tune.output: {path} does not end in .yaml; give it that ending")
+        raise ConfigError(f"tune.output: {path} does not end in .yaml; choose a name that does")
     if not path.parent.is_dir():
         shown = with_working_directory(path.parent)
-        raise ConfigError(f"tune.output: there is no folder {shown}; make it, or choose another")
+        raise ConfigError(f"tune.output: there is no folder {shown}; create it, or choose another")
     if path.is_dir() or (path.exists() and path.samefile(file)):
         taken = "a folder" if path.is_dir() else "the original YAML"
         raise ConfigError(f"tune.output: {path} is {taken}; choose another")

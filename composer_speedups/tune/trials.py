@@ -44,44 +44,44 @@ from composer_speedups.tune.results import Algorithms, Outcome
 
 __all__ = ["OriginalRun", "outcome_of", "outcome_of_failure", "trial_config"]
 
-_SAID = 300  # characters of a failed process's line
-_LAST_WORDS = 2.0  # seconds for a process at its limit to say where it is
+_SAID = 300  # maximum length of a failed process's message
+_LAST_WORDS = 2.0  # seconds for a process at its timeout to print its stack
 
 
 class OriginalRun:
-    """The run that is to be tuned; it is not trained here.
+    """The run to tune, of which trials are run in child processes.
 
     Args:
-        config: Of the original run.
-        context: Where it trains.
-        program: The module that trains in a trial; tests give their own.
+        config: The original run's config.
+        context: The device and ranks it trains on.
+        program: The module that trains in a trial; replaced in tests.
 
     Raises:
-        UserError: What train.py would say of a technique that must engage and cannot.
+        UserError: A technique that must engage cannot, as in train.py.
 
     Attributes:
-        techniques: Those of the config that can engage here.
-        unengaged: Those with ``on_unavailable: warn`` that cannot, and why.
+        techniques: The config's techniques that can engage here.
+        unengaged: Techniques with ``on_unavailable: warn`` that cannot engage, and why.
     """
 
     def __init__(self, config: Config, context: Context, program: str = "composer_speedups.train") -> None:
         self.config, self.context, self.program = config, context, program
         techniques = build_techniques(config.algorithms, config.on_unavailable)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the YAML will say it
+            warnings.simplefilter("ignore")  # reported in the YAML
             screen(techniques, context)
         self.unengaged = {t.name: str(t.evidence["unavailable"]) for t in techniques if t.engaged is False}
         self.techniques = {n: s for n, s in config.algorithms.items() if n not in self.unengaged}
 
     @property
     def trains_in_16_bits(self) -> bool:
-        """Whether lower precision is no news to it."""
+        """Whether it already trains in lower precision."""
         by_technique = {"mixed_precision", "kahan_optimizer"} & set(self.config.algorithms)
         return self.config.trainer.precision != "fp32" or bool(by_technique)
 
     @cached_property
     def batches_per_epoch(self) -> int:
-        """Training batches. Counting them puts the tokens into the cache, for all trials."""
+        """Number of training batches. Counting them also fills the token cache for all trials."""
         data, model = self.config.data, self.config.model
         on_gpu = self.context.device.type == "cuda"
         built = build_data(
@@ -90,17 +90,17 @@ class OriginalRun:
         return len(built.train.dataloader)  # type: ignore[arg-type]
 
     def planned_steps(self, outcome: Outcome) -> int:
-        """Optimizer steps of the planned run, at least 1; ``outcome`` says how many tokens a step has."""
+        """Optimizer steps of the planned run, at least 1; ``outcome`` gives the number of tokens per step."""
         duration = self.config.trainer.max_duration
         found = re.fullmatch(r"(\d+)([a-z]+)", duration)
-        assert found, f"{duration} is no time that the config lets through"
+        assert found, f"{duration} is not a time that the config accepts"
         if found[2] == "ep":
             return max(1, int(found[1]) * self.batches_per_epoch)
         per_step = {"ba": 1, "sp": self.config.data.batch_size, "tok": outcome.tokens_per_step}
         return max(1, math.ceil(int(found[1]) / per_step[found[2]]))
 
     def refusal(self, algorithms: Algorithms) -> str | None:
-        """Why train.py would refuse these techniques before it builds a model; None when it would not."""
+        """Why train.py would refuse these techniques before it builds a model; None if it would not."""
         whole = copy.copy(self.config)
         whole.algorithms = stopping(algorithms)
         try:
@@ -113,15 +113,15 @@ class OriginalRun:
         return None
 
     def measure(self, algorithms: Algorithms, *, steps: int, timeout: float, batch_size: int | None = None) -> Outcome:
-        """Train ``steps`` steps with these techniques; ends the process after ``timeout`` seconds, or two more.
+        """Train ``steps`` steps with these techniques in a child process that is killed soon after ``timeout`` seconds.
 
-        It is a fresh process with empty compile caches: a user's first run compiles too, so the start of a technique
-        that compiles is what it costs then. Whatever goes wrong is an :class:`Outcome`, not an exception.
+        The process starts with empty compile caches, because a user's first run compiles too. Failures are returned as
+        an :class:`Outcome`.
         """
         with tempfile.TemporaryDirectory(prefix="tune-") as name:
             folder = Path(name)
             trial = trial_config(self.config, algorithms, steps, folder, batch_size)
-            save_config(trial, folder / "trial.yaml", credentials=True)  # in a folder that nobody else can look into
+            save_config(trial, folder / "trial.yaml", credentials=True)  # a folder that other users cannot read
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             started = time.monotonic()
             status, output = _run([self.program, "-f", str(folder / "trial.yaml")], caches, timeout)
@@ -136,9 +136,9 @@ class OriginalRun:
 def trial_config(
     config: Config, algorithms: Algorithms, steps: int, folder: Path, batch_size: int | None = None
 ) -> Config:
-    """The run cut down to ``steps`` steps, in ``folder``; what decides a step's time stays as it is.
+    """The config of a trial: ``steps`` steps in ``folder``, with everything that determines a step's time unchanged.
 
-    Composer evaluates at the end of every run: here one batch, no larger than a training batch.
+    Composer evaluates at the end of every run: here one batch, at most as large as a training batch.
     """
     batch_size = batch_size or config.data.batch_size
     return dataclasses.replace(
@@ -157,7 +157,8 @@ def trial_config(
             eval_interval=f"{steps}ba",
             eval_batches=1,
             progress_bar=False,
-            on_out_of_memory="stop",  # a set that does not fit is left out, not measured in smaller pieces
+            # a set that does not fit is left out instead of measured with smaller micro-batches
+            on_out_of_memory="stop",
         ),
         checkpoint=CheckpointConfig(),
         callbacks=dataclasses.replace(config.callbacks, throughput=ThroughputConfig(), memory=MemoryConfig()),
@@ -166,7 +167,7 @@ def trial_config(
 
 
 def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> tuple[int | None, str]:
-    """Exit status (None when it was ended at ``timeout``) and all output, with its stacks where it was ended."""
+    """Exit status (None if it was killed at ``timeout``) and all output, with its stacks if it was killed."""
     command, own = python_module_command(*module)
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
@@ -175,7 +176,7 @@ def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> t
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**own, **environment, "PYTHONFAULTHANDLER": "1"},
-            start_new_session=True,  # so that its DataLoader workers and compilers can be ended with it
+            start_new_session=True,  # a process group, so that DataLoader workers and compilers are killed too
         )
         status = None
         try:
@@ -183,11 +184,11 @@ def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> t
         except subprocess.TimeoutExpired:
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
-                process.send_signal(signal.SIGABRT)  # Python's fault handler leaves its stacks
+                process.send_signal(signal.SIGABRT)  # Python's fault handler prints its stacks
                 process.wait(_LAST_WORDS)
         finally:
             if status is None:
-                with contextlib.suppress(ProcessLookupError):  # nobody is left
+                with contextlib.suppress(ProcessLookupError):  # the process group has ended
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         log.seek(0)
@@ -195,11 +196,11 @@ def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> t
 
 
 def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
-    """What a run's report.json says, as an outcome."""
+    """Convert a run's report.json to an outcome."""
     throughput, training = report["throughput"], report["training"]
     if not throughput.get("steady_batches"):
         batches = training["batches"]
-        return Outcome("failed", f"none of its {batches} steps came to a steady state", wall_seconds=wall_seconds)
+        return Outcome("failed", f"none of its {batches} steps reached the steady state", wall_seconds=wall_seconds)
     techniques = report["algorithms"]
     return Outcome(
         "ok",
@@ -220,7 +221,7 @@ def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
 
 
 def outcome_of_failure(status: int, output: str, wall_seconds: float) -> Outcome:
-    """What an exit status other than 0 and the output say, as an outcome."""
+    """Convert a nonzero exit status and the output to an outcome."""
     reason = own_line(output)[:_SAID] or f"it ended with status {status}"
     if ran_out_of_memory(status, output):
         return Outcome("memory", f"ran out of memory ({reason})", wall_seconds=wall_seconds)

@@ -1,4 +1,4 @@
-"""The tuned YAML: the original keys, the chosen techniques, and in comments what was measured and why."""
+"""Write the tuned YAML: the original keys, the chosen techniques, and comments with measurements and reasons."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _KINDS = {
 def write_tuned(
     path: Path, file: str, overrides: Sequence[str], result: Result, environment: Mapping[str, Any], budget: float
 ) -> None:
-    """Write the YAML, and beside it all trials as .json; either appears whole or not at all.
+    """Write the YAML, and all trials as .json next to it, both atomically.
 
-    The YAML is read back first: its config must be the original one but for the techniques.
+    The YAML is read back before it is published: its config must equal the original one except for the techniques.
 
     Args:
         path: The YAML.
-        file: The original one.
+        file: The original YAML.
         overrides: ``key=value`` pairs given with it on the command line.
-        result: Of the search.
-        environment: The ``environment`` of a run's report.
+        result: The result of the search.
+        environment: The ``environment`` section of a run's report.
         budget: Seconds that the search was allowed.
     """
     original = load_config(file, overrides)
@@ -78,8 +78,8 @@ def _header(
     step = result.typical.step_seconds * 1000
     yield (
         f"Planned run: {result.planned_steps} steps. The original YAML takes {result.base_seconds:,.1f} s of training "
-        f"for them ({step:.1f} ms a step), give or take {result.noise:,.1f} s: less does not count. "
-        "Imports, data, evaluations and checkpoints are not in these times."
+        f"for them ({step:.1f} ms per step); differences below {result.noise:,.1f} s count as noise. "
+        "Imports, data, evaluations and checkpoints are not included."
     )
     if result.kept_original is not None:
         yield f"The original techniques were kept: {result.kept_original}."
@@ -89,7 +89,7 @@ def _header(
 
 
 def _original_keys(file: str, overrides: Sequence[str]) -> str:
-    """All but the techniques. Values that the original file takes from the environment go on being taken from there."""
+    """All keys except the techniques. Values that the original file takes from the environment stay interpolations."""
     raw = OmegaConf.load(file)
     assert isinstance(raw, DictConfig), "the original file was read before"
     raw.merge_with_dotlist([o for o in overrides if o.split("=")[0].split(".")[0] != "algorithms"])
@@ -98,7 +98,7 @@ def _original_keys(file: str, overrides: Sequence[str]) -> str:
 
 
 def _chosen(result: Result) -> str:
-    """The ``algorithms`` section, each technique below what was measured of it."""
+    """The ``algorithms`` section, with the measurements above each technique."""
     lines = []
     for name, settings in result.chosen.items():
         if reason := "; ".join(_reasons(name, settings, result)):
@@ -108,7 +108,7 @@ def _chosen(result: Result) -> str:
 
 
 def _reasons(name: str, settings: Mapping[str, Any], result: Result) -> Iterator[str]:
-    """Why a technique of the chosen set is in it."""
+    """Why a technique is in the chosen set."""
     if result.original.get(name) == settings:
         yield "in the original YAML"
     if without := _without(name, result):
@@ -129,12 +129,12 @@ def _reasons(name: str, settings: Mapping[str, Any], result: Result) -> Iterator
 
 
 def _left_out(result: Result) -> list[str]:
-    """All that is not in the chosen set and why; one line for all labels with the same reason."""
+    """The techniques that are not in the chosen set, with reasons; one line per reason."""
     labels: dict[str, list[str]] = {}
     for name, why in result.unengaged.items():
-        labels.setdefault(f"in the original YAML, but not in force here: {why}", []).append(name)
+        labels.setdefault(f"in the original YAML, but cannot engage here: {why}", []).append(name)
     for name in (name for name in result.original if name not in result.chosen):
-        why = "and displaced by a chosen technique that it cannot go with"
+        why = "and displaced by a chosen technique that conflicts with it"
         if without := _without(name, result):
             why = "which takes {} without it{}".format(*without)
         labels.setdefault(f"in the original YAML, {why}", []).append(name)
@@ -144,7 +144,7 @@ def _left_out(result: Result) -> list[str]:
             continue
         if key_of({**result.chosen, **candidate.adds}) == key_of(result.chosen):
             continue
-        own = candidate.label.split(" ")[0]  # refusals begin with "NAME: " of a technique itself
+        own = candidate.label.split(" ")[0]  # refusals begin with the technique's "NAME: "
         why = _measured(verdict, result) if verdict.state == "measured" else verdict.reason.removeprefix(f"{own}: ")
         labels.setdefault(why, []).append(candidate.label)
     for name, why in result.never.items():
@@ -161,7 +161,7 @@ def _sizes(result: Result) -> Iterator[str]:
 
 
 def _without(name: str, result: Result) -> tuple[str, str] | None:
-    """What the original YAML takes without one of its techniques, and how that pays, where it was measured."""
+    """The original YAML's time without one of its techniques, and when that technique pays off, if it was measured."""
     for verdict in result.verdicts:
         if verdict.candidate.removes == (name,) and verdict.alone is not None and verdict.alone_seconds is not None:
             return f"{verdict.alone_seconds:,.1f} s", _pays(verdict.alone, result.typical)
@@ -169,30 +169,30 @@ def _without(name: str, result: Result) -> tuple[str, str] | None:
 
 
 def _measured(verdict: Verdict, result: Result) -> str:
-    """What a candidate gave alone and on top of others."""
+    """A candidate's times when added to the original set and to the set chosen so far."""
     parts = []
     if verdict.alone is not None and verdict.alone_seconds is not None:
         ratio, pays = result.base_seconds / verdict.alone_seconds, _pays(result.typical, verdict.alone)
         parts.append(f"alone {ratio:.2f} times as fast, {verdict.alone_seconds:,.1f} s{pays}")
     if verdict.stacked is not None and verdict.stacked != (result.base_seconds, verdict.alone_seconds):
         before, after = verdict.stacked
-        parts.append(f"on top of what was chosen by then {after:,.1f} s after {before:,.1f} s")
+        parts.append(f"added to the set chosen so far, {after:,.1f} s instead of {before:,.1f} s")
     elif verdict.reason:
-        parts.append(f"on top of what was chosen by then: {verdict.reason}")
+        parts.append(f"added to the set chosen so far: {verdict.reason}")
     return ", ".join(parts)
 
 
 def _pays(base: Outcome, other: Outcome) -> str:
-    """``other`` beside ``base``: what its start costs and when that is made up for."""
+    """Compare ``other`` with ``base``: what its start costs, and after how many steps that is recovered."""
     extra = other.start_seconds - base.start_seconds
     before, after = base.step_seconds * 1e3, other.step_seconds * 1e3
     steps = break_even_steps(base, other)
-    pays = ": never pays" if steps is None else f": pays from step {steps:,}" if steps else ""
+    pays = ": never pays" if steps is None else f": pays off from step {steps:,}" if steps else ""
     return f" (start {round(extra, 1) + 0.0:+.1f} s, step {before:.1f} → {after:.1f} ms{pays})"
 
 
 def _comments(texts: Iterable[str], title: str = "") -> str:
-    """Each text as a comment of its own, below the title; empty where there is none."""
+    """Each text as a separate comment below the title; empty without texts."""
     lines = []
     for text in texts:
         lines += textwrap.wrap(

@@ -1,4 +1,4 @@
-"""Adafactor: the maths of the paper, factored state, and rates that are those of the schedule."""
+"""Adafactor: the paper's update rule, factored state, and learning rates that follow the schedule."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.common import make_trainer, plain_batches, tiny_bert
 
 
 def reference_update(gradients: list[Tensor], lr: float) -> Tensor:
-    """Algorithm 4 of arXiv 1804.04235 without relative steps, for a matrix that starts at 0."""
+    """Apply algorithm 4 of arXiv 1804.04235 without relative steps to a matrix of zeros."""
     weight = torch.zeros_like(gradients[0])
     rows, columns = torch.zeros(weight.shape[0]), torch.zeros(weight.shape[1])
     for t, gradient in enumerate(gradients, 1):
@@ -28,7 +28,7 @@ def reference_update(gradients: list[Tensor], lr: float) -> Tensor:
     return weight
 
 
-def test_the_update_is_the_papers() -> None:
+def test_updates_follow_the_paper() -> None:
     weight = nn.Parameter(torch.zeros(5, 7))
     optimizer = apply_adafactor(AdamW([weight], lr=1e-2, weight_decay=0.0))
     gradients = [torch.randn(5, 7, generator=torch.Generator().manual_seed(i)) * 10**i for i in range(4)]
@@ -39,7 +39,7 @@ def test_the_update_is_the_papers() -> None:
 
 
 @pytest.mark.parametrize("scale", [False, True])
-def test_a_step_is_of_the_size_of_the_rate(scale: bool) -> None:
+def test_a_step_has_the_size_of_the_learning_rate(scale: bool) -> None:
     weight = nn.Parameter(torch.full((6, 4), 0.05))
     apply = apply_adafactor(AdamW([weight], lr=1e-3, weight_decay=0.0), scale)
     weight.grad = torch.ones_like(weight) * 1e-4
@@ -48,7 +48,7 @@ def test_a_step_is_of_the_size_of_the_rate(scale: bool) -> None:
     torch.testing.assert_close(weight.detach(), torch.full((6, 4), 0.05 - expected))
 
 
-def test_the_state_is_a_fraction_of_adamws() -> None:
+def test_the_state_is_smaller_than_adamws() -> None:
     technique = AdafactorOptimizer()
     trainer = make_trainer([technique])
     trainer.fit()
@@ -61,7 +61,7 @@ def test_the_state_is_a_fraction_of_adamws() -> None:
     assert set(evidence["state_dtypes"]) == {"exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}
 
 
-def test_the_scaled_variant_trains_and_resumes_under_its_own_name() -> None:
+def test_states_of_the_two_variants_are_not_interchangeable() -> None:
     technique = AdafactorOptimizer(scale_parameter=True)
     trainer = make_trainer([technique], batches=plain_batches(1))
     trainer.fit()
@@ -69,14 +69,14 @@ def test_the_scaled_variant_trains_and_resumes_under_its_own_name() -> None:
     assert technique.evidence["optimizer"] == "Adafactor(scale_parameter=True)"
     state = trainer.state.optimizers[0].state_dict()
     other = apply_adafactor(AdamW(tiny_bert().parameters()))
-    with pytest.raises(ValueError, match=r"that of Adafactor\(scale_parameter=True\), and this optimizer is Adaf"):
+    with pytest.raises(ValueError, match=r"belongs to Adafactor\(scale_parameter=True\), and this optimizer is Adaf"):
         other.load_state_dict(state)
 
 
-def test_state_that_is_not_factored_is_noticed() -> None:
+def test_unfactored_state_is_detected() -> None:
     trainer = make_trainer([AdafactorOptimizer()])
     optimizer: Any = trainer.state.optimizers[0]
-    optimizer._get_options = lambda group, shape: (False, False)  # as for vectors
+    optimizer._get_options = lambda group, shape: (False, False)  # never factor, as for vectors
     with pytest.raises(NotEngagedError, match="no matrix has factored second moments"):
         trainer.fit()
     trainer.close()

@@ -1,4 +1,4 @@
-"""Apex's FusedAdam, through a stand-in with its signature and AdamW's arithmetic: Apex is in no package index."""
+"""Apex's FusedAdam, tested with a stand-in (its signature, AdamW's arithmetic): Apex is not in a package index."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reference.tolerance import assert_near
 
 
 class FusedAdam(Optimizer):
-    """Apex's constructor, group-wide step count, float32 state and narrow zero_grad; not its kernels."""
+    """A stand-in with Apex's constructor, step count per group, float32 state and limited zero_grad; no kernels."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ def apex(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 class OnTheCPU(ApexOptimizer):
-    """The technique where the stand-in runs."""
+    """The technique without its requirement of a GPU, for the stand-in."""
 
     def requirements(self, context: Context) -> Any:
         return list(super().requirements(context))[:1]
@@ -94,7 +94,7 @@ def grouped(model: Any) -> AdamW:
     return AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
-def test_without_apex_it_is_refused_with_the_way_to_get_it() -> None:
+def test_without_apex_the_error_says_how_to_install_it() -> None:
     if "apex" in sys.modules:
         pytest.skip("Apex is installed")
     said = r"apex_optimizer: NVIDIA Apex is not installed.*; build it from github\.com/NVIDIA/apex.*fused_optimizer"
@@ -104,7 +104,7 @@ def test_without_apex_it_is_refused_with_the_way_to_get_it() -> None:
         apply_apex_optimizer(AdamW(tiny_bert().parameters()))
 
 
-def test_another_package_of_that_name_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_package_named_apex_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     package = ModuleType("apex")
     package.__spec__ = ModuleSpec("apex", None)
     monkeypatch.setitem(sys.modules, "apex", package)
@@ -117,7 +117,7 @@ def test_with_apex_it_still_needs_a_gpu(apex: Any) -> None:
         screen([ApexOptimizer()], Context(torch.device("cpu")))
 
 
-def test_it_trains_as_adamw_with_groups_and_a_schedule(apex: Any) -> None:
+def test_it_trains_like_adamw_with_groups_and_a_schedule(apex: Any) -> None:
     final, technique = [], OnTheCPU()
     for algorithms in ([], [technique]):
         model = tiny_bert()
@@ -145,7 +145,7 @@ def test_resuming_keeps_its_groups_step_count(apex: Any, tmp_path: Any) -> None:
     torch.testing.assert_close(train(load_path=str(tmp_path / "ba2.pt")), whole, rtol=0, atol=0)
 
 
-def test_another_fused_adam_is_noticed(apex: Any) -> None:
+def test_another_fused_adam_is_detected(apex: Any) -> None:
     class Impostor(AdamW):
         def __init__(self, groups: Any, **_: Any) -> None:
             super().__init__(groups)
@@ -157,7 +157,7 @@ def test_another_fused_adam_is_noticed(apex: Any) -> None:
     trainer.close()
 
 
-def test_apex_without_its_kernels_says_so(apex: Any) -> None:
+def test_apex_without_cuda_extensions_is_refused(apex: Any) -> None:
     class Unbuilt(FusedAdam):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             raise RuntimeError("apex.optimizers.FusedAdam requires cuda extensions")

@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW: parity at 32 bits, what is really 8-bit, no leftovers, paging."""
+"""bitsandbytes' AdamW: parity at 32 bits, which state is 8-bit, cleanup of its managers, loading and paging."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EIGHT: dict[str, Any] = {"bits": 8, "min_8bit_size": 1024}  # tiny_bert's matric
 
 
 def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """Vectors without weight decay, as train.py groups them."""
+    """Return an AdamW with train.py's parameter groups: no weight decay for vectors."""
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "lr": 2e-3},
@@ -49,10 +49,10 @@ def test_at_32_bits_it_is_adamw() -> None:
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
 
-# What the state is, and when it is not what was asked for.
+# The state's precision, and errors if it is not the requested one.
 
 
-def test_state_is_8_bit_but_for_embeddings_and_small_tensors() -> None:
+def test_state_is_8_bit_except_for_embeddings_and_small_tensors() -> None:
     technique = BnbOptimizer(**EIGHT)
     trainer = make_trainer([technique])
     trainer.fit()
@@ -67,17 +67,17 @@ def test_state_is_8_bit_but_for_embeddings_and_small_tensors() -> None:
     everything = 8 * sum(p.numel() for p in model.parameters())
     matrices = technique.evidence["values_by_state_bits"]["8"]
     saved = everything - technique.evidence["state_bytes"]
-    assert 5.5 * matrices < saved < 6 * matrices  # 6 bytes a value but for the scales and two look-up tables
+    assert 5.5 * matrices < saved < 6 * matrices  # 6 bytes per value, minus the scales and two look-up tables
 
 
-def test_a_model_too_small_for_it_is_noticed() -> None:
+def test_a_model_too_small_for_it_is_detected() -> None:
     trainer = make_trainer([BnbOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_8bit_size \(4096 now\)"):
         trainer.fit()
     trainer.close()
 
 
-def test_overrides_that_got_lost_are_noticed() -> None:
+def test_lost_overrides_are_detected() -> None:
     trainer = make_trainer([BnbOptimizer(**EIGHT)])
     trainer.state.optimizers[0].mng.initialize()
     with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):
@@ -85,15 +85,15 @@ def test_overrides_that_got_lost_are_noticed() -> None:
     trainer.close()
 
 
-def test_embeddings_get_8_bit_state_where_that_is_asked_for() -> None:
+def test_embeddings_get_8_bit_state_if_requested() -> None:
     technique = BnbOptimizer(**EIGHT, embeddings_32bit=False)
     trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()
-    assert technique.evidence["embedding_state_bits"] == [8, 32]  # the two token types are too few values
+    assert technique.evidence["embedding_state_bits"] == [8, 32]  # the table of two token types is too small
 
 
-def test_nothing_is_left_in_the_process_wide_managers() -> None:
+def test_the_global_managers_are_cleaned_up() -> None:
     from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import GlobalOptimManager
 
@@ -112,13 +112,13 @@ def test_nothing_is_left_in_the_process_wide_managers() -> None:
 # Loading.
 
 
-def test_the_state_of_torchs_adamw_is_refused_though_its_class_has_the_same_name() -> None:
+def test_the_state_of_torchs_adamw_is_refused() -> None:
     technique = BnbOptimizer(**EIGHT)
     trainer = make_trainer([technique], model=(model := tiny_bert()))
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     step_alike([model], [plain], 1)
     swapped = trainer.state.optimizers[0]
-    assert type(swapped).__qualname__ == type(plain).__qualname__, "what this test is about"
+    assert type(swapped).__qualname__ == type(plain).__qualname__, "the class names are the same"
     swapped.load_state_dict(plain.state_dict())
     with pytest.raises(TechniqueError, match=r"the loaded state belongs to another optimizer, .* bitsandbytes AdamW"):
         technique.after_load(trainer.state)
@@ -146,7 +146,7 @@ def test_paged_state_needs_a_gpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [8, 32])
-def test_paged_state_is_paged_also_after_resuming(bits: Any, tmp_path: Path) -> None:
+def test_paged_state_is_paged_again_after_resuming(bits: Any, tmp_path: Path) -> None:
     from bitsandbytes.functional import GlobalPageManager
 
     before = len(GlobalPageManager.get_instance().paged_tensors)
@@ -188,7 +188,7 @@ def test_paging_again_keeps_the_values() -> None:
 
 
 @pytest.mark.gpu
-def test_a_model_too_small_to_page_is_noticed() -> None:
+def test_a_model_too_small_to_page_is_detected() -> None:
     trainer = make_trainer([BnbOptimizer(32, paged=True)], gpu=True)
     with pytest.raises(NotEngagedError, match="no state tensor is paged"):
         trainer.fit()

@@ -1,4 +1,4 @@
-"""The compile cache: found by the next process, carried as one file, given back, and never a reason to crash."""
+"""The compile cache: reuse by later processes, the portable file, restored settings, and damaged or unsafe caches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 class Small(ComposerModel):
-    """Blocks of two kernels, where BERT's have twelve to compile: what is cached is of no matter here."""
+    """A small model whose blocks compile two kernels (BERT's have twelve): the tests do not depend on the kernels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Small(ComposerModel):
 
 
 def fit(*techniques: TorchCompile) -> list[float]:
-    """Losses of three batches, with nothing compiled in this process before."""
+    """Train three batches in a process without compiled code, and return the losses."""
     torch._dynamo.reset()
     losses = Recorder()
     trainer = make_trainer(techniques, model=Small(), batches=plain_batches(3), callbacks=[losses])
@@ -54,37 +54,37 @@ def fit(*techniques: TorchCompile) -> list[float]:
 
 
 def fit_compiled(cache: Path | str) -> tuple[list[float], dict[str, Any]]:
-    """Losses and evidence."""
+    """Train with torch_compile and return the losses and its evidence."""
     technique = TorchCompile(scope="blocks", dynamic=False, cache=str(cache))
     return fit(technique), technique.evidence
 
 
 @pytest.fixture(scope="module")
 def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], dict[str, Any]]:
-    """A folder that one run filled, its losses and its evidence."""
+    """The cache folder that one run filled, the run's losses and its evidence."""
     folder = tmp_path_factory.mktemp("cold") / "made" / "here"
-    torch.set_num_threads(1)  # as every test has them: torch's keys hold such settings
+    torch.set_num_threads(1)  # the settings of every test; torch's cache keys include them
     torch.set_float32_matmul_precision("highest")
     return folder, *fit_compiled(folder)
 
 
-def carried(cold: Any) -> Path:
-    """A folder with the portable file alone, as on another machine."""
-    Path("carried").mkdir()
-    shutil.copy(cold[0] / FILE, "carried")
-    return Path("carried")
+def portable_only(cold: Any) -> Path:
+    """Return a folder with only the portable file, as on another machine."""
+    Path("portable_only").mkdir()
+    shutil.copy(cold[0] / FILE, "portable_only")
+    return Path("portable_only")
 
 
 @pytest.mark.pins
-def test_a_first_run_compiles_and_writes_both(cold: Any) -> None:
+def test_a_first_run_writes_the_folder_and_the_portable_file(cold: Any) -> None:
     folder, losses, evidence = cold
     assert_near(torch.tensor(losses), torch.tensor(fit()), what="losses of inductor's kernels")
     assert evidence["cache_misses"] > 0
     assert evidence["cache_hits"] == evidence["cache_bypasses"] == 0
     assert evidence["cache_file"] == "written"
     assert (folder / FILE).stat().st_size > 1000
-    assert [*(folder / "inductor").rglob("*.so")], "what was compiled is in the folder"
-    assert sorted(p.name for p in folder.iterdir()) == ["inductor", FILE], "no half-written file is left"
+    assert [*(folder / "inductor").rglob("*.so")], "the compiled code is in the folder"
+    assert sorted(p.name for p in folder.iterdir()) == ["inductor", FILE], "no temporary file is left"
 
 
 @pytest.mark.pins
@@ -99,14 +99,14 @@ def test_a_second_run_compiles_nothing_and_trains_the_same(cold: Any) -> None:
 
 
 @pytest.mark.pins
-def test_the_file_alone_is_a_warm_cache(cold: Any) -> None:
-    again, found = fit_compiled(carried(cold))
+def test_the_portable_file_is_sufficient(cold: Any) -> None:
+    again, found = fit_compiled(portable_only(cold))
     assert again == cold[1]
     assert (found["cache_hits"], found["cache_misses"]) == (cold[2]["cache_misses"], 0)
     assert found["cache_file"] == "loaded"
 
 
-def _cut(data: bytes) -> bytes:
+def _truncated(data: bytes) -> bytes:
     return data[: len(data) // 2]
 
 
@@ -121,20 +121,20 @@ def _of_another_torch(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (_cut, "it is damaged"),
+        (_truncated, "it is damaged"),
         (_flipped, "it is damaged"),
-        (lambda _: b"", "it is no compile cache"),
-        (lambda _: b"GIF89a\n{}", "it is no compile cache"),
+        (lambda _: b"", "it is not a compile cache"),
+        (lambda _: b"GIF89a\n{}", "it is not a compile cache"),
         (lambda data: data.split(b"\n")[0] + b"\nnot json\n", "Expecting value"),
-        (_of_another_torch, r"it was made with torch 1\.13\.0, device cpu .*, and this is torch"),
+        (_of_another_torch, r"it was written with torch 1\.13\.0, device cpu .*, and this is torch"),
     ],
 )
 def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, reason: str) -> None:
-    folder = carried(cold)
+    folder = portable_only(cold)
     whole = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(change(whole))
     cache = CompileCache(folder, torch.device("cpu"))
-    with pytest.warns(UserWarning, match=f"portable.bin is not used, and compiling begins anew: {reason}") as warned:
+    with pytest.warns(UserWarning, match=f"portable.bin is ignored, and everything is compiled: {reason}") as warned:
         cache.open()
     assert len(warned) == 1
     cache.save()
@@ -149,7 +149,7 @@ def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, re
 
 
 def test_artifacts_that_torch_cannot_read_cost_one_warning(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = carried(cold)
+    folder = portable_only(cold)
     monkeypatch.setattr("torch.compiler.load_cache_artifacts", lambda _: None)
     cache = CompileCache(folder, torch.device("cpu"))
     with pytest.warns(UserWarning, match="torch cannot read its artifacts"):
@@ -158,9 +158,9 @@ def test_artifacts_that_torch_cannot_read_cost_one_warning(cold: Any, monkeypatc
 
 
 def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
-    folder = carried(cold)
+    folder = portable_only(cold)
     (folder / FILE).write_bytes(b"nothing")
-    with pytest.warns(UserWarning, match="it is no compile cache"):
+    with pytest.warns(UserWarning, match="it is not a compile cache"):
         losses, evidence = fit_compiled(folder)
     assert losses == cold[1]
     assert evidence["cache_misses"] == cold[2]["cache_misses"]
@@ -168,10 +168,10 @@ def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
 
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = carried(cold)
+    folder = portable_only(cold)
     (folder / FILE).write_bytes(b"old")
     cache = CompileCache(folder, torch.device("cpu"))
-    with pytest.warns(UserWarning, match="it is no compile cache"):
+    with pytest.warns(UserWarning, match="it is not a compile cache"):
         cache.open()
 
     def full(*_: Any) -> None:
@@ -185,7 +185,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch
 
 
 @pytest.mark.pins
-def test_flags_and_variables_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_and_variables_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     with torch._inductor.config.patch(fx_graph_cache=False):
@@ -203,23 +203,23 @@ def test_flags_and_variables_are_given_back(monkeypatch: pytest.MonkeyPatch) -> 
     assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
 
 
-def test_the_folder_has_no_part_in_resuming() -> None:
+def test_resuming_does_not_depend_on_the_folder() -> None:
     assert repr(TorchCompile(cache="a")) == repr(TorchCompile(cache="b")) == repr(TorchCompile())
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="cache='x' must be the folder of inductor's cache"):
+    with pytest.raises(ValueError, match="cache='x' must be a folder for inductor's cache"):
         TorchCompile(backend="aot_eager", cache="x")
     with pytest.raises(ValueError, match="cache='' must be"):
         TorchCompile(cache="")
     Path("file").touch()
-    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is no folder; choose a folder"):
+    with pytest.raises(TechniqueError, match=r"torch_compile: cache: .*/file is not a folder; choose a folder"):
         make_trainer([TorchCompile(cache="file/cache")])
-    with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"algorithms\.torch_compile\.cache: .* cannot be created"):
         CompileCache("file/cache", torch.device("cpu")).open()
     with (
         torch._inductor.config.patch(force_disable_caches=True),
-        pytest.raises(TechniqueError, match="inductor's caches are switched off; unset TORCHINDUCTOR_FORCE"),
+        pytest.raises(TechniqueError, match="inductor's caches are disabled; unset TORCHINDUCTOR_FORCE"),
     ):
         make_trainer([TorchCompile(cache="x")])
 
@@ -227,7 +227,7 @@ def test_bad_settings_are_refused() -> None:
 def test_a_folder_that_others_can_write_to_is_refused() -> None:
     Path("shared/cache/inductor").mkdir(parents=True)
     Path("link").symlink_to("shared/cache")
-    Path("shared").chmod(0o777)  # whoever can write to a parent can exchange the folder
+    Path("shared").chmod(0o777)  # anyone who can write to a parent can replace the folder
     for folder in ("shared/cache", "link", "shared/new"):
         with pytest.raises(ConfigError, match=f"{KEY}: others could put code into .*/shared is writable by others"):
             CompileCache(folder, torch.device("cpu")).open()
@@ -237,14 +237,14 @@ def test_a_folder_that_others_can_write_to_is_refused() -> None:
     Path("shared").chmod(0o755)
     cache = CompileCache("link", torch.device("cpu"))
     cache.open()
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path("shared/cache/inductor").absolute()), "no link to turn"
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(Path("shared/cache/inductor").absolute()), "links are resolved"
     assert stat.S_IMODE(Path("shared/cache/inductor").stat().st_mode) == 0o700
     cache.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_a_file_of_another_user_is_not_read(cold: Any) -> None:
-    folder = carried(cold)
+    folder = portable_only(cold)
     os.chown(folder / FILE, 12345, 12345)
     cache = CompileCache(folder, torch.device("cpu"))
     with pytest.warns(UserWarning, match=r"others could have written it: .*portable.bin belongs to user 12345"):
@@ -253,8 +253,8 @@ def test_a_file_of_another_user_is_not_read(cold: Any) -> None:
     assert cache.file_state == "refused"
 
 
-def test_inductors_own_folder_is_refused_where_another_user_could_have_made_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name under /tmp can be foreseen."""
+def test_inductors_default_folder_is_refused_if_others_can_write_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name under /tmp is predictable."""
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("tempfile.tempdir", str(Path.cwd()))
     make_trainer([TorchCompile(scope="blocks")]).close()
@@ -262,12 +262,12 @@ def test_inductors_own_folder_is_refused_where_another_user_could_have_made_it(m
     made.chmod(0o777)
     with pytest.raises(ConfigError, match=rf"{KEY}: others could put code into .*{made}.* writable by others"):
         make_trainer([TorchCompile(scope="blocks")])
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")  # the user's own choice
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")  # chosen by the user
     make_trainer([TorchCompile(scope="blocks")]).close()
 
 
-def test_a_fresh_process_finds_what_another_compiled(cold: Any) -> None:
-    """One that has compiled nothing, and whose own inductor cache is a new one, as in a benchmark."""
+def test_a_fresh_process_uses_the_code_that_another_compiled(cold: Any) -> None:
+    """The process has compiled nothing and has a new inductor cache of its own, as in a benchmark."""
     folder = str(cold[0])
 
     def fit_again() -> None:

@@ -1,4 +1,4 @@
-"""Kernels compiled beside the imports: for the shapes that the model will have, and never in the run's way."""
+"""Compiling Triton kernels while Python imports: for the model's shapes, and without disturbing the run."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def fused_shape(model: Any) -> Shape:
 
 @pytest.mark.pins
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_shape_in_a_models_folder_is_that_of_its_modules(family: Family) -> None:
+def test_the_shape_from_a_models_folder_matches_its_modules(family: Family) -> None:
     model = tiny_model(family, dropout=0.2, attention_dropout=0.3)
     model.config.save_pretrained("saved")
     assert shape_of({"name": "saved", "size": None, "dropout": None}) == fused_shape(model)
 
 
 @pytest.mark.parametrize("dropout", [None, 0.0])
-def test_the_shape_of_a_size_is_that_of_such_a_bert(dropout: float | None) -> None:
+def test_the_shape_from_a_size_matches_a_bert_of_that_size(dropout: float | None) -> None:
     layers, hidden, heads = SIZES["mini"]
     config = BertConfig(
         hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, intermediate_size=4 * hidden
@@ -51,17 +51,17 @@ def test_the_shape_of_a_size_is_that_of_such_a_bert(dropout: float | None) -> No
     assert found == fused_shape(BertForSequenceClassification(config))
 
 
-def test_another_family_and_a_model_that_is_not_here_have_no_shape() -> None:
+def test_unknown_families_and_missing_models_have_no_shape() -> None:
     with pytest.raises(KeyError, match="gpt2"):
         kernel_shape({"model_type": "gpt2"})
     with pytest.raises(FileNotFoundError, match="nobody/nothing"):
         shape_of({"name": "nobody/nothing", "size": None, "dropout": None})
 
 
-def test_nothing_is_started_without_a_gpu_or_without_the_technique(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_starts_without_a_gpu_or_the_technique(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(before_imports, "_start", lambda run: pytest.fail("started"))
     config = Config()
-    with early_work(planned_run(config)) as early:  # bert_imdb.yaml's techniques, without fused_layers
+    with early_work(planned_run(config)) as early:  # fused_layers is not among bert_imdb.yaml's techniques
         early.wait()
     config.algorithms["fused_layers"] = None
     config.trainer.device = "cpu"
@@ -69,8 +69,8 @@ def test_nothing_is_started_without_a_gpu_or_without_the_technique(monkeypatch: 
         early.wait()
 
 
-def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here it finds no GPU, and is waited for."""
+def test_a_run_continues_if_compiling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On this machine the process finds no GPU; the run waits for it and ignores its failure."""
     started: list[subprocess.Popen[bytes]] = []
     start = before_imports._start
 
@@ -84,12 +84,13 @@ def test_a_run_goes_on_whatever_comes_of_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert started[0].returncode == 0
 
 
-def test_it_imports_what_the_run_would_and_nothing_from_the_working_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A checkout that is not installed and PYTHONPATH serve it too; a folder that a run is started in does not."""
+def test_it_imports_the_same_modules_as_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It imports from PYTHONPATH and from a checkout that is not installed, but not from the working directory."""
     for name in ("huggingface_hub", "torch"):
         Path(f"{name}.py").write_text(f"open('{name}-ran', 'w').close()")
     Path("own").mkdir()
-    Path("own/huggingface_hub.py").write_text("open('own-ran', 'w').close()")  # asked for the model's config.json
+    # Imported to find the model's config.json.
+    Path("own/huggingface_hub.py").write_text("open('own-ran', 'w').close()")
     monkeypatch.setenv("PYTHONPATH", str(Path("own").absolute()))
     monkeypatch.setattr("sys.path", ["", str(Path("own").absolute()), *sys.path])
     before_imports._start(planned_run(Config())).wait(60)
@@ -97,7 +98,7 @@ def test_it_imports_what_the_run_would_and_nothing_from_the_working_directory(mo
 
 
 @pytest.mark.parametrize(("modes", "shared"), [("Default\nDefault", True), ("Default\nExclusive_Process", False)])
-def test_a_gpu_that_takes_one_process_is_left_to_the_run(
+def test_a_gpu_in_exclusive_mode_is_not_used(
     modes: str, shared: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tool = tmp_path / "nvidia-smi"
@@ -109,7 +110,7 @@ def test_a_gpu_that_takes_one_process_is_left_to_the_run(
     assert not before_imports._shared_gpus()
 
 
-def test_a_run_that_ends_early_ends_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_run_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(before_imports, "before_torch", before_imports._start)
     planned = planned_run(Config())._replace(algorithms={"fused_layers": {}})
     with pytest.raises(ValueError, match="a mistake"), early_work(planned) as early:

@@ -1,4 +1,4 @@
-"""CUDA graphs: what is captured, what is left to the original, and what is refused; test_cuda_graphs_gpu.py replays."""
+"""CUDA graphs on a CPU, with a stand-in recorder: captured, eager and refused calls. See also test_cuda_graphs_gpu."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from tests.reference.tolerance import assert_near
 
 
 def grads_of(model: Any, *calls: dict[str, Tensor]) -> dict[str, Tensor]:
-    """All forward passes first, then all backward passes."""
+    """Run all forward passes, then all backward passes, and return the gradients."""
     for loss in [model(**inputs).loss for inputs in calls]:
         loss.backward()
     return gradients(model)
 
 
-def test_gradients_of_two_shapes_that_were_both_called_first_add_up() -> None:
+def test_gradients_of_two_forward_passes_before_backward_accumulate() -> None:
     reference, model = tiny_bert(), tiny_bert()
     graphed(model)
-    inputs = [batch([5, 4]), batch([8, 8]), batch([9])]  # the last beyond max_graphs
+    inputs = [batch([5, 4]), batch([8, 8]), batch([9])]  # the last exceeds max_graphs
     assert_near(grads_of(model, *inputs), grads_of(reference, *inputs))
 
 
-def test_a_released_model_is_its_own_again() -> None:
+def test_release_restores_the_forward_method() -> None:
     model = tiny_bert()
     original = model.forward
     calls = GraphedCalls(model, original, 2, recorder=Rerun)
@@ -46,7 +46,7 @@ def test_a_released_model_is_its_own_again() -> None:
     assert calls.graphs == 0
 
 
-def test_a_call_goes_through_flat_tensors_and_comes_back_as_the_models_own_output() -> None:
+def test_outputs_have_the_models_output_type_and_values() -> None:
     reference, model = tiny_bert(), tiny_bert()
     calls = graphed(model)
     one = plain_batches(1)[0]
@@ -59,7 +59,7 @@ def test_a_call_goes_through_flat_tensors_and_comes_back_as_the_models_own_outpu
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 0)
 
 
-def test_each_shape_is_captured_once_and_no_more_than_allowed() -> None:
+def test_each_shape_is_captured_once_up_to_the_limit() -> None:
     model = tiny_bert()
     calls = graphed(model)
     for lengths in ([4, 4], [6, 6], [4, 4], [8, 8], [8, 8]):
@@ -67,7 +67,7 @@ def test_each_shape_is_captured_once_and_no_more_than_allowed() -> None:
     assert (calls.graphs, calls.replays, calls.eager_calls) == (2, 3, 2)
 
 
-def test_evaluation_and_calls_without_gradients_run_as_before() -> None:
+def test_evaluation_and_calls_without_gradients_are_not_captured() -> None:
     model = tiny_bert()
     calls = graphed(model)
     with torch.no_grad():
@@ -77,7 +77,7 @@ def test_evaluation_and_calls_without_gradients_run_as_before() -> None:
     assert (calls.graphs, calls.replays, calls.eager_calls) == (0, 0, 0)
 
 
-def test_other_arguments_count_by_value_and_unknown_objects_are_left_alone() -> None:
+def test_arguments_are_compared_by_value_and_unknown_objects_run_eagerly() -> None:
     model = tiny_bert()
     calls = graphed(model, max_graphs=5)
     one = batch([4, 4])
@@ -102,7 +102,7 @@ def test_a_composer_batch_is_one_argument() -> None:
     trainer.close()
 
 
-def test_buffers_stay_what_they_were_after_a_capture() -> None:
+def test_capture_does_not_update_buffers() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     reference = copy.deepcopy(model)
     graphed(model)
@@ -112,7 +112,7 @@ def test_buffers_stay_what_they_were_after_a_capture() -> None:
     assert_near(dict(model.named_buffers()), dict(reference.named_buffers()))
 
 
-def test_the_first_calls_can_be_left_to_the_original() -> None:
+def test_the_first_calls_can_be_eager() -> None:
     model = tiny_bert()
     calls = graphed(model)
     calls.eager_first = 1
@@ -121,7 +121,7 @@ def test_the_first_calls_can_be_left_to_the_original() -> None:
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 2, 1)
 
 
-def test_a_failed_capture_raises_or_gives_up_for_good() -> None:
+def test_a_failed_capture_raises_or_disables_capturing() -> None:
     model = tiny_bert()
     calls = GraphedCalls(model, model.forward, 2, recorder=CannotRecord)
     with pytest.raises(CaptureError, match=r"^operation not permitted when stream is capturing$"):
@@ -134,7 +134,7 @@ def test_a_failed_capture_raises_or_gives_up_for_good() -> None:
 
 
 @pytest.mark.pins
-def test_it_is_refused_without_a_gpu_and_with_automatic_microbatches() -> None:
+def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
     with pytest.raises(TechniqueError, match=r"cuda_graphs: capturing graphs needs a CUDA GPU"):
         make_trainer([CUDAGraphs()])
     with pytest.raises(ValueError, match="this one is on the cpu"):
@@ -146,11 +146,11 @@ def test_it_is_refused_without_a_gpu_and_with_automatic_microbatches() -> None:
         [r.reason for r in CUDAGraphs().requirements(context) if not r.met]
         for context in (Context(cpu), Context(cpu, ranks=2), Context(cpu, microbatch_size="auto"))
     ]
-    assert [len(reasons) for reasons in unmet] == [1, 1, 2], "several ranks are welcome"
+    assert [len(reasons) for reasons in unmet] == [1, 1, 2], "several ranks are accepted"
     assert "automatic micro-batches" in unmet[2][1]
 
 
-def test_a_compile_mode_with_graphs_of_its_own_conflicts() -> None:
+def test_compile_modes_that_capture_graphs_conflict() -> None:
     with pytest.raises(TechniqueError, match=r"conflicts with cuda_graphs: modes reduce-overhead.*capture graphs"):
         screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
     refuse_conflicts([CUDAGraphs(), TorchCompile()])

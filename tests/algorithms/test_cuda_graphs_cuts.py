@@ -1,4 +1,4 @@
-"""Where a forward pass is cut for a backward pass in segments, what goes around a cut, and what is not cut."""
+"""Cutting the forward pass for a backward pass in segments: cut points, skip connections, and models left uncut."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.reference.tolerance import assert_near
 
 
 class Blocks(nn.Module):
-    """Linear blocks, called by ``run``, and an embedding and a head around them."""
+    """Linear blocks, called by ``run``, between an input layer and a head."""
 
     def __init__(self, run: Callable[[Blocks, Tensor], Any], count: int = 4) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 def states(model: Blocks, x: Tensor) -> list[Tensor]:
-    """The input of the first block and the output of each."""
+    """Return the input of the first block and the output of each block."""
     found = [x]
     for block in model.blocks:
         found.append(block(found[-1])[0])
@@ -69,7 +69,7 @@ def every_state(model: Blocks, x: Tensor) -> Any:
 
 
 class Once(torch.autograd.Function):
-    """The square, whose backward pass overwrites what it keeps, where autograd would not notice a second one."""
+    """The square, with a backward pass that overwrites its saved tensor, so a second call would be silently wrong."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -123,9 +123,7 @@ def unused(model: Blocks, x: Tensor) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )
-def test_what_jumps_over_a_cut_gets_its_gradient_and_what_cannot_be_cut_has_one_segment(
-    run: Any, segments: int
-) -> None:
+def test_gradients_match_and_models_that_cannot_be_cut_have_one_segment(run: Any, segments: int) -> None:
     reference, model = Blocks(run), Blocks(run)
     calls = graphed(model, segments=4)
     for seed in range(3):
@@ -139,11 +137,11 @@ def test_what_jumps_over_a_cut_gets_its_gradient_and_what_cannot_be_cut_has_one_
 
 
 @pytest.mark.parametrize(("frozen", "segments"), [(0, 4), (1, 4), (2, 1), (4, 1)])
-def test_a_model_is_not_cut_where_no_gradients_go(frozen: int, segments: int) -> None:
+def test_frozen_blocks_are_not_cut(frozen: int, segments: int) -> None:
     reference, model = Blocks(from_a_cut), Blocks(from_a_cut)
     for each in (reference, model):
-        for part in (each.first, *each.blocks)[:frozen]:
-            part.requires_grad_(False)
+        for module in (each.first, *each.blocks)[:frozen]:
+            module.requires_grad_(False)
         each.blocks[-1].inner.bias.requires_grad_(False)
     calls = graphed(model, segments=4)
     for each in (reference, model):
@@ -152,7 +150,7 @@ def test_a_model_is_not_cut_where_no_gradients_go(frozen: int, segments: int) ->
     assert calls.backward_segments == segments
 
 
-def test_a_block_that_is_compiled_is_cut_outside_of_what_is_compiled() -> None:
+def test_compiled_blocks_are_cut_outside_the_compiled_code() -> None:
     reference, model = Blocks(from_a_cut), Blocks(from_a_cut)
     for block in model.blocks:
         block.compile(backend="aot_eager")
@@ -167,7 +165,7 @@ def test_a_block_that_is_compiled_is_cut_outside_of_what_is_compiled() -> None:
     assert [block._compiled_call_impl for block in model.blocks] == compiled
 
 
-def test_parameters_that_get_no_gradient_have_none() -> None:
+def test_unused_parameters_have_no_gradient() -> None:
     model = Blocks(from_a_cut)
     model.unused = nn.Linear(2, 2)
     graphed(model, segments=4)
@@ -175,14 +173,14 @@ def test_parameters_that_get_no_gradient_have_none() -> None:
     assert {name for name, p in model.named_parameters() if p.grad is None} == {"unused.weight", "unused.bias"}
 
 
-def test_where_a_model_is_cut() -> None:
+def test_blocks_to_cut() -> None:
     model = Blocks(from_a_cut)
     blocks = list(model.blocks)
     assert blocks_to_cut(model, 1) == []
     assert blocks_to_cut(model, 2) == [blocks[1]]
     assert blocks_to_cut(model, 3) == [blocks[0], blocks[1]]
     assert blocks_to_cut(model, 9) == blocks[:3]
-    assert blocks_to_cut(model) == [], "their gradients are small"
+    assert blocks_to_cut(model) == [], "their gradients are too small"
     assert blocks_to_cut(nn.Linear(2, 2), 3) == []
     compiled = copy.deepcopy(model)
     compiled.compile()
@@ -193,19 +191,19 @@ def test_where_a_model_is_cut() -> None:
     ("sizes", "points"),
     [
         ([27] * 12, [1, 3, 5, 7, 9]),  # BERT-base
-        ([27] * 5, [2]),  # what is left over goes to the first segment
+        ([27] * 5, [2]),  # the first segment gets the remainder
         ([100] * 3, [0, 1]),
         ([49, 49], []),
-        ([0, 0, 60, 60], [2]),  # frozen below
+        ([0, 0, 60, 60], [2]),  # the first two are frozen
         ([60, 0, 0, 60], [2]),
         ([], []),
     ],
 )
-def test_segments_are_worth_sending(sizes: list[int], points: list[int]) -> None:
+def test_cut_points(sizes: list[int], points: list[int]) -> None:
     assert cut_points([size * 2**20 for size in sizes]) == points
 
 
-def test_nothing_of_a_call_is_kept_when_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capture_keeps_no_reference_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Blocks(every_state)
     made: list[Segments] = []
     shared, stand_ins = SharedGradients(model.parameters()), ParameterPlaceholders(model)

@@ -1,4 +1,4 @@
-"""Backward passes in segments, with a stand-in for the capture: the gradients of an untouched model, in what order."""
+"""Backward passes in segments, with a stand-in for the capture: parity with an untouched model, and gradient order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def given(head: Any, lengths: list[int], seed: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("segments", [1, 2, 3, LAYERS])
 @pytest.mark.parametrize("head", [BertForSequenceClassification, BertForMaskedLM])
-def test_several_calls_of_two_shapes_add_up(head: Any, segments: int, set_to_none: bool) -> None:
+def test_gradients_of_several_calls_and_shapes_accumulate(head: Any, segments: int, set_to_none: bool) -> None:
     reference, model = bert(head), bert(head)
     calls = graphed(model, segments=segments)
     for step in range(2):
@@ -71,7 +71,7 @@ def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     assert (calls.graphs, calls.replays, calls.backward_segments) == (3, 4, segments)
 
 
-def test_hooks_see_a_segments_parameters_before_the_next_one_is_replayed() -> None:
+def test_gradient_hooks_run_between_the_replays_of_segments() -> None:
     model, log = bert(BertForMaskedLM), []  # type: ignore[var-annotated]
     graphed(model, segments=3, recorder=lambda pool: Logged(log))
     for name, parameter in model.named_parameters():
@@ -89,7 +89,7 @@ def test_hooks_see_a_segments_parameters_before_the_next_one_is_replayed() -> No
             set(),
             layers[3] | layers[4] | {n for n in names if n.startswith("cls")},
             layers[1] | layers[2],
-            layers[0] | embeddings,  # with the word embeddings, which the head has in common
+            layers[0] | embeddings,  # includes the word embeddings, which are tied to the head
         ]
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs of an unpadded model: one set a number of packed tokens; with a stand-in for the capture."""
+"""CUDA graphs of an unpadded model, one set per number of packed tokens, with a stand-in for the capture."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def step(reference: Any, model: Any, lengths: list[int], seed: int, *, planned: 
     assert_near(gradients(model), gradients(reference), what=f"{lengths}")
 
 
-def test_each_number_of_packed_tokens_is_captured_once_and_its_replays_take_other_masks(
+def test_each_number_of_packed_tokens_is_captured_once_and_replayed_with_other_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: list[str] = []
     monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: counted.append("inside the forward pass"))
     reference, model, calls = graphed()
-    # 32, 32, 16, 48, 32, 16 and, beyond the bound, 64 packed tokens
+    # 32, 32, 16, 48, 32 and 16 packed tokens
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 2], [10, 10, 1], [1, 1, 1]]):
         step(reference, model, lengths, seed)
     assert (calls.graphs, calls.replays, calls.eager_calls) == (3, 6, 0)
@@ -54,7 +54,7 @@ def test_each_number_of_packed_tokens_is_captured_once_and_its_replays_take_othe
     assert not counted
 
 
-def test_beyond_the_bound_and_without_a_plan_it_runs_eagerly() -> None:
+def test_above_max_graphs_or_without_a_plan_calls_are_eager() -> None:
     reference, model, calls = graphed(max_graphs=1)
     step(reference, model, [12, 7, 9], 0)
     step(reference, model, [16, 16, 9], 1)
@@ -63,7 +63,7 @@ def test_beyond_the_bound_and_without_a_plan_it_runs_eagerly() -> None:
     assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 1, 2)
 
 
-def test_rows_that_run_padded_have_a_graph_of_their_own() -> None:
+def test_padded_batches_have_their_own_graph() -> None:
     reference, model, calls = graphed()
     inputs = batch([12, 7, 9], 16)
     inputs["attention_mask"] = inputs["attention_mask"].flip(-1)
@@ -103,5 +103,5 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     assert technique.engaged
 
 
-def test_the_two_go_together() -> None:
+def test_cuda_graphs_and_unpadding_do_not_conflict() -> None:
     refuse_conflicts([CUDAGraphs(), Unpadding()])

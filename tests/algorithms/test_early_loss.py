@@ -1,4 +1,4 @@
-"""The loss read early: Composer's own numbers, from a copy of each micro-batch's; nobody else's calls are served."""
+"""Reading the loss early: the numbers equal Composer's, and only calls of Composer's loop are intercepted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.helpers.common import Batches, final_weights, make_trainer, plain_bat
 
 
 class Watched:
-    """Copies that note what had been done when they were sent and received."""
+    """A stand-in for copies to the host that logs marks and what was known when a value was received."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -57,7 +57,7 @@ class Watched:
 
 @pytest.fixture
 def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
-    """The technique on a CPU."""
+    """Let the technique run on a CPU, with watched copies."""
     watched = Watched()
     monkeypatch.setattr(EarlyLoss, "requirements", lambda *_: ())
     monkeypatch.setattr(module, "apply_early_loss", lambda device: functional._intercept(device, Readback(watched)))
@@ -65,7 +65,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 class Losses(HuggingFaceModel):
-    """Returns its loss as ``kind`` says."""
+    """A model that returns its loss as a tensor, tuple or dict, or as one of several, according to ``kind``."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(tiny_bert(), use_logits=True)
@@ -81,7 +81,7 @@ class Losses(HuggingFaceModel):
 
 
 def train(kind: str, rows: int, algorithms: Any = ()) -> tuple[Trainer, dict[str, list[float]]]:
-    """Four batches a rank; the Trainer and what it logged of losses and time."""
+    """Train four batches per rank; return the Trainer and the losses and times that it logged."""
     memory, batches = InMemoryLogger(), Batches(plain_batches(4 * dist.get_world_size()))
     loader = DataLoader(batches, batch_size=None, sampler=dist.get_sampler(batches))
     trainer = make_trainer(
@@ -100,7 +100,7 @@ def train(kind: str, rows: int, algorithms: Any = ()) -> tuple[Trainer, dict[str
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "dict", "mixed"])
 @pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.pins
-def test_what_is_logged_and_trained_is_composers_own(kind: str, rows: int, copies: Watched) -> None:
+def test_logs_and_weights_equal_composers(kind: str, rows: int, copies: Watched) -> None:
     technique = EarlyLoss()
     trainer, logged = train(kind, rows, [technique])
     stock, expected = train(kind, rows)
@@ -110,10 +110,10 @@ def test_what_is_logged_and_trained_is_composers_own(kind: str, rows: int, copie
     reads = {"tensor": 4, "tuple": 12, "dict": 8}.get(kind)
     if reads is not None:
         assert technique.evidence == {"losses_read": reads, "read_before_the_batch_was_over": reads}
-    assert "tensor_to_device" not in vars(trainer.state.device), "given back"
+    assert "tensor_to_device" not in vars(trainer.state.device), "restored"
 
 
-def test_a_loss_is_known_before_its_backward_pass_and_others_when_all_is_done(
+def test_tensor_losses_are_read_before_the_backward_pass_and_others_after(
     copies: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backward = Tensor.backward
@@ -130,13 +130,13 @@ def test_a_loss_is_known_before_its_backward_pass_and_others_when_all_is_done(
     assert copies.done[:4] == ["backward", "mark", "mark", "received, known at ['mark', 'mark']"]
 
 
-def test_a_micro_batch_does_not_take_the_mark_of_the_one_before(copies: Watched) -> None:
-    train("mixed", 1, [EarlyLoss()])  # of each three losses, the third is a dict, whose backward pass is not noticed
+def test_each_micro_batch_has_its_own_mark(copies: Watched) -> None:
+    train("mixed", 1, [EarlyLoss()])  # every third loss is a dict, whose backward pass is not detected
     dicts = 16 // 3
     assert copies.done.count("mark") == (16 - dicts) + 2 * dicts
 
 
-def test_others_who_move_tensors_of_the_same_shapes_are_not_served(copies: Watched) -> None:
+def test_other_callers_are_not_intercepted(copies: Watched) -> None:
     device = DeviceCPU()
     interception = functional._intercept(device, Readback(copies))
     for tensor in (torch.zeros(1), torch.tensor(3), torch.zeros(2)):
@@ -148,9 +148,7 @@ def test_others_who_move_tensors_of_the_same_shapes_are_not_served(copies: Watch
     assert device.tensor_to_device.__func__ is DeviceCPU.tensor_to_device  # type: ignore[attr-defined]
 
 
-def test_what_composer_reads_at_each_batch_is_not_sent_to_the_device(
-    copies: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scalars_of_composers_loop_are_not_sent_to_the_device(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     senders: set[str] = set()
     moved = DeviceCPU.tensor_to_device
 
@@ -168,7 +166,7 @@ def test_what_composer_reads_at_each_batch_is_not_sent_to_the_device(
     assert not read & senders
 
 
-def test_a_loop_that_reads_nothing_through_it_is_noticed(copies: Watched) -> None:
+def test_a_loop_that_bypasses_the_interception_is_detected(copies: Watched) -> None:
     trainer = make_trainer([EarlyLoss()])
     trainer.state.device.tensor_to_device = DeviceCPU.tensor_to_device.__get__(trainer.state.device)  # type: ignore[method-assign]
     with pytest.raises(NotEngagedError, match=r"early_loss: .*Composer read no loss through it"):
@@ -176,7 +174,7 @@ def test_a_loop_that_reads_nothing_through_it_is_noticed(copies: Watched) -> Non
     trainer.close()
 
 
-def test_a_wrong_number_is_noticed(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_number_is_detected(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "receive", lambda sent: sent[0] + 1)
     trainer = make_trainer([EarlyLoss()])
     with pytest.raises(NotEngagedError, match=r"early_loss: .*it read .*, and the GPU has"):
@@ -184,7 +182,7 @@ def test_a_wrong_number_is_noticed(copies: Watched, monkeypatch: pytest.MonkeyPa
     trainer.close()
 
 
-def test_a_gpu_that_is_always_done_first_is_noted(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "busy", lambda: False)
     technique = EarlyLoss()
     train("tensor", 4, [technique])
@@ -203,9 +201,9 @@ def test_it_is_refused_without_a_gpu_and_with_another_loop(monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
-def test_a_steady_batch_of_the_fast_set_waits_for_nothing_but_the_loss() -> None:
-    """Under torch's debug mode, in which whatever waits for the GPU raises; Composer's whole loop is inside."""
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch warns once per process
+def test_a_steady_batch_of_the_fast_set_synchronizes_only_for_the_loss() -> None:
+    """torch's sync debug mode raises on every other synchronization, in the whole of Composer's loop."""
 
     class Strict(EarlyLoss):
         def before_forward(self, state: State) -> None:
@@ -225,12 +223,12 @@ def test_a_steady_batch_of_the_fast_set_waits_for_nothing_but_the_loss() -> None
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_losses_are_composers_own_and_come_before_the_batch_is_over() -> None:
+def test_on_a_gpu_losses_equal_composers_and_arrive_early() -> None:
     runs = []
     for algorithms in ([], [technique := EarlyLoss()]):
         memory = InMemoryLogger()
         trainer = make_trainer(algorithms, batches=plain_batches(8), loggers=[memory], gpu=True)
-        if algorithms:  # a backward pass that takes its time
+        if algorithms:  # slow down the backward pass
             trainer.state.model.model.classifier.weight.register_hook(lambda _: torch.cuda._sleep(10_000_000))
         trainer.fit()
         trainer.close()

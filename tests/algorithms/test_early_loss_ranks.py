@@ -1,4 +1,4 @@
-"""The loss read early on two ranks: added up on the host, to what Composer's own loop makes of it."""
+"""Reading the loss early on two ranks: host reductions give the same numbers as Composer's loop."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.helpers.common import final_weights
 from tests.helpers.ranks import on_ranks
 
 
-def _both() -> dict[str, Any]:
-    """On each rank: what was logged and the weights, with the technique and without, and what was read."""
+def _train_both() -> dict[str, Any]:
+    """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
     module.apply_early_loss = lambda device: functional._intercept(device, Readback(HostCopies()))
     technique, found = EarlyLoss(), {}
@@ -37,19 +37,19 @@ def _both() -> dict[str, Any]:
     return {**found, "read": technique.evidence["losses_read"]}
 
 
-def test_ranks_read_what_composer_reads_and_train_alike() -> None:
-    ranks = on_ranks(_both)
+def test_ranks_log_the_same_losses_and_weights_as_composer() -> None:
+    ranks = on_ranks(_train_both)
     for found in ranks:
         (logged, weights), (expected, reference) = found["early"], found["stock"]
         assert logged == expected
         assert len(logged["loss/train/total"]) == 4
         torch.testing.assert_close(weights, reference, rtol=0, atol=0)
         assert found["read"] == 8
-    assert ranks[0]["early"][0] == ranks[1]["early"][0], "the losses of both together"
+    assert ranks[0]["early"][0] == ranks[1]["early"][0], "losses are averaged over both ranks"
 
 
-def _only_gpus_to_meet_on() -> None:
-    """Have the default group refuse what is on the host, as NCCL does."""
+def _refuse_host_tensors() -> None:
+    """Make the default group refuse host tensors, as NCCL does."""
     config = torch.distributed.get_backend_config
     torch.distributed.get_backend_config = lambda group=None: "cuda:nccl" if group is None else config(group)
 
@@ -73,16 +73,16 @@ def _only_gpus_to_meet_on() -> None:
     DeviceCPU.tensor_to_device = moved  # type: ignore[method-assign]
 
 
-def _both_with_only_gpus_to_meet_on() -> dict[str, Any]:
-    _only_gpus_to_meet_on()
+def _both_without_host_group() -> dict[str, Any]:
+    _refuse_host_tensors()
     before = len(torch.distributed.distributed_c10d._world.pg_map)
-    found = _both()
+    found = _train_both()
     left = len(torch.distributed.distributed_c10d._world.pg_map) - before
     return {**found, "groups left": left, "host_group": host_group(), "dist": composers.dist is dist}
 
 
-def test_ranks_whose_group_is_nccls_alone_make_one_of_their_own_and_close_it() -> None:
-    for found in on_ranks(_both_with_only_gpus_to_meet_on):
+def test_with_nccl_only_ranks_open_and_close_a_gloo_group() -> None:
+    for found in on_ranks(_both_without_host_group):
         (logged, weights), (expected, reference) = found["early"], found["stock"]
         assert logged == expected
         assert len(logged["loss/train/total"]) == 4
@@ -91,9 +91,9 @@ def test_ranks_whose_group_is_nccls_alone_make_one_of_their_own_and_close_it() -
         assert (found["groups left"], found["host_group"], found["dist"]) == (0, None, True)
 
 
-def _refused_on_both() -> list[str]:
-    """What each rank is told where one of them lacks gloo, and where both are on other nodes than their name says."""
-    _only_gpus_to_meet_on()
+def _refusals() -> list[str]:
+    """Return each rank's errors: if one rank lacks gloo, and if host names resolve to a loopback address."""
+    _refuse_host_tensors()
     said = []
     module.apply_early_loss = lambda device: functional._intercept(device, Readback(HostCopies()))
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
@@ -112,10 +112,10 @@ def _refused_on_both() -> list[str]:
     return [*said, str(error.value)]
 
 
-def test_all_ranks_refuse_where_one_cannot_connect() -> None:
+def test_all_ranks_refuse_if_one_cannot_connect() -> None:
     lacking = "early_loss: 2 ranks can reduce only tensors on their GPUs, since"
     name = "this host's name resolves to 127.0.1.1, which other nodes cannot reach; set GLOO_SOCKET_IFNAME to the"
-    other, without = on_ranks(_refused_on_both)
+    other, without = on_ranks(_refusals)
     assert other[0] == f"{lacking} another rank cannot connect; see its message"
     assert without[0] == f"{lacking} torch was built without gloo; remove it"
     assert other[1].startswith(f"{lacking} {name}")
@@ -127,7 +127,7 @@ def _opened(made: list[str]) -> list[str]:
     return made
 
 
-def test_a_group_is_shared_by_those_who_open_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_group_is_shared_and_destroyed_by_its_last_user(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(trainer_state, "_new_host_group", lambda _: _opened(made))
     monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: made.append("destroyed"))
@@ -146,11 +146,11 @@ def test_a_group_is_shared_by_those_who_open_it(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     assert ranks_meet_on_host()
     trainer_state.open_host_group(DeviceCPU())
-    assert host_group() is None, "the default group serves"
+    assert host_group() is None, "the default group can reduce host tensors"
 
 
 @pytest.mark.parametrize(("config", "moved"), [("cuda:nccl", 1), ("cpu:gloo,cuda:nccl", 0)])
-def test_the_largest_number_of_ranks_waits_for_no_gpu_where_they_meet_on_the_host(
+def test_max_over_ranks_uses_the_gpu_only_without_a_host_group(
     config: str, moved: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -166,7 +166,7 @@ def test_the_largest_number_of_ranks_waits_for_no_gpu_where_they_meet_on_the_hos
 @pytest.mark.parametrize(
     ("world", "interface", "backend"), [(2, None, True), (4, None, False), (4, "eth0", True)], ids=str
 )
-def test_ranks_of_one_node_meet_on_the_host_and_those_of_several_where_gloo_knows_the_interface(
+def test_gloo_is_added_on_one_node_or_with_a_known_interface(
     world: int, interface: str | None, backend: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Emptying the allocator's cache: when, how often, and that reserved memory goes down."""
+"""Emptying the allocator's cache: the interval, and the memory released."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.common import make_trainer, plain_batches
 
 
 @pytest.mark.pins
-def test_it_is_refused_without_a_gpu_and_the_function_returns_nothing_freed() -> None:
+def test_without_a_gpu_the_technique_is_refused_and_the_function_frees_nothing() -> None:
     with pytest.raises(TechniqueError, match=r"empty_cache: .*needs a CUDA GPU"):
         make_trainer([EmptyCache()])
     with pytest.raises(ValueError, match="every must be at least 1"):
@@ -20,16 +20,16 @@ def test_it_is_refused_without_a_gpu_and_the_function_returns_nothing_freed() ->
         assert apply_empty_cache() == 0
 
 
-def test_a_run_in_which_it_never_ran_is_noticed() -> None:
+def test_a_cache_that_was_never_emptied_is_detected() -> None:
     technique = EmptyCache()
     with pytest.raises(NotEngagedError, match="never emptied"):
         technique.verify(make_trainer().state)
 
 
 @pytest.mark.gpu
-def test_the_function_gives_memory_back() -> None:
+def test_the_function_releases_memory() -> None:
     torch.cuda.empty_cache()
-    block = torch.empty(2**30, device="cuda", dtype=torch.uint8)  # fits into no block that others have left
+    block = torch.empty(2**30, device="cuda", dtype=torch.uint8)  # too large for a cached block
     del block
     assert apply_empty_cache() >= 2**30
     assert apply_empty_cache() == 0

@@ -1,4 +1,4 @@
-"""Low-precision LayerNorm: the autocast dtype comes out, and the module stays the same object."""
+"""Low-precision LayerNorm: it returns the autocast dtype, and the modules remain the same objects."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.reference.tolerance import assert_near
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5, 16), (1, 1, 16), (0, 16)])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.pins
-def test_outputs_and_gradients_are_those_of_layernorm(shape: tuple[int, ...], affine: bool) -> None:
+def test_outputs_and_gradients_match_layernorm(shape: tuple[int, ...], affine: bool) -> None:
     torch.manual_seed(0)
     reference = nn.LayerNorm(16, elementwise_affine=affine)
     if affine:
@@ -52,7 +52,7 @@ def test_without_autocast_it_is_plain_layernorm() -> None:
 
 
 @pytest.mark.pins
-def test_surgery_keeps_everything_but_the_class() -> None:
+def test_only_the_class_of_a_module_changes() -> None:
     model: Any = tiny_bert().double()
     model.train()
     norm = model.bert.embeddings.LayerNorm
@@ -64,7 +64,7 @@ def test_surgery_keeps_everything_but_the_class() -> None:
     before = {n: (id(p), p.dtype, p.device, p.requires_grad) for n, p in model.named_parameters()}
     modes = {n: m.training for n, m in model.named_modules()}
     names = apply_fast_layernorm(model)
-    assert len(names) == len(set(names)) == 4  # five, of which two are one module
+    assert len(names) == len(set(names)) == 4  # five positions, two of which share a module
     assert {n: (id(p), p.dtype, p.device, p.requires_grad) for n, p in model.named_parameters()} == before
     assert {n: m.training for n, m in model.named_modules()} == modes
     assert model.bert.encoder.layer[0].output.LayerNorm is model.bert.embeddings.LayerNorm
@@ -84,7 +84,7 @@ def test_subclasses_are_left_alone_and_a_class_with_new_state_is_refused() -> No
         swap_class(model, nn.LayerNorm, nn.Linear)
 
 
-def test_nothing_to_change_warns_in_the_function_and_stops_the_technique() -> None:
+def test_without_layernorms_the_function_warns_and_the_technique_raises() -> None:
     with pytest.warns(NoEffectWarning):
         apply_fast_layernorm(nn.Linear(2, 2))
     bare: Any = tiny_bert()

@@ -1,4 +1,4 @@
-"""Float8 Linears: torchao's numbers at any number of rows, and the matmuls are seen to run."""
+"""Float8 Linears: parity with torchao at any number of rows, and evidence that the float8 matmuls ran."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def bf16() -> MixedPrecision:
 
 
 def linear(recipe: Any, *, emulate: bool = True, device: str = "cpu") -> tuple[nn.Linear, nn.Linear]:
-    """A plain Linear and the same in float8."""
+    """Return a plain Linear and its float8 copy."""
     torch.manual_seed(0)
     block = nn.Sequential(nn.ModuleList([nn.Linear(32, 64)])).to(device)
     plain: Any = copy.deepcopy(block[0][0])
@@ -45,7 +45,7 @@ def linear(recipe: Any, *, emulate: bool = True, device: str = "cpu") -> tuple[n
 
 
 def run(module: nn.Module, x: Tensor) -> list[Tensor]:
-    """Output and the gradients of input, weight and bias."""
+    """Return the output and the gradients of input, weight and bias."""
     output = module(x)
     upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(2)).to(output)
     return [output.detach(), *torch.autograd.grad(output, [x, *module.parameters()], upstream)]
@@ -61,7 +61,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 @every_recipe
 @pytest.mark.parametrize("shape", [(16, 32), (2, 16, 32), (3, 32, 32)])
-def test_it_is_torchaos_linear_where_rows_fit(recipe: str, shape: tuple[int, ...]) -> None:
+def test_multiples_of_16_rows_equal_torchaos_linear(recipe: str, shape: tuple[int, ...]) -> None:
     plain, float8 = linear(recipe)
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
     torchaos = TorchaoLinear.from_float(plain, config)
@@ -71,49 +71,49 @@ def test_it_is_torchaos_linear_where_rows_fit(recipe: str, shape: tuple[int, ...
 @every_recipe
 @pytest.mark.parametrize("shape", [(1, 32), (7, 1, 32), (2, 15, 32), (17, 32), (5, 13, 32)])
 @pytest.mark.pins
-def test_rows_that_do_not_fit_give_what_torchao_gives_without_hardware(recipe: str, shape: tuple[int, ...]) -> None:
+def test_other_numbers_of_rows_match_torchaos_emulation(recipe: str, shape: tuple[int, ...]) -> None:
     plain, float8 = linear(recipe)
     emulated = copy.deepcopy(float8)
-    emulated.__class__ = TorchaoLinear  # emulation multiplies any number of rows
+    emulated.__class__ = TorchaoLinear  # emulation accepts any number of rows
     x = sample(*shape)
     with Float8Recorder() as recorder:
         padded = run(float8, x)
     assert recorder.counts["float8_mm"] == (2 if recipe == "rowwise_with_gw_hp" else 3)
-    assert_near(padded, run(emulated, x), what="with and without rows of zeros")
-    assert all(error(a, b) < 0.07 for a, b in zip(padded, run(plain, x), strict=True)), "3 bits of mantissa"
-    assert error(padded[0], run(plain, x)[0]) > 0.01, "and no more"
+    assert_near(padded, run(emulated, x), what="with and without padding rows")
+    assert all(error(a, b) < 0.07 for a, b in zip(padded, run(plain, x), strict=True)), "error of 3 bits of mantissa"
+    assert error(padded[0], run(plain, x)[0]) > 0.01, "really rounded to 8 bits"
 
 
 @every_recipe
-def test_the_matmuls_get_multiples_of_16_rows(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_padded_to_multiples_of_16(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     original = TorchaoLinear.forward
 
-    def noting_rows(module: Any, x: Tensor) -> Any:
+    def record_rows(module: Any, x: Tensor) -> Any:
         seen.append(x.shape[:-1].numel())
         return original(module, x)
 
-    monkeypatch.setattr(TorchaoLinear, "forward", noting_rows)
+    monkeypatch.setattr(TorchaoLinear, "forward", record_rows)
     _, float8 = linear(recipe)
     for shape in [(1, 32), (3, 5, 32), (32, 32), (2, 9, 32)]:
         assert float8(sample(*shape)).shape == (*shape[:-1], 64)
     assert seen == [16, 16, 32, 32]
 
 
-def test_the_recorder_sees_the_kernel_inside_torchaos_tensors() -> None:
+def test_the_recorder_counts_kernels_inside_torchaos_tensors() -> None:
     module = nn.Linear(32, 64)
     to_float8(module, Float8LinearConfig.from_recipe_name("tensorwise"))
     with Float8Recorder() as recorder, torch.no_grad():
-        module(torch.ones(5, 32))  # this kernel runs on the CPU too; that of the backward pass may not
+        module(torch.ones(5, 32))  # the forward kernel also runs on a CPU; the backward kernel may not
     assert recorder.counts["_scaled_mm"] == recorder.counts["float8_mm"] == 1
 
 
-def test_no_rows_at_all_have_gradients_of_zero() -> None:
+def test_an_empty_batch_has_gradients_of_zero() -> None:
     _, float8 = linear("tensorwise")
     assert [g.abs().sum().item() for g in run(float8, sample(0, 32))] == [0, 0, 0, 0]
 
 
-def test_modules_keep_everything_but_their_forward() -> None:
+def test_only_the_forward_of_a_module_changes() -> None:
     model = tiny_bert().eval()
     query = model.bert.encoder.layer[0].attention.self.query
     query.weight.requires_grad_(False)
@@ -129,7 +129,7 @@ def test_modules_keep_everything_but_their_forward() -> None:
     assert not query.weight.requires_grad
     model(**plain_batches(1)[0])
     assert calls == [1]
-    assert type(model.classifier) is type(model.bert.pooler.dense) is nn.Linear, "outside of the blocks"
+    assert type(model.classifier) is type(model.bert.pooler.dense) is nn.Linear, "outside the blocks"
     assert apply_float8_linear(model, emulate=True) == []
     again = pickle.loads(pickle.dumps(copy.deepcopy(tiny_float8())))
     assert isinstance(again.bert.encoder.layer[0].output.dense, RowPaddedFloat8Linear)
@@ -149,7 +149,7 @@ def test_small_and_odd_linears_are_left_out() -> None:
 
 
 @every_recipe
-def test_gradients_of_a_whole_model_point_the_same_way(recipe: Any) -> None:
+def test_gradients_of_a_model_have_a_high_cosine_similarity(recipe: Any) -> None:
     plain = train_plainly(tiny_bert(), awkward_batches())
     float8 = train_plainly(tiny_float8(recipe), awkward_batches())
     one, other = (torch.cat([g.flatten() for g in t.first_gradients.values()]) for t in (float8, plain))
@@ -175,7 +175,7 @@ def test_it_counts_the_matmuls_of_the_first_forward_pass(batches: Any) -> None:
     }
 
 
-def test_linears_that_went_back_are_noticed() -> None:
+def test_linears_without_float8_are_detected() -> None:
     trainer = make_trainer([bf16(), Float8Linear(emulate=True)])
     for module in trainer.state.model.modules():
         if isinstance(module, RowPaddedFloat8Linear):
@@ -185,16 +185,16 @@ def test_linears_that_went_back_are_noticed() -> None:
     trainer.close()
 
 
-def test_a_kernel_that_is_not_float8s_is_noticed() -> None:
+def test_emulation_instead_of_kernels_is_detected() -> None:
     technique = Float8Linear(emulate=True)
     trainer = make_trainer([bf16(), technique])
-    technique.emulate = False  # as if torchao had fallen back to emulation
+    technique.emulate = False  # the technique now expects kernels, and torchao emulates
     with pytest.raises(NotEngagedError, match="ran no float8 kernel"):
         trainer.fit()
     trainer.close()
 
 
-def test_a_kernel_that_cannot_run_is_one_line_in_the_first_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_run_is_an_error_of_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer([bf16(), Float8Linear(emulate=True)])
 
     def fail(*_: Any) -> Tensor:
@@ -207,7 +207,7 @@ def test_a_kernel_that_cannot_run_is_one_line_in_the_first_batch(monkeypatch: py
     trainer.close()
 
 
-def test_requirements_name_what_is_missing() -> None:
+def test_unmet_requirements_and_wrong_settings() -> None:
     cpu = Context(torch.device("cpu"))
     with pytest.raises(TechniqueError, match=r"float8_linear: tensorwise float8 needs a CUDA GPU .* 8\.9"):
         screen([bf16(), Float8Linear()], cpu)
@@ -226,7 +226,7 @@ def test_requirements_name_what_is_missing() -> None:
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_compiled_it_gives_what_eager_gives_and_a_probe_is_the_evidence(scope: Any) -> None:
+def test_compiled_code_matches_eager_and_is_probed(scope: Any) -> None:
     check_compiled("tensorwise", scope, "aot_eager", gpu=False)
 
 
@@ -234,7 +234,7 @@ def check_compiled(recipe: Any, scope: Any, backend: str, *, gpu: bool) -> None:
     losses = []
     for others in ([], [TorchCompile(scope, backend)]):
         recorder, technique = Recorder(), Float8Linear(recipe, emulate=not gpu)
-        model, batches = tiny_model("bert", layers=1), [plain_batches(1)[0], batch([14, 0, 5])]  # 42 rows do not fit
+        model, batches = tiny_model("bert", layers=1), [plain_batches(1)[0], batch([14, 0, 5])]  # 42 rows need padding
         trainer = make_trainer(
             [bf16(), technique, *others], model=model, batches=batches, callbacks=[recorder], gpu=gpu
         )

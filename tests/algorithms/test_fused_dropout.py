@@ -1,6 +1,6 @@
-"""fused_layers with dropout: each site by itself, at its rate, and gradients of what was dropped.
+"""fused_layers with dropout: each site drops at its rate, and the backward pass uses the same masks.
 
-The Triton layer's dropout is in tests/kernels/test_fused_dropout.py; here is what runs without it, and whole models.
+tests/kernels/test_fused_dropout.py tests the Triton layer. These tests are of the layer in plain PyTorch and of models.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def without_dropout(model: nn.Module) -> Any:
     return model
 
 
-def drop_in(site: str, layer: Any, rate: float) -> None:
-    """A dropout of a block of BERT's; an attention module of transformers' keeps its rate in its own dropout."""
+def set_dropout(site: str, layer: Any, rate: float) -> None:
+    """Set the dropout rate of one site in a BERT layer."""
     modules = {"weights": layer.attention.self.dropout, "attention": layer.attention.output.dropout}
     modules.get(site, layer.output.dropout).p = rate
 
 
 @pytest.mark.parametrize("site", SITES)
-def test_a_dropout_site_of_the_layer_in_torchs_operators_drops_by_itself_at_its_rate(site: str) -> None:
-    """With value and gradients of the layer that drops the same, by masks that are given."""
+def test_each_dropout_site_of_the_plain_layer_matches_the_reference(site: str) -> None:
+    """Result and gradients equal those of the reference layer under the same masks."""
     torch.manual_seed(0)
     rates, plan, parts = only(site, 0.5), plan_on("cpu"), parts_on("cpu")
     masks = masks_of(plain_layer, rates, "cpu", 3)
@@ -70,21 +70,19 @@ def test_a_dropout_site_of_the_layer_in_torchs_operators_drops_by_itself_at_its_
 
 @pytest.mark.parametrize("last_layer", ["needed", "all"])
 @pytest.mark.parametrize("site", [*SITES, "embeddings"])
-def test_a_dropout_site_of_a_model_drops_by_itself_and_its_gradient_is_the_losses_slope(
-    site: str, last_layer: Any
-) -> None:
-    """Of the last layer, which computes first tokens alone where nothing else is needed."""
+def test_each_dropout_site_of_a_model_uses_the_same_mask_in_both_passes(site: str, last_layer: Any) -> None:
+    """The site is in the last layer, which computes only first tokens if ``last_layer`` is "needed"."""
     model = fused(without_dropout(tiny_model("bert")), last_layer).double()
     layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
 
     def loss() -> torch.Tensor:
         return model(**INPUTS).loss  # type: ignore[no-any-return]
 
-    assert torch.equal(loss(), loss()), "nothing else drops"
+    assert torch.equal(loss(), loss()), "no other site drops"
     if site == "embeddings":
         model.bert.embeddings.dropout.p = 0.5
     else:
-        drop_in(site, layers[-1], 0.5)
+        set_dropout(site, layers[-1], 0.5)
     values = {float(loss().detach()) for _ in range(4)}
     assert len(values) == 4
     assert [layer.ran for layer in layers] == ["torch", "first tokens" if last_layer == "needed" else "torch"]
@@ -94,14 +92,14 @@ def test_a_dropout_site_of_a_model_drops_by_itself_and_its_gradient_is_the_losse
 
 
 @pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
-def test_the_losses_slope_along_its_gradient_is_the_gradients_norm(rates: tuple[float, float]) -> None:
-    """In float32, attention's rate and the others'."""
+def test_the_slope_of_the_loss_is_the_gradients_norm(rates: tuple[float, float]) -> None:
+    """In float32; ``rates`` are attention's and the other sites'."""
     model = fused(tiny_model("bert", dropout=rates[1], attention_dropout=rates[0]))
     found = slope_over_norm(lambda: 100 * model(**INPUTS).loss, list(model.parameters()), 5, 1e-3)
     assert found == pytest.approx(1, abs=0.01)
 
 
-def test_embeddings_drop_at_their_rate() -> None:
+def test_the_dropout_rate_of_embeddings() -> None:
     model = fused(without_dropout(tiny_model("bert")))
     (embeddings,) = (module for module in model.modules() if isinstance(module, FusedEmbeddings))
     embeddings.dropout.p = 0.3
@@ -110,7 +108,7 @@ def test_embeddings_drop_at_their_rate() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_layer_has_the_rates_of_its_model(family: Any) -> None:
+def test_fused_layers_have_their_models_dropout_rates(family: Any) -> None:
     model = fused(tiny_model(family, dropout=0.25, attention_dropout=0.125))
     layers = [module for module in model.modules() if isinstance(module, FusedLayer)]
     # DistilBERT does not apply dropout to the attention output.
@@ -123,8 +121,8 @@ def test_a_fused_layer_has_the_rates_of_its_model(family: Any) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("rates", [(0.5, 0.0), (0.0, 0.5), (0.3, 0.3)])
-def test_on_a_gpu_the_losses_slope_along_its_gradient_is_the_gradients_norm(rates: tuple[float, float]) -> None:
-    """A whole model in bf16 through the kernels, attention's rate and the others'; its own rounding is some percent."""
+def test_on_a_gpu_the_slope_of_the_loss_is_the_gradients_norm(rates: tuple[float, float]) -> None:
+    """In bf16 with the kernels, whose rounding error is a few percent; ``rates`` are attention's and the others'."""
     rows = {k: v.cuda() for k, v in batch([12, 3, 9, 7] * 8).items()}
     model = fused(tiny_model("bert", dropout=rates[1], attention_dropout=rates[0]), "all").cuda()
 

@@ -1,4 +1,4 @@
-"""LayerNorm by Liger's and Apex's kernels: values, gradients, and the function that really made them."""
+"""LayerNorm with Liger's and Apex's kernels: results, gradients, and evidence of the function that computed them."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from tests.reference.tolerance import assert_near
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No demand for a GPU, and Apex's stand-in."""
+    """Remove the requirement of a GPU, and install the stand-in for Apex."""
     apex.install(monkeypatch)
     monkeypatch.setattr(functional, "requirements_of", lambda *_: ())
 
 
 @pytest.mark.slow
-def test_ligers_own_kernels_match_in_tritons_interpreter() -> None:
-    """At awkward shapes, in float32 and under autocast, by itself and in a Trainer; see liger_on_cpu.py."""
+def test_ligers_kernels_match_layernorm_in_tritons_interpreter() -> None:
+    """At awkward shapes, in float32 and under autocast, as a module and in a Trainer; see liger_on_cpu.py."""
 
     def check() -> None:
         for name in [name for name in sys.modules if name.startswith("triton") and name[:9] != "triton._C"]:
-            del sys.modules[name]  # which the process was forked with
+            del sys.modules[name]  # imported before the fork
         from tests.reference import liger_on_cpu
 
         Path("found.json").write_text(json.dumps(liger_on_cpu.check_all()))
@@ -57,7 +57,7 @@ def test_ligers_own_kernels_match_in_tritons_interpreter() -> None:
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5, 16), (0, 16), (2, 3, 33)])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_the_apex_module_calls_its_function_with_one_dtype(shape: tuple[int, ...], autocast: bool) -> None:
+def test_the_apex_module_matches_layernorm(shape: tuple[int, ...], autocast: bool) -> None:
     _check_layer(ApexLayerNorm, shape, "cpu", torch.bfloat16 if autocast else None)
     assert apex.FusedLayerNormAffineFunction.calls == 1
 
@@ -65,12 +65,12 @@ def test_the_apex_module_calls_its_function_with_one_dtype(shape: tuple[int, ...
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 16), (3, 5, 16), (0, 16), (2, 3, 33), (128, 768), (1000, 1024)])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_liger_matches_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
+def test_liger_matches_layernorm_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype | None) -> None:
     _check_layer(TritonLayerNorm, shape, "cuda", dtype)
 
 
 def _check_layer(cls: type[nn.LayerNorm], shape: tuple[int, ...], device: str, autocast: torch.dtype | None) -> None:
-    """Outputs and all gradients against nn.LayerNorm in float32."""
+    """Compare outputs and all gradients with nn.LayerNorm in float32."""
     torch.manual_seed(0)
     dtype = autocast or torch.float32
     reference = nn.LayerNorm(shape[-1])
@@ -95,7 +95,8 @@ def _check_layer(cls: type[nn.LayerNorm], shape: tuple[int, ...], device: str, a
         assert one.grad is not None
         assert other.grad is not None
         assert one.grad.dtype == one.dtype
-        assert_near([one.grad.cpu() / rows**0.5], [other.grad / rows**0.5], dtype, "sums over rows, by their spread")
+        # Sums over rows, scaled by their standard deviation.
+        assert_near([one.grad.cpu() / rows**0.5], [other.grad / rows**0.5], dtype, "gradients of the parameters")
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -132,8 +133,8 @@ def test_the_residual_stream_is_16_bit_under_autocast() -> None:
 
 @pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize("implementation", ["triton", "apex"])
-def test_a_kernel_that_does_not_run_is_noticed(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The class says Liger or Apex, and torch's own LayerNorm runs: what ran decides."""
+def test_a_kernel_that_does_not_run_is_detected(implementation: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module's class is Liger's or Apex's, but torch's LayerNorm runs."""
 
     def fallback(self: Any, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
@@ -146,7 +147,7 @@ def test_a_kernel_that_does_not_run_is_noticed(implementation: Any, monkeypatch:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_compiled_code_is_tried_by_itself_and_a_fallback_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_code_is_probed_and_a_fallback_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     technique = FastLayerNorm("apex")
     trainer = make_trainer([technique, TorchCompile("blocks", backend="eager")])
     trainer.fit()
@@ -160,7 +161,7 @@ def test_compiled_code_is_tried_by_itself_and_a_fallback_noticed(monkeypatch: py
     trainer.close()
 
 
-def test_modules_changed_back_after_init_are_noticed() -> None:
+def test_modules_restored_after_init_are_detected() -> None:
     trainer = make_trainer([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)])
     trainer.state.model.model.bert.embeddings.LayerNorm.__class__ = nn.LayerNorm
     with pytest.raises(NotEngagedError, match="1 of 5 modules are another class again"):
@@ -178,7 +179,7 @@ def test_a_forward_pass_that_raises_leaves_no_hooks(monkeypatch: pytest.MonkeyPa
     assert not any(m._forward_hooks for m in trainer.state.model.modules())
 
 
-def test_a_kernel_in_a_compiled_graph_is_found_in_dynamos_table(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_in_compiled_graphs_are_found_in_dynamos_table(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 
     def _layer_norm_forward_kernel() -> None: ...
@@ -186,7 +187,7 @@ def test_a_kernel_in_a_compiled_graph_is_found_in_dynamos_table(monkeypatch: pyt
     monkeypatch.setattr(kernel_side_table, "id_to_kernel", {})
     assert not outputs.in_compiled_graphs()
     kernel_side_table.id_to_kernel[0] = _layer_norm_forward_kernel
-    assert not outputs.in_compiled_graphs(), "somebody else's"
+    assert not outputs.in_compiled_graphs(), "a kernel of another library"
     _layer_norm_forward_kernel.__module__ = "liger_kernel.ops.layer_norm"
     assert outputs.in_compiled_graphs()
 
@@ -194,7 +195,7 @@ def test_a_kernel_in_a_compiled_graph_is_found_in_dynamos_table(monkeypatch: pyt
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_liger_trains_the_same_model_in_a_trainer_on_a_gpu(precision: str, compiled: bool) -> None:
+def test_liger_trains_the_same_weights_on_a_gpu(precision: str, compiled: bool) -> None:
     model, technique = tiny_bert(), FastLayerNorm("triton")
     batches = [batch([32, 17, 5, 32], seed=i) for i in range(3)] if compiled else awkward_batches()
     expected = train_plainly(model, batches)
@@ -216,7 +217,7 @@ def test_liger_trains_the_same_model_in_a_trainer_on_a_gpu(precision: str, compi
 
 
 @pytest.mark.gpu
-def test_liger_off_the_gpu_does_not_pass_for_liger() -> None:
+def test_modules_restored_after_init_are_detected_on_a_gpu() -> None:
     trainer = make_trainer([FastLayerNorm("triton")], batches=plain_batches(1), gpu=True)
     trainer.state.model.model.bert.embeddings.LayerNorm.__class__ = nn.LayerNorm
     with pytest.raises(NotEngagedError, match="another class again"):

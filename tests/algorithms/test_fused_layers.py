@@ -1,4 +1,4 @@
-"""fused_layers on the CPU: the layer in torch's own operators, the last layer's shortcut, and what is refused."""
+"""fused_layers on the CPU: the layer in torch's operators, first tokens only in the last layer, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def layers_of(model: nn.Module) -> list[FusedLayer]:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", FUSED)
-def test_outputs_and_gradients_are_the_untouched_models(family: Any, head: Any) -> None:
+def test_outputs_and_gradients_match_the_untouched_model(family: Any, head: Any) -> None:
     model = tiny_model(family, head)
     ours = fused(model)
     for seed, mask in enumerate(random_masks(20)):
@@ -64,10 +64,10 @@ def test_outputs_and_gradients_are_the_untouched_models(family: Any, head: Any) 
     assert "torch" in ran or ran[-1] in ("first tokens", "stock")
 
 
-def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_head(
+def test_only_under_a_classification_head_the_last_layer_computes_first_tokens_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inputs = batch([5, 0, 9])  # whose second row is ignored by its label
+    inputs = batch([5, 0, 9])  # the label of the second row is ignored
     last_states: list[torch.Tensor] = []
     scatter = packed_encoder.scatter_tokens
 
@@ -85,12 +85,12 @@ def test_the_last_layer_computes_the_first_tokens_only_under_a_classification_he
         model(**(inputs if head == "classification" else without_labels(inputs)))
         hidden = last_states.pop().view(3, 9, -1)
         assert [layer.ran for layer in layers_of(model)] == ["torch", expected]
-        assert bool(hidden[:, 1:].any()) == (expected == "torch")  # zeros where nothing was computed
+        assert bool(hidden[:, 1:].any()) == (expected == "torch")  # zeros if only first tokens were computed
         assert hidden[0, 0].any()
         assert not hidden[1].any()  # a row without a token
 
 
-def test_a_model_of_ones_own_around_the_encoder_gets_every_token() -> None:
+def test_your_own_model_gets_the_states_of_every_token() -> None:
     class Mine(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -105,7 +105,7 @@ def test_a_model_of_ones_own_around_the_encoder_gets_every_token() -> None:
     assert [layer.ran for layer in layers_of(mine)] == ["torch", "torch"]
 
 
-def test_dropout_is_the_models_own_and_stops_in_eval_mode() -> None:
+def test_dropout_is_off_in_eval_mode() -> None:
     model = fused(tiny_bert(dropout=0.5)).train()
     inputs = batch([6, 9, 12])
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
@@ -114,7 +114,7 @@ def test_dropout_is_the_models_own_and_stops_in_eval_mode() -> None:
     assert_near([model(**inputs).logits], [tiny_bert(dropout=0.5).eval()(**inputs).logits])
 
 
-def test_hidden_states_come_from_the_stock_layers() -> None:
+def test_hidden_states_are_computed_by_the_stock_layers() -> None:
     model, inputs = tiny_bert(), batch([6, 9])
     ours = fused(model)
     expected = model(**inputs, output_hidden_states=True).hidden_states
@@ -129,7 +129,7 @@ def test_a_second_call_changes_nothing_and_another_setting_is_refused() -> None:
         apply_fused_layers(model, "all")
 
 
-def test_refusals_are_one_line() -> None:
+def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="add unpadding"):
         apply_fused_layers(tiny_bert())
     with pytest.raises(ValueError, match="must be 'needed' or 'all', not 'some'"):
@@ -156,7 +156,7 @@ def test_evidence_says_how_each_layer_ran() -> None:
 
 
 class NoAttention(Algorithm):
-    """Layers that attend to nothing, as PyTorch sees it; with ``ran`` they say that a kernel of their own ran."""
+    """Replace the layers by identities that report ``ran``, so PyTorch sees no attention operator."""
 
     def __init__(self, ran: str) -> None:
         self.ran = ran
@@ -173,7 +173,7 @@ class NoAttention(Algorithm):
             layer.forward = lambda hidden, *_, layer=layer, **__: forward(layer, hidden)  # type: ignore
 
 
-def test_unpadding_takes_a_layers_word_for_an_attention_that_pytorch_does_not_see() -> None:
+def test_unpadding_accepts_the_fused_layers_own_attention() -> None:
     unpadding = Unpadding()
     trainer = make_trainer([NoAttention("triton"), FusedLayers("all"), unpadding])
     trainer.fit()
@@ -185,7 +185,7 @@ def test_unpadding_takes_a_layers_word_for_an_attention_that_pytorch_does_not_se
     trainer.close()
 
 
-def test_it_is_not_engaged_where_the_stock_layers_ran() -> None:
+def test_runs_of_the_stock_layers_are_detected() -> None:
     model = tiny_bert()
     technique = FusedLayers(on_unavailable="warn")
     trainer = make_trainer([technique, Unpadding(on_unavailable="warn")], batches=plain_batches(2), model=model)
@@ -197,7 +197,7 @@ def test_it_is_not_engaged_where_the_stock_layers_ran() -> None:
     assert "2 of 2 layers ran as the stock model's" in technique.evidence["unavailable"]
 
 
-def test_the_recommended_set_is_that_of_the_fast_yaml() -> None:
+def test_the_recommended_set_equals_the_fast_yaml() -> None:
     algorithms = load_config(ROOT / "yamls" / "bert_imdb_fast.yaml").algorithms
     assert {name: dict(settings or {}) for name, settings in algorithms.items()} == RECOMMENDED
     techniques = recommended()
@@ -208,7 +208,7 @@ def test_the_recommended_set_is_that_of_the_fast_yaml() -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_are_forked_when_no_thread_compiles(workers: int) -> None:
+def test_compiling_ends_before_workers_are_forked(workers: int) -> None:
     class Compiling:
         closed = False
 
@@ -217,13 +217,13 @@ def test_workers_are_forked_when_no_thread_compiles(workers: int) -> None:
 
     technique: Any = FusedLayers()
     state: Any = SimpleNamespace(train_dataloader=DataLoader(plain_batches(1), num_workers=workers))
-    technique.fit_start(state)  # nothing is compiled
+    technique.fit_start(state)  # no thread compiles
     technique._compiling = Compiling()
     technique.fit_start(state)
     assert technique._compiling.closed == (workers > 0)
 
 
-def test_embeddings_run_their_kernel_where_an_argument_that_it_does_not_read_says_nothing() -> None:
+def test_the_embedding_kernel_runs_only_without_other_arguments() -> None:
     model = fused(tiny_bert()).bfloat16()
     (embeddings,) = (module for module in model.modules() if isinstance(module, FusedEmbeddings))
     ids: Any = SimpleNamespace(is_cuda=True)
@@ -236,4 +236,4 @@ def test_embeddings_run_their_kernel_where_an_argument_that_it_does_not_read_say
         assert embeddings._can_run(ids, others) == expected
     assert not embeddings._can_run(SimpleNamespace(is_cuda=False), {})  # type: ignore[arg-type]
     embeddings.dropout = nn.Dropout(0.5)
-    assert not embeddings._can_run(ids, {}), "it is another module by now"
+    assert not embeddings._can_run(ids, {}), "the dropout module was replaced"

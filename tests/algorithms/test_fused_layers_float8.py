@@ -1,6 +1,6 @@
-"""fused_layers with 8-bit products where there is no GPU for them: settings, refusals, and what a checkpoint holds.
+"""fused_layers with 8-bit matmuls, tested without a GPU: settings, refusals and checkpoints.
 
-The kernels and the layer themselves are compared with plain PyTorch in tests/kernels/test_fused_kernels.py.
+tests/kernels/test_fused_kernels.py compares the kernels and the layer with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.reference.tolerance import assert_near
 
 @pytest.fixture
 def on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if the layers were on a GPU with 8-bit products; on the CPU they run in torch's own operators."""
+    """Skip the check for a GPU with 8-bit matmuls; on a CPU the layers run in torch's operators."""
     pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
     monkeypatch.setattr(functional, "check_float8", lambda layers: None)
 
@@ -34,28 +34,28 @@ def in_float8(model: Any) -> Any:
     return model
 
 
-def test_it_is_refused_where_nothing_computes_in_eight_bits() -> None:
+def test_without_a_gpu_it_is_refused_in_eight_bits() -> None:
     with pytest.raises(ValueError, match=r"needs a CUDA GPU of compute capability 8.9 or newer, .* is on the cpu"):
         in_float8(tiny_bert())
     with pytest.raises(ValueError, match="precision must be 'autocast' or 'fp8', not 'fp4'"):
-        apply_fused_layers(apply_and_return(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
+        apply_fused_layers(unpadded(tiny_bert()), precision="fp4")  # type: ignore[arg-type]
     with pytest.raises(TechniqueError, match=r"precision: fp8 needs a CUDA GPU of compute capability 8\.9 or newer"):
         make_trainer([FusedLayers(precision="fp8"), Unpadding()])
 
 
-def apply_and_return(model: Any) -> Any:
+def unpadded(model: Any) -> Any:
     apply_unpadding(model)
     return model
 
 
-def test_widths_that_no_product_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widths_that_are_not_multiples_of_16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(functional, "_FLOAT8", (0, 0))
     model = type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), "intermediate_size": 72}))
     with pytest.raises(ValueError, match="multiples of 16, and the layers have 32 and 72 units"):
         in_float8(model)
 
 
-def test_scales_are_a_buffer_that_no_checkpoint_of_the_model_has(on_any_device: None) -> None:
+def test_scales_are_a_buffer_outside_the_state_dict(on_any_device: None) -> None:
     stock, model = tiny_bert(), in_float8(tiny_bert())
     assert model.state_dict().keys() == stock.state_dict().keys()
     assert [name for name, _ in model.named_buffers() if "float8" in name] == [
@@ -69,7 +69,7 @@ def test_scales_are_a_buffer_that_no_checkpoint_of_the_model_has(on_any_device: 
     assert {layer.float8_scales.dtype for layer in model.bert.encoder.layer} == {torch.int32}
 
 
-def test_a_checkpoint_of_the_run_holds_each_ranks_scales(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
     monkeypatch.setattr(FusedLayers, "verify", lambda self, state: {})
     technique = FusedLayers(precision="fp8")
@@ -96,26 +96,26 @@ def test_a_checkpoint_of_the_run_holds_each_ranks_scales(on_any_device: None, mo
     trainer.close()
 
 
-def test_a_run_without_a_layer_in_eight_bits_is_stopped(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_an_eight_bit_layer_is_detected(on_any_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FusedLayers, "requirements", lambda self, context: ())
     trainer = make_trainer([FusedLayers(precision="fp8"), Unpadding()], batches=plain_batches(2))
     with pytest.raises(NotEngagedError, match="no layer computed in 8 bits"):
-        trainer.fit()  # on the CPU, in torch's own operators
+        trainer.fit()  # on a CPU, the layers run in torch's operators
     trainer.close()
 
 
-def test_in_sixteen_bits_a_checkpoint_holds_none() -> None:
+def test_sixteen_bit_checkpoints_have_no_scales() -> None:
     technique = FusedLayers()
     trainer = make_trainer([technique, Unpadding()], batches=plain_batches(2))
     assert technique.state_dict()["float8_scales"] == []
     trainer.close()
 
 
-def test_the_recommended_set_stays_in_sixteen_bits() -> None:
+def test_the_recommended_set_uses_sixteen_bits() -> None:
     assert {t.precision for t in recommended() if isinstance(t, FusedLayers)} == {"autocast"}
 
 
-def test_loading_scales_of_another_model_is_refused(on_any_device: None) -> None:
+def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
     model = in_float8(tiny_bert())
     held = float8_scales(model)
     with pytest.raises(ValueError, match=r"of other 8-bit layers than the model's: bert\.encoder\.layer\.1"):
@@ -130,7 +130,7 @@ KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Laye
 
 
 @pytest.mark.parametrize(("family", "layer"), KINDS)
-def test_layers_of_another_kind_are_refused_by_name(family: Any, layer: str) -> None:
+def test_other_layer_classes_are_refused_by_name(family: Any, layer: str) -> None:
     model = tiny_model(family)
     apply_unpadding(model)
     with pytest.raises(ValueError, match=rf"knows BERT's layers and those like it, not {layer}$"):

@@ -1,4 +1,4 @@
-"""Recomputed blocks: bit for bit the same, less memory, counted, and noticed when nothing is recomputed."""
+"""Gradient checkpointing: bitwise identical results, less memory, counted recomputations, and missing ones detected."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LAYERS = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
 
 @pytest.mark.pins
 @pytest.mark.parametrize("every", [1, 2])
-def test_losses_and_gradients_with_dropout_are_bit_for_bit_those_without(every: int) -> None:
+def test_losses_and_gradients_with_dropout_are_bitwise_identical(every: int) -> None:
     reference, model = tiny_bert(dropout=0.1), tiny_bert(dropout=0.1)
     assert apply_gradient_checkpointing(model, every) == LAYERS[::every]
     assert apply_gradient_checkpointing(model, every) == []
@@ -44,12 +44,12 @@ def test_losses_and_gradients_with_dropout_are_bit_for_bit_those_without(every: 
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_compiled_gradients_are_bit_for_bit_those_without(scope: Any) -> None:
+def test_compiled_gradients_are_bitwise_identical(scope: Any) -> None:
     results, technique = [], GradientCheckpointing()
     for algorithms in ([], [technique]):
         recorder, compiled = Recorder(), TorchCompile(scope, backend="aot_eager")
         model = tiny_bert(dropout=0.1)
-        model.config.problem_type = "single_label_classification"  # else set in the first batch: one recompile
+        model.config.problem_type = "single_label_classification"  # if set in the first batch, it recompiles
         trainer = make_trainer([compiled, *algorithms], model=model, callbacks=[recorder])
         trainer.fit()
         trainer.close()
@@ -64,7 +64,7 @@ def test_compiled_gradients_are_bit_for_bit_those_without(scope: Any) -> None:
     }
 
 
-def test_a_second_run_reuses_the_compiled_blocks_and_says_so() -> None:
+def test_the_evidence_says_that_a_second_run_reuses_compiled_blocks() -> None:
     seen = []
     for _ in range(2):
         techniques = [GradientCheckpointing(), TorchCompile("blocks", backend="aot_eager")]
@@ -75,8 +75,8 @@ def test_a_second_run_reuses_the_compiled_blocks_and_says_so() -> None:
     assert seen == [("compiled graphs", False), ("graphs compiled by an earlier run of this process", True)]
 
 
-def test_compiled_blocks_that_keep_their_activations_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GradientCheckpointing, "_seen_in_this_process", True)  # whatever ran before
+def test_compiled_blocks_that_keep_their_activations_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GradientCheckpointing, "_seen_in_this_process", True)  # independent of earlier tests
     trainer = make_trainer([GradientCheckpointing(), TorchCompile("blocks", backend="eager")])
     for layer in trainer.state.model.model.bert.encoder.layer:
         recompute.undo(layer)
@@ -85,7 +85,7 @@ def test_compiled_blocks_that_keep_their_activations_are_noticed(monkeypatch: py
     trainer.close()
 
 
-def test_a_block_that_breaks_the_graph_is_still_recomputed_and_counted() -> None:
+def test_a_block_with_a_graph_break_is_recomputed_and_counted() -> None:
     model = tiny_model("bert", layers=1)
     inner = model.bert.encoder.layer[0].intermediate
 
@@ -103,7 +103,7 @@ def test_a_block_that_breaks_the_graph_is_still_recomputed_and_counted() -> None
 
 
 @pytest.mark.pins
-def test_less_is_kept_for_the_backward_pass() -> None:
+def test_activations_take_less_memory() -> None:
     kept = {}
     for name, algorithms in {"all": [], "half": [GradientCheckpointing(2)], "none": [GradientCheckpointing()]}.items():
         anatomy = MemoryAnatomy(interval=1)
@@ -115,7 +115,7 @@ def test_less_is_kept_for_the_backward_pass() -> None:
     assert kept["none"] < kept["half"] < 0.8 * kept["all"]
 
 
-def test_a_plain_module_whose_input_needs_no_gradient() -> None:
+def test_a_plain_module_whose_input_requires_no_gradient() -> None:
     reference, model = Plain(), Plain()
     assert apply_gradient_checkpointing(model) == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(model.state_dict()) == list(reference.state_dict())
@@ -127,7 +127,7 @@ def test_a_plain_module_whose_input_needs_no_gradient() -> None:
     assert [recompute.recomputations(b) for b in model.blocks] == [1, 1, 1]
 
 
-def test_blocks_below_everything_trained_are_not_recomputed() -> None:
+def test_frozen_blocks_at_the_bottom_are_not_recomputed() -> None:
     model = tiny_bert()
     model.bert.embeddings.requires_grad_(False)
     model.bert.encoder.layer[0].requires_grad_(False)

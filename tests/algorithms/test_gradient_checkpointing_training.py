@@ -1,4 +1,4 @@
-"""Gradient checkpointing in a Trainer and beside others: hooks, copies, micro-batches, refusals, and on a GPU."""
+"""Gradient checkpointing in a Trainer and with other techniques: hooks, copies, micro-batches, refusals and GPUs."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_hooks_run_once_and_evaluation_recomputes_nothing() -> None:
     assert recompute.recomputations(layer) == 1
 
 
-def test_it_is_undone_and_copied_block_by_block() -> None:
+def test_blocks_are_copied_and_undone() -> None:
     model = tiny_bert()
-    own = model.bert.encoder.layer[0].forward  # somebody else's, on the instance
-    model.bert.encoder.layer[0].forward = own
+    forward = model.bert.encoder.layer[0].forward
+    model.bert.encoder.layer[0].forward = forward  # the instance already has an override
     before = [dict(vars(layer)) for layer in model.bert.encoder.layer]
     apply_gradient_checkpointing(model)
     twin = copy.deepcopy(model)
@@ -74,7 +74,7 @@ def test_it_is_undone_and_copied_block_by_block() -> None:
     [lambda: MixedPrecision("bf16", allow_cpu=True), SDPAAttention, lambda: SDPAAttention("math")],
     ids=["bf16", "sdpa", "sdpa-math"],
 )
-def test_beside_other_techniques_and_in_microbatches_nothing_changes(other: Any) -> None:
+def test_results_with_other_techniques_and_micro_batches_are_identical(other: Any) -> None:
     results = []
     for algorithms in ([], [GradientCheckpointing()]):
         recorder = Recorder()
@@ -98,7 +98,7 @@ def microbatches(rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.pins
-def test_a_checkpoint_function_that_keeps_everything_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_function_that_recomputes_nothing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(function: Any, *args: Any, use_reentrant: bool, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
@@ -110,11 +110,11 @@ def test_a_checkpoint_function_that_keeps_everything_is_noticed(monkeypatch: pyt
     trainer.close()
 
 
-def test_what_cannot_be_recomputed_is_refused() -> None:
+def test_models_that_cannot_be_recomputed_are_refused() -> None:
     for build in (lambda: GradientCheckpointing(0), lambda: apply_gradient_checkpointing(tiny_bert(), 0)):
         with pytest.raises(ValueError, match="every must be at least 1, not 0"):
             build()
-    with pytest.raises(ValueError, match="no ModuleList of one class"):
+    with pytest.raises(ValueError, match="no ModuleList with blocks of one class"):
         apply_gradient_checkpointing(nn.Sequential(nn.Linear(2, 2)))
     model = tiny_bert()
     model.gradient_checkpointing_enable()
@@ -128,7 +128,7 @@ def test_what_cannot_be_recomputed_is_refused() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
-def test_dropout_draws_the_same_masks_again_on_a_gpu(precision: str) -> None:
+def test_recomputed_dropout_masks_are_the_same_on_a_gpu(precision: str) -> None:
     results = []
     for algorithms in ([], [GradientCheckpointing()]):
         recorder = Recorder()

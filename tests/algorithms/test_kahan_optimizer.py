@@ -1,4 +1,4 @@
-"""Pure bfloat16: updates that rounding would lose arrive, and the model stays the same objects."""
+"""Pure bfloat16 training: Kahan summation keeps updates that rounding would lose; parameters keep their identity."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.helpers.common import make_trainer, tiny_bert
 
 
 def descend(kind: str, steps: int = 200, lr: float = 1e-4) -> torch.Tensor:
-    """Weights of 1.0 pushed down by a gradient of 1, each step a thirtieth of what bfloat16 can show at 1.0."""
+    """Train weights of 1.0 with a gradient of 1, in steps of a thirtieth of bfloat16's resolution at 1.0."""
     model = nn.Linear(8, 8, bias=False, dtype=torch.float32)
     nn.init.ones_(model.weight)
     optimizer: Any = AdamW(model.parameters(), lr=lr, weight_decay=0.0, foreach=False)
@@ -32,15 +32,15 @@ def descend(kind: str, steps: int = 200, lr: float = 1e-4) -> torch.Tensor:
     return model.weight.detach().float()
 
 
-def test_updates_that_bfloat16_loses_arrive_with_kahan_summation() -> None:
+def test_kahan_summation_keeps_updates_that_bfloat16_loses() -> None:
     expected = descend("float32")
     torch.testing.assert_close(expected, torch.full((8, 8), 0.98))
-    assert descend("bfloat16").eq(1).all(), "without Kahan summation training stands still"
-    torch.testing.assert_close(descend("kahan"), expected, rtol=0, atol=2**-8)  # half a step of bfloat16 below 1
+    assert descend("bfloat16").eq(1).all(), "without Kahan summation every update rounds away"
+    torch.testing.assert_close(descend("kahan"), expected, rtol=0, atol=2**-8)  # half of bfloat16's resolution below 1
 
 
-def test_weight_decay_is_adamws_where_a_step_of_it_shows() -> None:
-    for decay, expected in ((50.0, 0.95), (0.5, 1.0)):  # lr · decay: 0.05 shows, 0.0005 rounds away, as the card says
+def test_weight_decay_is_adamws_unless_it_rounds_away() -> None:
+    for decay, expected in ((50.0, 0.95), (0.5, 1.0)):  # lr · decay: 0.05 is kept, 0.0005 rounds away (see the card)
         weight = nn.Linear(4, 4, bias=False)
         nn.init.ones_(weight.weight)
         optimizer = apply_kahan_optimizer(weight, AdamW(weight.parameters(), lr=1e-3, weight_decay=decay))
@@ -50,7 +50,7 @@ def test_weight_decay_is_adamws_where_a_step_of_it_shows() -> None:
 
 
 @pytest.mark.parametrize(("beta2", "follows"), [(0.99, True), (0.999, False)])
-def test_second_moments_follow_the_gradients_below_the_beta2_of_the_card(beta2: float, follows: bool) -> None:
+def test_second_moments_decay_up_to_the_cards_beta2(beta2: float, follows: bool) -> None:
     layer = nn.Linear(4, 4, bias=False)
     optimizer = apply_kahan_optimizer(layer, AdamW(layer.parameters(), betas=(0.9, beta2)))
     for gradient, steps in ((1.0, 600), (1e-3, 600)):
@@ -60,7 +60,7 @@ def test_second_moments_follow_the_gradients_below_the_beta2_of_the_card(beta2: 
     assert bool((optimizer.state[layer.weight]["exp_avg_sq"] < 0.5).all()) is follows
 
 
-def test_the_model_stays_the_same_objects_with_tied_weights_and_buffers() -> None:
+def test_parameters_ties_and_buffers_are_kept() -> None:
     model: Any = tiny_bert()
     model.register_buffer("scale", torch.ones(3))
     model.extra = nn.Linear(32, 64, bias=False)
@@ -70,28 +70,28 @@ def test_the_model_stays_the_same_objects_with_tied_weights_and_buffers() -> Non
     before = dict(model.named_parameters())
     optimizer = apply_kahan_optimizer(model, AdamW([p for p in model.parameters() if p.requires_grad]))
     assert all(p is before[n] for n, p in model.named_parameters())
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "frozen ones too"
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}, "including frozen ones"
     assert model.extra.weight is model.bert.embeddings.word_embeddings.weight
     assert model.scale.dtype == torch.float32
     assert not model.bert.pooler.dense.weight.requires_grad
     assert not model.training
     assert apply_kahan_optimizer(model, optimizer) is optimizer
-    assert type(optimizer).__qualname__ != "AdamW", "Composer files states by class name"
+    assert type(optimizer).__qualname__ != "AdamW", "Composer's checkpoints identify optimizers by class name"
 
 
-def test_evidence_says_what_is_bfloat16_and_whether_weight_decay_tells() -> None:
+def test_the_evidence_names_dtypes_and_whether_weight_decay_rounds_away() -> None:
     technique = KahanOptimizer()
     trainer = make_trainer([technique])
     trainer.fit()
     assert technique.evidence["weights"] == "bfloat16"
     assert technique.evidence["state_dtypes"] == {k: ["bfloat16"] for k in ("exp_avg", "exp_avg_sq", "kahan_comp")}
     assert technique.evidence["weight_decay"] == "rounds away"
-    assert precision_in_force(trainer.state) == "bf16", "the rate that utilisation is measured against"
+    assert precision_in_force(trainer.state) == "bf16", "throughput/mfu uses its peak rate"
     trainer.close()
 
 
 @pytest.mark.parametrize("sabotage", ["summation", "weights"])
-def test_what_undoes_it_is_noticed(sabotage: str) -> None:
+def test_lost_summation_and_restored_weights_are_detected(sabotage: str) -> None:
     trainer = make_trainer([KahanOptimizer()])
     if sabotage == "weights":
         trainer.state.model.float()
@@ -113,7 +113,7 @@ def test_a_gpu_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     screen([KahanOptimizer()], Context(torch.device("cuda")))
 
 
-def test_autocast_and_other_weights_are_refused() -> None:
+def test_autocast_and_fp16_weights_are_refused() -> None:
     with pytest.raises(TechniqueError, match=r"kahan_optimizer: .*autocast \(amp_bf16\); set the Trainer's precision"):
         screen([KahanOptimizer()], Context(torch.device("cpu"), "amp_bf16"))
     model = nn.Linear(2, 2, dtype=torch.float16)
@@ -123,7 +123,7 @@ def test_autocast_and_other_weights_are_refused() -> None:
 
 
 @pytest.mark.gpu
-def test_its_triton_kernel_gives_what_the_loop_gives() -> None:
+def test_its_triton_kernel_matches_its_loop() -> None:
     results = []
     for triton in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""LayerNorms that a fused kernel cannot take over, and machines that cannot run it: left alone or refused, by name."""
+"""fast_layernorm's refusals: modules without a suitable kernel, machines without a GPU or Apex, and wrong settings."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.reference import apex
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No demand for a GPU, and Apex's stand-in."""
+    """Remove the requirement of a GPU, and install the stand-in for Apex."""
     apex.install(monkeypatch)
     monkeypatch.setattr(functional, "requirements_of", lambda *_: ())
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_layernorms_that_do_not_fit_are_left_alone_by_name() -> None:
+def test_unsuitable_layernorms_are_kept_and_named() -> None:
     def model() -> nn.Module:
         return nn.ModuleDict(
             {
@@ -48,7 +48,7 @@ def test_layernorms_that_do_not_fit_are_left_alone_by_name() -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_what_is_left_alone_is_evidence_and_nothing_that_fits_is_an_error() -> None:
+def test_unsuitable_layernorms_are_named_and_refused_if_there_are_no_others() -> None:
     model: Any = tiny_bert()
     model.bert.embeddings.LayerNorm = nn.LayerNorm(32, bias=False)
     technique = FastLayerNorm("apex")
@@ -60,11 +60,11 @@ def test_what_is_left_alone_is_evidence_and_nothing_that_fits_is_an_error() -> N
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.__class__, module.bias = nn.LayerNorm, None
-    with pytest.raises(TechniqueError, match=r"no torch\.nn\.LayerNorm that fits: apex wants a weight, a bias; take"):
+    with pytest.raises(TechniqueError, match=r"LayerNorm that fits: apex wants a weight, a bias; remove it"):
         make_trainer([FastLayerNorm("apex")], model=model)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests errors of machines without a GPU")
 @pytest.mark.parametrize("implementation", ["triton", "apex"])
 def test_without_a_gpu_it_is_refused(implementation: Any) -> None:
     with pytest.raises(TechniqueError, match=r"fast_layernorm: .*needs a CUDA GPU.*on_unavailable"):
@@ -73,7 +73,7 @@ def test_without_a_gpu_it_is_refused(implementation: Any) -> None:
         apply_fast_layernorm(tiny_bert(), implementation=implementation)
 
 
-def test_without_apex_the_fix_is_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_apex_the_error_names_its_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     met = (True, "", "")
     monkeypatch.setattr(functional, "needs_cuda", lambda *_: met)
     with pytest.raises(ValueError, match=r"Apex is not installed with its CUDA extensions; build .* NVIDIA/apex"):

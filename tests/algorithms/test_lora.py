@@ -1,4 +1,4 @@
-"""LoRA: what is trained and what is not, and where it goes in the optimizer."""
+"""LoRA: trained and frozen parameters, their parameter groups, and settings."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.reference.tolerance import assert_near
 
 
 @pytest.mark.pins
-def test_outputs_stay_and_gradients_reach_the_adapters_and_the_classifier_alone() -> None:
+def test_outputs_are_kept_and_only_adapters_and_classifier_have_gradients() -> None:
     reference, model = tiny_bert(), tiny_bert()
     assert apply_lora(model) == QUERIES_AND_VALUES
     assert apply_lora(model) == []
@@ -49,7 +49,7 @@ def test_outputs_stay_and_gradients_reach_the_adapters_and_the_classifier_alone(
         each(**batches[0]).loss.backward()
     expected, got = gradients(reference), gradients(model)
     assert_near(got["classifier.modules_to_save.default.weight"], expected["classifier.weight"])
-    # The adapter's output is 2 · B A x, so dL/dB = 2 · (dL/dW) Aᵀ: the base weight's gradient is the reference's.
+    # The adapter's output is 2 · B A x, so dL/dB = 2 · (dL/dW) Aᵀ, and the reference has dL/dW.
     name = QUERIES_AND_VALUES[0]
     a = dict(model.named_parameters())[f"{name}.lora_A.default.weight"]
     assert_near(got[f"{name}.lora_B.default.weight"], 2 * expected[f"{name}.weight"] @ a.T)
@@ -73,7 +73,7 @@ def test_outputs_stay_and_gradients_reach_the_adapters_and_the_classifier_alone(
     ],
     ids=["roberta", "electra", "distilbert", "mlm"],
 )
-def test_every_family_has_its_projections_and_its_head(model: Any, targets: set[str], heads: list[str]) -> None:
+def test_default_targets_and_heads_of_each_family(model: Any, targets: set[str], heads: list[str]) -> None:
     model = model()
     names = apply_lora(model)
     assert {name.split(".")[-1] for name in names} == targets
@@ -86,7 +86,7 @@ def test_every_family_has_its_projections_and_its_head(model: Any, targets: set[
 
 
 @pytest.mark.pins
-def test_what_is_trained_enters_the_group_of_the_weight_it_stands_for() -> None:
+def test_adapters_join_the_parameter_group_of_their_base_weight() -> None:
     model = tiny_bert()
     optimizer = two_groups(model)
     groups = list(optimizer.param_groups)
@@ -97,7 +97,7 @@ def test_what_is_trained_enters_the_group_of_the_weight_it_stands_for() -> None:
         assert all(new is old for new, old in zip(optimizer.param_groups, groups, strict=True))
         named = {p: n for n, p in model.named_parameters()}
         held = [sorted({named[p].split(".")[-4] for p in g["params"] if "lora" in named[p]}) for g in groups]
-        assert held == [["value"], ["query"], [], []], "value weights had no group, and enter the first"
+        assert held == [["value"], ["query"], [], []], "value weights had no group, so their adapters join the first"
         assert [len(g["params"]) for g in groups] == [2 + 4, 4, 0, 0]
         assert groups[0]["lr"] == 5e-3
         assert groups[1]["weight_decay"] == 0.0
@@ -107,7 +107,7 @@ def test_what_is_trained_enters_the_group_of_the_weight_it_stands_for() -> None:
     assert optimizer.state[copied]["step"] == 3
 
 
-def test_an_optimizer_with_names_keeps_them_right() -> None:
+def test_param_names_of_an_optimizer_are_updated() -> None:
     model = tiny_bert()
     optimizer = torch.optim.AdamW(model.named_parameters())
     apply_lora(model, optimizer)
@@ -119,7 +119,7 @@ def test_an_optimizer_with_names_keeps_them_right() -> None:
 
 
 @pytest.mark.parametrize("technique", [None, ForEachOptimizer, FusedOptimizer])
-def test_groups_that_became_empty_do_no_harm(technique: Any) -> None:
+def test_empty_parameter_groups_are_harmless(technique: Any) -> None:
     model = tiny_bert()
     composer_model = HuggingFaceModel(model, use_logits=True)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
@@ -135,7 +135,7 @@ def test_groups_that_became_empty_do_no_harm(technique: Any) -> None:
     assert changed == {f"{n}.weight" for n in QUERIES_AND_VALUES} | {"classifier.weight", "classifier.bias"}
 
 
-def test_the_evidence_counts_what_is_trained() -> None:
+def test_the_evidence_counts_trained_parameters() -> None:
     technique = LoRA(rank=4)
     trainer = make_trainer([technique])
     trainer.fit()
@@ -219,7 +219,7 @@ def test_bad_settings_and_models_with_adapters_are_refused() -> None:
         save_adapter(tiny_bert(), "adapter")
 
 
-def test_the_yaml_takes_lists_of_names() -> None:
+def test_the_yaml_accepts_lists_of_names() -> None:
     (technique,) = build_techniques({"lora": {"targets": ["query"], "rank": 2}})
     assert repr(technique) == "LoRA(rank=2, alpha=16.0, targets=['query'], dropout=0.0, modules_to_save=None)"
     with pytest.raises(ConfigError, match=r"lora.targets must be 'all-linear' or a list of str or null, not 'query'"):

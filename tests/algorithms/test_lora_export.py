@@ -1,4 +1,4 @@
-"""LoRA: what a checkpoint holds, the merged model, and the adapters in PEFT's format."""
+"""LoRA: checkpoints, the merged model, and adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.reference.tolerance import assert_near
 
 
 @pytest.mark.pins
-def test_a_checkpoint_holds_the_base_the_adapters_and_the_classifier(tmp_path: Path) -> None:
+def test_a_checkpoint_has_base_adapters_and_classifier(tmp_path: Path) -> None:
     trainer = make_trainer([LoRA()], save_folder=str(tmp_path), save_interval="4ba", save_filename="end.pt")
     trainer.fit()
     trainer.close()
@@ -44,7 +44,7 @@ def test_a_checkpoint_holds_the_base_the_adapters_and_the_classifier(tmp_path: P
 
 
 @pytest.mark.pins
-def test_the_merged_weights_give_the_same_logits_and_leave_the_model_alone() -> None:
+def test_merged_weights_give_the_same_logits_without_changing_the_model() -> None:
     model, stock, batches = trained_bert(), tiny_bert(seed=5), awkward_batches()
     before = {n: p.clone() for n, p in model.state_dict().items()}
     expected = eval_logits(model, batches)
@@ -52,10 +52,10 @@ def test_the_merged_weights_give_the_same_logits_and_leave_the_model_alone() -> 
     assert_near(eval_logits(stock, batches), expected)
     torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     untouched = torch.cat(eval_logits(tiny_bert(), batches))
-    assert (torch.cat(expected) - untouched).abs().max() > 0.1, "nothing was adapted"
+    assert (torch.cat(expected) - untouched).abs().max() > 0.1, "the adapters must have an effect"
 
 
-def test_the_merge_is_pefts() -> None:
+def test_merged_weights_equal_pefts() -> None:
     ours, theirs = trained_bert(), copy.deepcopy(trained_bert())
     for layer in adapted_layers(theirs).values():
         layer.merge()
@@ -67,10 +67,10 @@ def test_the_merge_is_pefts() -> None:
 
 
 @pytest.mark.pins
-def test_the_adapter_folder_is_pefts_and_goes_on_a_fresh_base(tmp_path: Path) -> None:
+def test_peft_loads_the_adapter_folder_into_a_fresh_base(tmp_path: Path) -> None:
     model, batches = trained_bert(), awkward_batches()
     save_adapter(model, tmp_path / "adapter")
-    save_adapter(HuggingFaceModel(model), tmp_path / "adapter")  # again, and from the ComposerModel
+    save_adapter(HuggingFaceModel(model), tmp_path / "adapter")  # overwrites it, from the ComposerModel
     loaded = PeftModel.from_pretrained(tiny_bert(), str(tmp_path / "adapter"))
     assert_near(eval_logits(loaded, batches), eval_logits(model, batches))
     stock = loaded.merge_and_unload()
@@ -95,7 +95,7 @@ def test_a_masked_lm_keeps_its_tied_head(tmp_path: Path) -> None:
     assert config["auto_mapping"]["base_model_class"] == "BertForMaskedLM"
 
 
-def test_a_run_leaves_the_merged_model_and_the_adapter() -> None:
+def test_a_run_exports_the_merged_model_and_the_adapter() -> None:
     base = tiny_bert_folder()
     settings = ["model.size=null", "model.init=pretrained", f"model.name={base}", f"data.tokenizer={base}"]
     lora = "algorithms.lora={rank: 4, targets: [query, key, value]}"
@@ -120,12 +120,12 @@ def test_a_run_leaves_the_merged_model_and_the_adapter() -> None:
 
 
 def tiny_bert_folder() -> Path:
-    """A base model with a tokenizer, saved."""
+    """Save a base model with a tokenizer and return its folder."""
     run("trainer.max_duration=1ba", "trainer.eval_batches=1", "algorithms=null", "run_name=base")
     return Path("runs/base/model").resolve()
 
 
-def test_a_random_base_has_no_name_in_the_adapter() -> None:
+def test_the_adapter_of_a_random_base_names_no_base_model() -> None:
     run("trainer.max_duration=1ba", "trainer.eval_batches=1", "algorithms={lora: {}}")
     config = json.loads(Path("runs/quickstart/adapter/adapter_config.json").read_text())
     assert config["base_model_name_or_path"] is None

@@ -1,4 +1,4 @@
-"""LoRA in a Trainer: what undoes it is noticed, other techniques beside it, schedulers, FLOPs."""
+"""LoRA in a Trainer: sabotage is detected; other techniques, schedulers, FLOPs and a second Trainer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def sabotaged(sabotage: Any, technique: LoRA | None = None) -> None:
 
 
 @pytest.mark.pins
-def test_what_undoes_it_is_noticed() -> None:
+def test_sabotage_is_detected() -> None:
     def thaw(trainer: Any) -> None:
         weight = trainer.state.model.model.bert.pooler.dense.weight.requires_grad_()
         trainer.state.optimizers[0].param_groups[0]["params"].append(weight)
@@ -53,7 +53,7 @@ def test_what_undoes_it_is_noticed() -> None:
             layer.enable_adapters(False)
         for wrapper in trained_copies(trainer.state.model).values():
             wrapper.enable_adapters(False)
-        trainer.state.model.model.bert.embeddings.LayerNorm.weight.requires_grad_()  # the loss needs a gradient
+        trainer.state.model.model.bert.embeddings.LayerNorm.weight.requires_grad_()  # so the loss requires grad
 
     with pytest.raises(NotEngagedError, match="frozen weights were trained"):
         sabotaged(thaw)
@@ -65,8 +65,8 @@ def test_what_undoes_it_is_noticed() -> None:
         sabotaged(switch_off)
 
 
-def test_a_weight_decayed_behind_our_back_is_noticed() -> None:
-    """Changed through ``.data``, without a gradient and without a new version of the tensor."""
+def test_a_frozen_weight_changed_through_data_is_detected() -> None:
+    """The weight changes through ``.data``, without a gradient and without a new tensor version."""
 
     def decay(trainer: Any) -> None:
         weight = trainer.state.model.model.bert.pooler.dense.weight
@@ -77,21 +77,21 @@ def test_a_weight_decayed_behind_our_back_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("undone", [False, True])
-def test_after_a_first_step_at_a_rate_of_zero_the_end_of_the_run_decides(undone: bool) -> None:
-    """A warm-up begins at 0, where no step can move anything."""
+def test_after_a_first_step_with_learning_rate_zero_the_end_of_the_run_decides(undone: bool) -> None:
+    """With a learning-rate warm-up from 0, the first step changes nothing."""
     technique = LoRA()
     trainer = make_trainer([technique])
     optimizer = trainer.state.optimizers[0]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0  # the schedule sets it anew from the second batch on
+        group["lr"] = 0.0  # the scheduler changes it from the second batch on
     if undone:
         before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
 
-        def put_back(*_: Any) -> None:
+        def restore(*_: Any) -> None:
             for p, old in zip(optimizer.param_groups[0]["params"], before, strict=True):
                 p.data.copy_(old)
 
-        optimizer.register_step_post_hook(put_back)
+        optimizer.register_step_post_hook(restore)
         with pytest.raises(NotEngagedError, match="no step moved an adapter"):
             trainer.fit()
     else:
@@ -100,7 +100,7 @@ def test_after_a_first_step_at_a_rate_of_zero_the_end_of_the_run_decides(undone:
     trainer.close()
 
 
-def test_a_torch_scheduler_goes_on_with_the_groups_it_knows() -> None:
+def test_a_torch_scheduler_keeps_its_parameter_groups() -> None:
     model = tiny_bert()
     optimizer = two_groups(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
@@ -126,12 +126,12 @@ def test_a_torch_scheduler_goes_on_with_the_groups_it_knows() -> None:
     ],
     ids=["checkpointing", "sdpa", "blocks", "model+checkpointing"],
 )
-def test_beside_other_techniques_it_trains_to_the_same_weights(others: Any) -> None:
+def test_with_other_techniques_it_trains_to_the_same_weights(others: Any) -> None:
     results = []
     chosen: list[list[Any]] = [[], others()]
     for algorithms in chosen:
         model = tiny_bert()
-        model.config.problem_type = "single_label_classification"  # else set in the first batch: one recompile
+        model.config.problem_type = "single_label_classification"  # if set in the first batch, it recompiles
         trainer = make_trainer([LoRA(), *algorithms], model=model)
         trainer.fit()
         trainer.close()
@@ -139,7 +139,7 @@ def test_beside_other_techniques_it_trains_to_the_same_weights(others: Any) -> N
         for technique in algorithms:
             assert technique.engaged
             assert technique.evidence.get("graph_breaks", 0) == 0
-            # The first block's input, from frozen embeddings, needs no gradient: a graph of its own.
+            # The first block has its own graph: its input comes from frozen embeddings and requires no gradient.
             assert technique.evidence.get("recompiles", 0) == (technique.evidence.get("scope") == "blocks")
     assert_near(results[1], results[0])
 
@@ -152,7 +152,7 @@ def test_adapters_stay_float32_under_autocast() -> None:
     assert {w.dtype for w in final_weights(trainer).values()} == {torch.float32}
 
 
-def test_the_flops_leave_out_the_gradients_of_frozen_weights() -> None:
+def test_flops_exclude_the_gradients_of_frozen_weights() -> None:
     full, adapted = FinetuneModel(tiny_bert(), Classification()), FinetuneModel(tiny_bert(), Classification())
     apply_lora(adapted)
     inputs = batch([16] * 4)
@@ -160,7 +160,7 @@ def test_the_flops_leave_out_the_gradients_of_frozen_weights() -> None:
     assert full.flops_per_batch(inputs) - adapted.flops_per_batch(inputs) == 2 * 64 * linear
 
 
-def test_a_second_trainer_goes_on_with_the_same_adapters() -> None:
+def test_a_second_trainer_continues_with_the_same_adapters() -> None:
     model = tiny_bert()
     for _ in range(2):
         technique = LoRA()
@@ -173,7 +173,7 @@ def test_a_second_trainer_goes_on_with_the_same_adapters() -> None:
 
 
 @pytest.mark.gpu
-def test_fp16_with_a_skipped_step_is_no_failure() -> None:
+def test_a_skipped_fp16_step_is_not_an_error() -> None:
     technique = LoRA()
     trainer = make_trainer([technique, MixedPrecision("fp16")], gpu=True)  # the default scale overflows at first
     trainer.fit()

@@ -1,4 +1,4 @@
-"""torchao's compiled step beside torch.compile: what it compiles is not counted as the model's."""
+"""torchao's compiled optimizer step together with torch_compile: its graphs are not counted as the model's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.common import make_trainer
 every_width = pytest.mark.parametrize("bits", [8, 4, "fp8"])
 
 
-def test_what_is_compiled_apart_is_not_the_models() -> None:
+def test_graphs_compiled_apart_are_not_counted() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
 
@@ -38,14 +38,14 @@ def _train_compiled(bits: Any, *, backend: str, scope: Any = "model", gpu: bool 
     return compiler.evidence
 
 
-def test_the_model_stays_compiled_beside_it_on_the_cpu() -> None:
+def test_the_model_is_still_compiled_on_the_cpu() -> None:
     both, alone = (_train_compiled(bits, scope="blocks", backend="eager") for bits in (8, None))
     assert both["graphs"] == alone["graphs"]
 
 
 @pytest.mark.gpu
 @every_width
-def test_on_a_gpu_its_compiled_step_is_not_counted_as_the_models(bits: Any) -> None:
+def test_the_compiled_step_is_not_counted_as_the_models_on_a_gpu(bits: Any) -> None:
     alone = _train_compiled(None, backend="inductor", gpu=True)
     both = _train_compiled(bits, backend="inductor", gpu=True)
     assert [both[k] for k in ("graphs", "recompiles")] == [alone[k] for k in ("graphs", "recompiles")]
@@ -53,7 +53,7 @@ def test_on_a_gpu_its_compiled_step_is_not_counted_as_the_models(bits: Any) -> N
 
 @pytest.mark.gpu
 @every_width
-def test_the_compiled_step_is_the_eager_one(bits: Any) -> None:
+def test_the_compiled_step_matches_the_eager_step(bits: Any) -> None:
     weights = []
     for compiled in (True, False):
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def test_the_compiled_step_is_the_eager_one(bits: Any) -> None:
             optimizer.step()
         assert compile_counts().since(before)[:4] == (0, 0, 0, 0)
         weights.append(weight.detach())
-    # a value on the border of two codes may fall to either side; no update is as large as twice the rate
+    # A value between two codes may round to either; every update is smaller than twice the learning rate.
     close = (weights[0] - weights[1]).abs() < 1e-5
     assert close.float().mean() > 0.99
     assert (weights[0] - weights[1]).abs().max() < 3 * 2e-3

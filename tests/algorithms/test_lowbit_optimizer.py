@@ -1,4 +1,4 @@
-"""torchao's low-bit AdamW: why embeddings keep float32 state, what the state really is, and when it silently is not."""
+"""torchao's low-bit AdamW: why embeddings keep float32 state, the precision of the state, and parity with AdamW."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def grouped_adamw(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=1e-3, eps=EPS, weight_decay=0.1, foreach=False)
 
 
-# Why embeddings jump.
+# Why embeddings jump with low-bit state.
 
 
 def moved_after_a_step_without_gradient(bits: Any, small: float) -> float:
-    """How far the second step moves a value that had gradient ``small``, in a block with 1, and then none."""
+    """Return the second step's change of a value whose gradients are ``small``, then 0, in a block with a 1."""
     weight = nn.Parameter(torch.zeros(16, 256))
     optimizer = torch.optim.AdamW([weight], lr=1e-3, weight_decay=0.0, foreach=False)
     if bits != 32:
@@ -45,8 +45,8 @@ def moved_after_a_step_without_gradient(bits: Any, small: float) -> float:
 
 
 @pytest.mark.parametrize(("bits", "flushed", "kept"), [(8, 3e-4, 1e-2), ("fp8", 1e-3, 1e-2)])
-def test_the_second_moment_is_flushed_to_zero_before_the_first_is(bits: Any, flushed: float, kept: float) -> None:
-    """g/max is kept in the first moment, (g/max)² is zero in the second: the next update is first moment / eps."""
+def test_the_second_moment_underflows_before_the_first(bits: Any, flushed: float, kept: float) -> None:
+    """(g/max)² rounds to zero in the second moment, g/max does not in the first: the next update is moment / eps."""
     assert moved_after_a_step_without_gradient(32, flushed) < 1e-3
     assert moved_after_a_step_without_gradient(bits, flushed) > 1000 * 1e-3
     assert moved_after_a_step_without_gradient(bits, kept) < 1e-3
@@ -59,8 +59,8 @@ def test_four_bits_have_no_code_for_zero_in_the_second_moment() -> None:
 
 @cache
 def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
-    """The furthest that a word embedding moves in 16 steps at 1e-3, words drawn by Zipf's law."""
-    torch.set_num_threads(1)  # on tensors this small, two wait for one another
+    """Return the largest change of a word embedding in 16 steps at 1e-3, with words drawn by Zipf's law."""
+    torch.set_num_threads(1)  # faster than two with such small tensors
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=512,
@@ -88,8 +88,8 @@ def embedding_moved(bits: Any, embeddings_32bit: bool = True) -> float:
 
 
 @pytest.mark.parametrize(("bits", "jump"), [(8, 0.9), ("fp8", 3.7)])
-def test_embeddings_jump_with_low_bit_state_and_not_without(bits: Any, jump: float) -> None:
-    """The figures are those of the card."""
+def test_embeddings_jump_only_with_low_bit_state(bits: Any, jump: float) -> None:
+    """The card states these figures."""
     assert embedding_moved(32) == pytest.approx(0.013, rel=0.2)
     assert embedding_moved(bits, embeddings_32bit=False) == pytest.approx(jump, rel=0.25)
     assert embedding_moved(bits) == pytest.approx(embedding_moved(32), rel=0.2)
@@ -99,11 +99,11 @@ def test_four_bit_embeddings_do_not_jump() -> None:
     assert embedding_moved(4, embeddings_32bit=False) < 2 * embedding_moved(32)
 
 
-# What the state is, and when it is not what was asked for.
+# The state's precision, and errors if it is not the requested one.
 
 
 @every_width
-def test_state_is_quantised_but_for_embeddings_and_small_tensors(bits: Any) -> None:
+def test_state_is_quantised_except_for_embeddings_and_small_tensors(bits: Any) -> None:
     technique = LowBitOptimizer(bits, min_size=1024)
     trainer = make_trainer([technique])
     trainer.fit()
@@ -118,19 +118,19 @@ def test_state_is_quantised_but_for_embeddings_and_small_tensors(bits: Any) -> N
     matrices = sum(p.numel() for n, p in model.named_parameters() if "embeddings" not in n and p.numel() >= 1024)
     assert evidence["values_by_state_bits"][str(width)] == matrices
     assert evidence["embedding_state_bits"] == [32]
-    at_most = matrices * (8 - width / 4)  # less scales, and a look-up table a tensor
+    at_most = matrices * (8 - width / 4)  # before scales and one look-up table per tensor
     saved = 8 * sum(p.numel() for p in model.parameters()) - evidence["state_bytes"]
     assert 0.7 * at_most < saved < at_most
 
 
-def test_a_model_too_small_for_it_is_noticed() -> None:
+def test_a_model_too_small_for_it_is_detected() -> None:
     trainer = make_trainer([LowBitOptimizer(8)])  # its largest matrix has 2048 values
     with pytest.raises(NotEngagedError, match=r"no parameter has 8-bit state; lower min_size \(4096 now\)"):
         trainer.fit()
     trainer.close()
 
 
-def test_embeddings_that_lost_their_float32_state_are_noticed() -> None:
+def test_embeddings_that_lost_their_float32_state_are_detected() -> None:
     trainer = make_trainer([LowBitOptimizer("fp8", min_size=1024)])
     trainer.state.optimizers[0].full_precision = frozenset()
     with pytest.raises(NotEngagedError, match="embeddings have 8-bit state"):
@@ -138,22 +138,22 @@ def test_embeddings_that_lost_their_float32_state_are_noticed() -> None:
     trainer.close()
 
 
-def test_embeddings_get_low_bit_state_where_that_is_asked_for() -> None:
+def test_embeddings_get_low_bit_state_if_requested() -> None:
     technique = LowBitOptimizer(4, embeddings_32bit=False, min_size=1024)
     trainer = make_trainer([technique])
     trainer.fit()
     trainer.close()
-    assert technique.evidence["embedding_state_bits"] == [4, 32]  # the two token types are too few values
+    assert technique.evidence["embedding_state_bits"] == [4, 32]  # the table of two token types is too small
 
 
-# AdamW otherwise.
+# Otherwise it behaves like AdamW.
 
 
 @every_width
-def test_with_float32_state_throughout_it_is_adamw(bits: Any) -> None:
+def test_with_float32_state_it_equals_adamw(bits: Any) -> None:
     models = [tiny_bert(), tiny_bert()]
     optimizers: list[Any] = [grouped_adamw(model) for model in models]
-    optimizers[1] = apply_lowbit_optimizer(models[1], optimizers[1], bits)  # nothing has 4096 values
+    optimizers[1] = apply_lowbit_optimizer(models[1], optimizers[1], bits)  # no parameter has 4096 values
     for step in range(5):
         for model, optimizer in zip(models, optimizers, strict=True):
             generator = torch.Generator().manual_seed(step)

@@ -1,4 +1,4 @@
-"""bf16 and fp16: what the forward pass really computes in, and who says no."""
+"""bf16 and fp16: the dtypes of the forward pass, and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_function_computes_in_bf16_and_keeps_fp32_weights() -> None:
     assert_near(gradients(model), gradients(reference), torch.bfloat16)
 
 
-def test_applying_twice_wraps_once() -> None:
+def test_a_second_call_wraps_only_once() -> None:
     model: Any = tiny_bert()
     original = model.forward
     apply_mixed_precision(model)
@@ -51,7 +51,7 @@ def test_the_cpu_is_refused_unless_allowed() -> None:
 
 
 @pytest.mark.pins
-def test_on_the_cpu_bf16_really_runs() -> None:
+def test_bf16_runs_on_the_cpu() -> None:
     technique = MixedPrecision("bf16", allow_cpu=True)
     trainer = make_trainer([technique])
     trainer.fit()
@@ -68,16 +68,16 @@ def test_fp16_needs_a_gpu() -> None:
         apply_mixed_precision(tiny_bert(), "fp16")
 
 
-def test_precision_lost_after_init_is_noticed() -> None:
+def test_precision_lost_after_init_is_detected() -> None:
     trainer = make_trainer([MixedPrecision("bf16", allow_cpu=True)])
     model: Any = trainer.state.model
     model.forward = model.forward.without_autocast
-    with pytest.raises(NotEngagedError, match="gave float32 and no bfloat16"):
+    with pytest.raises(NotEngagedError, match="returned float32 and no bfloat16"):
         trainer.fit()
     trainer.close()
 
 
-def test_a_model_that_gives_float32_is_judged_by_its_linear_layers() -> None:
+def test_a_model_with_float32_outputs_is_checked_by_its_linear_layers() -> None:
     class Casting(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

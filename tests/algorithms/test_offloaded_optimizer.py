@@ -1,4 +1,4 @@
-"""State and step on the CPU: the same update whatever happens to weights and gradients in between."""
+"""Optimizer state and step on the CPU: parity with AdamW under clipping, changed weights and loaded states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=p
 
 
 def pair(device: str) -> list[tuple[Any, Any]]:
-    """A model with plain AdamW and the same one with the offloaded AdamW."""
+    """Return two equal models, with plain AdamW and with the offloaded AdamW."""
     result = []
     for offload in (False, True):
         model = tiny_bert().to(device)
@@ -33,7 +33,7 @@ def pair(device: str) -> list[tuple[Any, Any]]:
 
 
 def train(model: Any, optimizer: Any, device: str, steps: int = 3, *, start: int = 0) -> None:
-    """Two micro-batches a step, clipped; one parameter gets no gradient in the first step."""
+    """Train with two micro-batches per step and clipping; one parameter has no gradient in the first step."""
     for step in range(start, start + steps):
         optimizer.zero_grad()
         for each in plain_batches(2):
@@ -47,7 +47,7 @@ def train(model: Any, optimizer: Any, device: str, steps: int = 3, *, start: int
 
 @devices
 @pytest.mark.parametrize("chunk", [1, 2**10, 2**30])
-def test_it_is_adamw_with_clipping_micro_batches_and_missing_gradients(
+def test_it_equals_adamw_with_clipping_micro_batches_and_missing_gradients(
     device: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_adamw, "_CHUNK_BYTES", chunk)
@@ -61,7 +61,7 @@ def test_it_is_adamw_with_clipping_micro_batches_and_missing_gradients(
 
 
 @devices
-def test_weights_changed_between_steps_are_seen(device: str) -> None:
+def test_weights_changed_between_steps_are_used(device: str) -> None:
     (model, plain), (other, offloaded) = pair(device)
     for each, optimizer in ((model, plain), (other, offloaded)):
         train(each, optimizer, device, 1)
@@ -72,7 +72,7 @@ def test_weights_changed_between_steps_are_seen(device: str) -> None:
 
 
 @devices
-def test_a_loaded_state_goes_back_to_the_cpu_and_training_goes_on_exactly(device: str) -> None:
+def test_a_loaded_state_is_on_the_cpu_and_training_continues_exactly(device: str) -> None:
     (model, optimizer), _ = pair(device)
     optimizer = apply_offloaded_optimizer(AdamW(model.parameters(), lr=1e-3, eps=EPS))
     train(model, optimizer, device, 2)
@@ -86,23 +86,23 @@ def test_a_loaded_state_goes_back_to_the_cpu_and_training_goes_on_exactly(device
     torch.testing.assert_close(dict(twin.named_parameters()), expected, rtol=0, atol=0)
 
 
-def test_applying_twice_changes_nothing_more() -> None:
+def test_a_second_call_returns_the_same_optimizer() -> None:
     _, (_, offloaded) = pair("cpu")
     assert apply_offloaded_optimizer(offloaded) is offloaded
 
 
 def test_the_cpu_is_refused_unless_allowed() -> None:
-    with pytest.raises(TechniqueError, match="taking the optimizer off the GPU needs a CUDA GPU, and this"):
+    with pytest.raises(TechniqueError, match="offloading the optimizer needs a CUDA GPU, and this"):
         make_trainer([OffloadedOptimizer()])
 
 
-def test_state_that_is_not_on_the_cpu_is_noticed() -> None:
+def test_state_that_is_not_on_the_cpu_is_detected() -> None:
     trainer = make_trainer([OffloadedOptimizer(allow_cpu=True)])
     optimizer = trainer.state.optimizers[0]
 
     def move(*_: Any) -> None:
         for state in optimizer.state.values():
-            state["exp_avg"] = state["exp_avg"].to("meta")  # a device that is not the CPU, wherever the test runs
+            state["exp_avg"] = state["exp_avg"].to("meta")  # a device other than the CPU that every machine has
 
     optimizer.register_step_post_hook(move)
     with pytest.raises(NotEngagedError, match="its state is on meta"):
@@ -111,7 +111,7 @@ def test_state_that_is_not_on_the_cpu_is_noticed() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpu_holds_no_state_and_the_weights_stay_on_it() -> None:
+def test_the_state_is_on_the_cpu_and_the_weights_on_the_gpu() -> None:
     technique = OffloadedOptimizer()
     trainer = make_trainer([technique], gpu=True)
     trainer.fit()
@@ -122,7 +122,7 @@ def test_the_gpu_holds_no_state_and_the_weights_stay_on_it() -> None:
 
 
 @pytest.mark.gpu
-def test_why_it_is_not_torchaos_clipping_comes_too_late_there() -> None:
+def test_torchaos_offloaded_optimizer_ignores_clipping() -> None:
     torchao = pytest.importorskip("torchao.optim")
     (model, plain), (other, _) = pair("cuda")
     theirs = torchao.CPUOffloadOptimizer(other.parameters(), AdamW, minimal_size=0, lr=1e-3, eps=EPS, weight_decay=0.0)
@@ -134,28 +134,28 @@ def test_why_it_is_not_torchaos_clipping_comes_too_late_there() -> None:
         optimizer.step()
     torch.cuda.synchronize()
     apart = [(a - b).abs().max() for a, b in zip(other.parameters(), model.parameters(), strict=True)]
-    assert max(apart) > 1e-4, "torchao's class clips now: it may fit"
+    assert max(apart) > 1e-4, "torchao's class now supports clipping, so it could be used"
 
 
-def test_a_loaded_state_is_taken_to_the_cpu_where_torch_put_it_beside_its_parameters(
+def test_a_loaded_state_is_copied_to_the_cpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a machine without a GPU, by the tensors whose copy on the CPU was asked for."""
+    """No GPU is needed: the test records the tensors whose ``cpu()`` is called."""
     (model, _), (_, optimizer) = pair("cpu")
     model.zero_grad()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    taken: list[int] = []
+    moved: list[int] = []
     copied = torch.Tensor.cpu
 
     def cpu(tensor: torch.Tensor) -> torch.Tensor:
-        taken.append(tensor.data_ptr())
+        moved.append(tensor.data_ptr())
         return copied(tensor)
 
     monkeypatch.setattr(torch.Tensor, "cpu", cpu)
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     held = {value.data_ptr() for state in optimizer.state.values() for value in state.values()}
     assert held
-    assert held == set(taken)
+    assert held == set(moved)

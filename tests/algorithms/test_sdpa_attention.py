@@ -1,4 +1,4 @@
-"""SDPA from an eager baseline: outputs, gradients, and the kernel that ran."""
+"""SDPA in place of eager attention: the kernel that ran, refusals, and restored attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
 
-def test_a_module_around_the_model_is_changed_inside() -> None:
+def test_models_inside_another_module_are_changed() -> None:
     outer = nn.ModuleDict({"encoder": tiny_bert(), "head": nn.Linear(2, 2)})
     assert apply_sdpa_attention(outer) == {"encoder": "eager"}
     assert apply_sdpa_attention(outer) == {"encoder": "sdpa"}
@@ -46,7 +46,7 @@ def test_the_kernel_is_recorded() -> None:
         assert technique.evidence["implementation_before"] == "eager"
 
 
-def test_looking_at_the_kernel_draws_no_random_numbers() -> None:
+def test_recording_the_kernel_draws_no_random_numbers() -> None:
     states = []
     for algorithms in ([SDPAAttention()], []):
         trainer = make_trainer(algorithms)
@@ -67,7 +67,7 @@ def test_bad_backends_and_models_are_refused() -> None:
 
 
 def without_sdpa(config: type[DebertaV2Config] | type[MPNetConfig]) -> PreTrainedModel:
-    """A tiny classifier of a family that transformers has no scaled_dot_product_attention for."""
+    """Return a tiny classifier whose family does not support scaled_dot_product_attention in transformers."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
     settings = config(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes)  # type: ignore[arg-type]
     return AutoModelForSequenceClassification.from_config(settings)
@@ -75,7 +75,7 @@ def without_sdpa(config: type[DebertaV2Config] | type[MPNetConfig]) -> PreTraine
 
 @pytest.mark.parametrize("config", [DebertaV2Config, MPNetConfig])
 @pytest.mark.parametrize("backend", ["auto", "math"])
-def test_a_model_without_sdpa_is_refused_at_init_by_its_class(config: Any, backend: Any) -> None:
+def test_models_without_sdpa_are_refused_at_init(config: Any, backend: Any) -> None:
     model = without_sdpa(config)
     name = type(model).__name__
     with pytest.raises(ValueError, match=f"^{name} does not support"):
@@ -89,7 +89,7 @@ def test_a_model_without_sdpa_is_refused_at_init_by_its_class(config: Any, backe
     assert technique.engaged is False
 
 
-def test_when_one_of_several_models_refuses_all_keep_the_attention_that_they_had(
+def test_if_one_of_several_models_refuses_none_is_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bert = tiny_bert()
@@ -99,7 +99,7 @@ def test_when_one_of_several_models_refuses_all_keep_the_attention_that_they_had
     assert bert.config._attn_implementation == "eager"
     assert not hasattr(bert.config, "_attn_was_changed")
 
-    # transformers only logs a warning where it cannot read a class's source, as in a notebook
+    # If transformers cannot read a class's source, as in a notebook, it only logs a warning.
     fixed = tiny_bert(seed=1)
     monkeypatch.setattr(fixed, "_can_set_attn_implementation", lambda: False)
     with pytest.raises(ValueError, match=r"^BertForSequenceClassification keeps eager attention"):
@@ -108,7 +108,7 @@ def test_when_one_of_several_models_refuses_all_keep_the_attention_that_they_had
 
 
 def choices(rows: int, count: int, mask: bool) -> Batch:
-    """``count`` candidate answers for each of ``rows`` questions: token ids (rows, choices, tokens)."""
+    """Return ``count`` candidate answers for each of ``rows`` questions: token ids (rows, choices, tokens)."""
     flat = batch([9, 4, 7, 12, 5, 8][: rows * count], 12)
     found = {name: value.view(rows, count, -1) for name, value in flat.items() if value.ndim == 2}
     if not mask:
@@ -117,7 +117,7 @@ def choices(rows: int, count: int, mask: bool) -> Batch:
 
 
 @pytest.mark.parametrize("mask", [True, False])
-def test_multiple_choice_batches_of_three_dimensions_are_trained_and_probed(mask: bool) -> None:
+def test_multiple_choice_batches_are_trained_and_probed(mask: bool) -> None:
     torch.manual_seed(0)
     model: Any = BertForMultipleChoice._from_config(tiny_config(), attn_implementation="eager")
     technique, batches = SDPAAttention(), [choices(2, 3, mask)]
@@ -125,18 +125,18 @@ def test_multiple_choice_batches_of_three_dimensions_are_trained_and_probed(mask
     probed = []
     watch = technique.watch
 
-    def watch_and_note(state: Any) -> None:
+    def watch_and_record(state: Any) -> None:
         watch(state)
         probed.append(technique._kernel)
 
-    technique.watch = watch_and_note  # type: ignore[method-assign]
+    technique.watch = watch_and_record  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
-    assert probed[0] == technique.evidence["kernel"], "the probe reads the shapes that the forward pass has"
+    assert probed[0] == technique.evidence["kernel"], "the probe uses the forward pass's shapes"
     assert technique.evidence["kernel_seen_in"] == "forward pass"
 
 
-def test_attention_changed_back_after_init_is_noticed() -> None:
+def test_attention_restored_after_init_is_detected() -> None:
     trainer = make_trainer([SDPAAttention()])
     trainer.state.model.model.set_attn_implementation("eager")  # type: ignore[union-attr, operator]
     with pytest.raises(NotEngagedError, match="the model's attention is eager"):
@@ -144,8 +144,8 @@ def test_attention_changed_back_after_init_is_noticed() -> None:
     trainer.close()
 
 
-def test_a_model_whose_attention_ignores_the_setting_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting says SDPA, the forward pass runs something else: what ran decides."""
+def test_a_model_whose_attention_ignores_the_setting_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The config says SDPA, but the forward pass runs eager attention."""
     eager = modeling_bert.eager_attention_forward
 
     class AlwaysEager:
@@ -155,12 +155,12 @@ def test_a_model_whose_attention_ignores_the_setting_is_noticed(monkeypatch: pyt
     technique = SDPAAttention()
     trainer = make_trainer([technique])
     monkeypatch.setattr(modeling_bert, "ALL_ATTENTION_FUNCTIONS", AlwaysEager())
-    with pytest.raises(NotEngagedError, match="ran none of its kernels"):
+    with pytest.raises(NotEngagedError, match="ran no SDPA kernel"):
         trainer.fit()
     trainer.close()
 
 
-def test_a_forward_pass_that_raises_leaves_no_recorder_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_that_raises_removes_the_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer([SDPAAttention()])
     monkeypatch.setattr(modeling_bert.BertPooler, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -170,7 +170,7 @@ def test_a_forward_pass_that_raises_leaves_no_recorder_on(monkeypatch: pytest.Mo
 
 
 @pytest.mark.gpu
-def test_flash_is_refused_on_padded_batches_and_runs_on_full_ones() -> None:
+def test_flash_is_refused_with_padding_and_runs_without() -> None:
     bf16: dict[str, Any] = {"gpu": True, "precision": "amp_bf16"}
     trainer = make_trainer([SDPAAttention("flash")], **bf16)
     with pytest.raises(TechniqueError, match="flash kernel cannot run on the first batch"):
@@ -202,10 +202,10 @@ def test_a_forced_kernel_runs_in_bf16_and_is_recorded(backend: Any) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [("eager", "eager"), ("sdpa", "sdpa"), ("sdpa_only_math", "eager")])
-def test_where_its_kernel_cannot_run_and_it_goes_on_the_model_has_its_attention_back(
+def test_if_its_kernel_cannot_run_the_attention_is_restored(
     before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eager where that was this kernel's, too, from an earlier call."""
+    """If an earlier call already set this kernel, the attention becomes eager."""
 
     def fails(*_: Any) -> None:
         raise RuntimeError("No available kernel. Aborting execution.")

@@ -1,4 +1,4 @@
-"""SDPA on BERT, RoBERTa, DistilBERT and ELECTRA, with a classifier or a masked-LM head, by every kernel."""
+"""SDPA with every kernel on BERT, RoBERTa, DistilBERT and ELECTRA, with a classifier or a masked-LM head."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_outputs_and_gradients_match_eager(family: Family, head: Head, backend: 
 
 @every_model
 def test_padding_is_not_attended_to(family: Family, head: Head) -> None:
-    """A row by itself and the same row padded in a batch; RoBERTa counts its positions from the padding."""
+    """A row alone and the same row padded in a batch have equal logits; RoBERTa's positions depend on padding."""
     model = tiny_model(family, head)
     apply_sdpa_attention(model, "math")
     (padded,) = fit_batches(model, plain_batches(1))
@@ -49,7 +49,7 @@ def test_padding_is_not_attended_to(family: Family, head: Head) -> None:
 
 @every_model
 @pytest.mark.pins
-def test_a_run_engages_with_the_kernel_of_its_forward_pass(family: Family, head: Head) -> None:
+def test_the_evidence_names_the_kernel_of_the_forward_pass(family: Family, head: Head) -> None:
     model, technique, recorder = tiny_model(family, head), SDPAAttention(), Recorder()
     batches = fit_batches(model, plain_batches(3))
     expected = train_plainly(model, batches)
@@ -66,18 +66,18 @@ def test_a_run_engages_with_the_kernel_of_its_forward_pass(family: Family, head:
 
 @every_family
 def test_compiled_code_is_probed(family: Family) -> None:
-    """The probe reads heads, sizes and dropout from configs that name them differently."""
+    """The configs of the families name heads, sizes and dropout differently."""
     model, technique = tiny_model(family, dropout=0.1, layers=1), SDPAAttention()
     batches = fit_batches(model, plain_batches(1))
     trainer = make_trainer([technique, TorchCompile("blocks", backend="eager")], model=model, batches=batches)
     trainer.fit()
     trainer.close()
-    assert technique.evidence["kernel"] == "scaled_dot_product_attention_math", "the CPU's kernel with dropout"
+    assert technique.evidence["kernel"] == "scaled_dot_product_attention_math", "the CPU's kernel if there is dropout"
     assert technique.evidence["kernel_seen_in"] == "probe"
 
 
 @pytest.mark.parametrize("given", ["inputs_embeds", "mask of queries and keys"])
-def test_a_batch_that_cannot_be_probed_is_recorded_all_the_same(given: str) -> None:
+def test_the_kernel_is_recorded_for_batches_that_cannot_be_probed(given: str) -> None:
     model, technique = tiny_model("bert"), SDPAAttention()
     batches = plain_batches(2)
     for each in batches:
@@ -96,7 +96,7 @@ def test_a_batch_that_cannot_be_probed_is_recorded_all_the_same(given: str) -> N
 @pytest.mark.gpu
 @every_model
 @pytest.mark.parametrize("backend", ["efficient", "cudnn", "math"])
-def test_every_kernel_that_takes_padding_runs_on_every_family(family: Family, head: Head, backend: Any) -> None:
+def test_every_kernel_that_accepts_padding_runs_on_every_family(family: Family, head: Head, backend: Any) -> None:
     _check_on_gpu(family, head, backend, [[32, 17, 5, 32], [9, 30, 32, 1]])
 
 
@@ -118,10 +118,10 @@ def test_flash_is_refused_on_every_family_with_padding(family: Family) -> None:
 
 
 def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[int]]) -> None:
-    """Logits and first gradients in bf16 as near to float32's as eager attention's in bf16, and the kernel that ran.
+    """Check that the bf16 error of logits and first gradients is at most 1.5 times eager attention's.
 
-    A ReLU (DistilBERT's head has one) whose input rounds to the other side of zero changes whole gradients, so one
-    of three models must show it.
+    If the input of a ReLU (as in DistilBERT's head) rounds across zero, gradients change a lot, so one of three
+    models must pass.
     """
     excess = []
     for seed in range(3):
@@ -139,7 +139,7 @@ def _check_on_gpu(family: Family, head: Head, backend: Any, lengths: list[list[i
 
 
 def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torch.Tensor]:
-    """Logits of every batch, then the gradients of the first."""
+    """Return the logits of every batch, then the gradients of the first batch."""
     recorder, bf16 = Recorder(), {"gpu": True, "precision": "amp_bf16"}
     trainer = make_trainer(techniques, model=model, batches=batches, callbacks=[recorder], **bf16)
     on_gpu = [{name: value.cuda() for name, value in each.items()} for each in batches]
@@ -151,6 +151,6 @@ def _in_bf16(model: Any, batches: list[Any], techniques: list[Any]) -> list[torc
 
 
 def _distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
-    """Norm of the difference over the norm, of all together."""
+    """Return the relative error, as norms over all tensors together."""
     one, other = (torch.cat([x.flatten() for x in each]) for each in (actual, expected))
     return float((one - other).norm() / other.norm())

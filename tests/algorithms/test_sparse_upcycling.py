@@ -1,4 +1,4 @@
-"""Experts: what a layer gives, how it shares the load, and that padding does not count."""
+"""Layers of experts: outputs and gradients, the load-balancing loss, and exclusion of padding."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def upcycled(**settings: Any) -> Any:
     return model
 
 
-def set_apart(model: nn.Module) -> None:
-    """Give every expert weights of its own."""
+def perturb_experts(model: nn.Module) -> None:
+    """Give every expert different weights."""
     generator = torch.Generator().manual_seed(1)
     for layer in sparse_layers(model):
         for parameter in layer.parameters():
@@ -54,7 +54,7 @@ def set_apart(model: nn.Module) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("auto", [AutoModelForSequenceClassification, AutoModelForMaskedLM])
 @pytest.mark.pins
-def test_every_family_gives_what_its_dense_model_gives(name: str, auto: Any) -> None:
+def test_before_training_outputs_equal_the_dense_models(name: str, auto: Any) -> None:
     model = family(name, auto)
     dense = eval_logits(model, awkward_batches()) if auto is AutoModelForSequenceClassification else mlm_logits(model)
     layers = len(apply_sparse_upcycling(model, experts=3, every=2))
@@ -64,7 +64,7 @@ def test_every_family_gives_what_its_dense_model_gives(name: str, auto: Any) -> 
     assert apply_sparse_upcycling(model, experts=3, every=2) == []
 
 
-def test_routers_are_drawn_on_the_cpu_and_nothing_else_is() -> None:
+def test_only_routers_are_drawn_from_the_cpu_generator() -> None:
     torch.manual_seed(7)
     expected = [0.02 * torch.randn(4, 32) for _ in range(2)]
     model = tiny_bert()
@@ -85,7 +85,7 @@ def mlm_logits(model: Any) -> list[Tensor]:
 @pytest.mark.parametrize("top_k", [2, 3])
 def test_a_layer_is_the_weighted_sum_of_its_experts(top_k: int) -> None:
     model = upcycled(experts=4, top_k=top_k)
-    set_apart(model)
+    perturb_experts(model)
     layer = sparse_layers(model)[0]
     hidden = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     output = layer(hidden)
@@ -99,7 +99,7 @@ def test_a_layer_is_the_weighted_sum_of_its_experts(top_k: int) -> None:
 
 
 def plainly(layer: SparseFeedForward, hidden: Tensor) -> Tensor:
-    """Every token through every expert; those that were not chosen count nothing."""
+    """Compute every expert for every token, and weight experts that were not chosen by 0."""
     probabilities = (hidden @ layer.router.weight.T).softmax(-1)
     smallest = probabilities.sort(-1, descending=True).values[..., layer.top_k - 1 : layer.top_k]
     weights = probabilities * (probabilities >= smallest)
@@ -107,15 +107,15 @@ def plainly(layer: SparseFeedForward, hidden: Tensor) -> Tensor:
     return torch.stack([e(hidden) * weights[..., i : i + 1] for i, e in enumerate(layer.experts)]).sum(0)
 
 
-def test_an_expert_without_tokens_has_a_zero_gradient_and_not_none() -> None:
+def test_an_expert_without_tokens_has_a_zero_gradient() -> None:
     layer = sparse_layers(upcycled(experts=4))[0]
     layer(torch.ones(1, 1, 32)).sum().backward()
     gradients = [e.up.weight.grad for e in layer.experts]
-    assert [bool(g.any()) for g in gradients].count(True) == 2, "one token goes to two experts"
+    assert [bool(g.any()) for g in gradients].count(True) == 2, "the only token goes to two experts"
 
 
 @pytest.mark.pins
-def test_the_loss_is_the_papers_on_real_tokens() -> None:
+def test_the_load_balancing_loss_follows_the_paper_on_real_tokens() -> None:
     generator = torch.Generator().manual_seed(0)
     probabilities = torch.rand(12, 4, generator=generator).softmax(-1)
     chosen = probabilities.topk(2).indices
@@ -128,7 +128,7 @@ def test_the_loss_is_the_papers_on_real_tokens() -> None:
     even, one_sided = torch.eye(4), torch.eye(4)[[0, 0, 0, 0]]
     assert float(balance_loss(torch.full((4, 4), 0.25), even.argmax(-1, keepdim=True), None)[0]) == pytest.approx(1)
     assert float(balance_loss(one_sided, one_sided.argmax(-1, keepdim=True), None)[0]) == pytest.approx(4)
-    assert float(balance_loss(probabilities, chosen, torch.zeros(12))[0]) == 0, "a batch that is all padding"
+    assert float(balance_loss(probabilities, chosen, torch.zeros(12))[0]) == 0, "all tokens are padding"
 
 
 def balance_of(model: Any, tokens: dict[str, Tensor]) -> float:
@@ -137,7 +137,7 @@ def balance_of(model: Any, tokens: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("positional", [False, True])
-def test_padding_does_not_count(positional: bool) -> None:
+def test_padding_does_not_change_the_load_balancing_loss(positional: bool) -> None:
     model = upcycled()
     narrow = batch([9, 16, 3], 16)
     wide = {k: (nn.functional.pad(v, (0, 6)) if v.dim() == 2 else v) for k, v in narrow.items()}
@@ -151,7 +151,7 @@ def test_padding_does_not_count(positional: bool) -> None:
         assert float(load_balancing_loss(model).detach()) == pytest.approx(balance_of(model, wide), rel=1e-5)
 
 
-def test_packed_tokens_count_as_real_ones_and_what_is_behind_them_does_not() -> None:
+def test_packed_tokens_are_real_and_filler_is_not() -> None:
     routing = sparse_layers(upcycled())[0].routing
     mask = batch([3, 0, 5], 8)["attention_mask"]
     routing.begin(nn.Identity(), (None, mask), {})

@@ -1,4 +1,4 @@
-"""A model with experts: its optimizer, its copies, its FLOPs, its export, and mistakes in asking for it."""
+"""A model with experts: its optimizer, copies, FLOPs and export, and wrong settings."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import _loaded
 from composer_speedups.train.config.schema import ModelConfig
-from tests.algorithms.test_sparse_upcycling import balance_of, family, mlm_logits, set_apart, upcycled
+from tests.algorithms.test_sparse_upcycling import balance_of, family, mlm_logits, perturb_experts, upcycled
 from tests.helpers.common import awkward_batches, batch, make_trainer, tiny_bert
 from tests.helpers.models import tiny_model
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
 
-def test_new_parameters_join_the_groups_of_those_they_replace() -> None:
+def test_new_parameters_join_the_groups_of_the_replaced_ones() -> None:
     model = tiny_bert()
     named = list(model.named_parameters())
     optimizer = torch.optim.AdamW(
@@ -76,12 +76,12 @@ def test_a_model_can_be_copied_and_pickled_after_a_step() -> None:
     again = copy.deepcopy(model)
     pickle.loads(pickle.dumps(model))
     model.train()(**batch([9, 2]))
-    with pytest.raises(ValueError, match="noted nothing"):
+    with pytest.raises(ValueError, match="recorded nothing"):
         load_balancing_loss(again)
     assert balance_of(again, batch([5, 7])) != pytest.approx(float(load_balancing_loss(model).detach()), rel=1e-6)
 
 
-def test_evaluation_adds_nothing() -> None:
+def test_evaluation_has_no_load_balancing_loss() -> None:
     model = upcycled()
     model.train()(**batch([5]))
     model.eval()(**batch([5]))
@@ -90,7 +90,7 @@ def test_evaluation_adds_nothing() -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_flops_are_torchs_own_count(every: int) -> None:
+def test_flops_match_torchs_counter(every: int) -> None:
     model = upcycled(every=every, experts=3, top_k=3)
     full = batch([16, 16, 16, 16])
     with FlopCounterMode(display=False) as counter:
@@ -100,9 +100,9 @@ def test_flops_are_torchs_own_count(every: int) -> None:
     assert training_flops(model.config, lengths, "classification") == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_an_export_loads_again_and_stock_loading_is_refused(tmp_path: Path) -> None:
+def test_an_export_can_be_loaded_but_not_as_a_stock_model(tmp_path: Path) -> None:
     model = upcycled(experts=3).eval()
-    set_apart(model)
+    perturb_experts(model)
     model.save_pretrained(tmp_path)
     again = load_sparse_upcycling(tmp_path)
     torch.testing.assert_close(dict(again.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
@@ -110,11 +110,11 @@ def test_an_export_loads_again_and_stock_loading_is_refused(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"lacks .* encoder weights, bert\.encoder\.layer\.0\.intermediate"):
         _loaded(AutoModelForSequenceClassification, str(tmp_path), ModelConfig(), Classification(), {})
     tiny_bert().save_pretrained(tmp_path / "dense")
-    with pytest.raises(ValueError, match="no exported model with experts"):
+    with pytest.raises(ValueError, match="does not have an exported model with experts"):
         load_sparse_upcycling(tmp_path / "dense")
 
 
-def test_a_masked_lm_with_tied_embeddings_loads_again(tmp_path: Path) -> None:
+def test_an_exported_masked_lm_with_tied_embeddings_can_be_loaded(tmp_path: Path) -> None:
     model = family("roberta", AutoModelForMaskedLM)
     apply_sparse_upcycling(model)
     model.save_pretrained(tmp_path)
@@ -123,19 +123,19 @@ def test_a_masked_lm_with_tied_embeddings_loads_again(tmp_path: Path) -> None:
     assert_near(mlm_logits(again), mlm_logits(model), what="logits")
 
 
-def test_a_family_whose_feed_forward_layers_are_unknown_is_named() -> None:
+def test_families_with_unknown_feed_forward_layers_are_refused_by_name() -> None:
     for model in (tiny_model("modernbert"), tiny_model("albert")):
-        with pytest.raises(ValueError, match=r"knows the feed-forward layers of BERT, .*, and this is (Modern|AL)BERT"):
+        with pytest.raises(ValueError, match=r"the feed-forward layers of BERT, .*, and this is (Modern|AL)BERT"):
             apply_sparse_upcycling(model)
 
 
-def test_mistakes_are_answered() -> None:
+def test_wrong_settings_and_models_are_refused() -> None:
     for settings, message in [
         ({"experts": 1}, "experts must be 2 to 1024"),
         ({"every": 0}, "every must be at least 1"),
         ({"top_k": 1}, "top_k must be 2 to"),
         ({"top_k": 5}, "top_k must be 2 to experts=4, not 5"),
-        ({"every": 3}, "has 2 feed-forward layers .* every=3 takes none"),
+        ({"every": 3}, "has 2 feed-forward layers .* every=3 selects none"),
     ]:
         with pytest.raises(ValueError, match=message):
             apply_sparse_upcycling(tiny_bert(), **settings)
@@ -151,5 +151,5 @@ def test_mistakes_are_answered() -> None:
     chunked.config.chunk_size_feed_forward = 4
     with pytest.raises(ValueError, match="chunk_size_feed_forward to 0"):
         apply_sparse_upcycling(chunked)
-    with pytest.raises(TechniqueError, match=r"sparse_upcycling: .*every=5 takes none of them; remove it"):
+    with pytest.raises(TechniqueError, match=r"sparse_upcycling: .*every=5 selects none of them; remove it"):
         make_trainer([SparseUpcycling(every=5)])

@@ -1,4 +1,4 @@
-"""Training experts: the loss they add, how they grow apart, and what is noticed when they do nothing."""
+"""Training experts: the load-balancing loss, diverging experts, sabotage, and other techniques."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(technique: SparseUpcycling, *others: Any, **kwargs: Any) -> Any:
 
 
 @pytest.mark.parametrize("rows", [100, 2], ids=["whole batch", "microbatches"])
-def test_the_loss_of_a_batch_holds_the_load_balancing_loss(rows: int) -> None:
+def test_the_loss_of_a_batch_includes_the_load_balancing_loss(rows: int) -> None:
     recorder = Recorder()
     logger = InMemoryLogger()
     model, batches = tiny_bert(), plain_batches(1)
@@ -66,22 +66,22 @@ def test_the_loss_of_a_batch_holds_the_load_balancing_loss(rows: int) -> None:
     trainer.close()
     expected, balances = 0.0, []
     for start in range(0, 4, rows):
-        part = {k: v[start : start + rows] for k, v in batches[0].items()}
-        task = sparse(**part).loss
+        micro = {k: v[start : start + rows] for k, v in batches[0].items()}
+        task = sparse(**micro).loss
         balances.append(load_balancing_loss(sparse))
-        loss = (task + 0.5 * balances[-1]) * len(part["labels"]) / 4
+        loss = (task + 0.5 * balances[-1]) * len(micro["labels"]) / 4
         loss.backward()
         expected += float(loss.detach())
     assert recorder.losses == pytest.approx([expected], rel=1e-5)
     gradients = {n: p.grad for n, p in sparse.named_parameters()}
     assert_near(recorder.first_gradients, gradients, what="gradients")
     router = next(g for n, g in gradients.items() if "router" in n)
-    assert router.abs().max() > 1e-4, "the routers' gradient comes from the load-balancing loss alone at first"
+    assert router.abs().max() > 1e-4, "at first, routers get gradients from the load-balancing loss only"
     ((_, logged),) = logger.data["sparse_upcycling/load_balancing_loss"]
     assert logged == pytest.approx(float(torch.stack(balances).mean().detach()) / 2, rel=1e-5)
 
 
-def test_a_loss_of_any_form_takes_it() -> None:
+def test_it_is_added_to_losses_of_any_form() -> None:
     one, extra = torch.tensor(1.0), torch.tensor(0.25)
     assert float(add_to_loss(one, extra)) == 1.25
     assert [float(x) for x in add_to_loss((one, one), extra)] == [1, 1, 0.25]
@@ -89,7 +89,7 @@ def test_a_loss_of_any_form_takes_it() -> None:
     assert float(add_to_loss({"a": one, "total": one}, extra)["total"]) == 1.25
 
 
-def test_experts_grow_apart_and_the_load_stays_shared() -> None:
+def test_experts_diverge_and_all_get_tokens() -> None:
     technique = SparseUpcycling(every=1)
     trainer = train(technique, batches=learnable_batches(12))
     for layer in sparse_layers(trainer.state.model):
@@ -104,14 +104,14 @@ def test_experts_grow_apart_and_the_load_stays_shared() -> None:
     )
 
 
-def test_a_coefficient_of_zero_leaves_the_task_loss_alone() -> None:
+def test_a_coefficient_of_zero_keeps_the_task_loss() -> None:
     recorder = Recorder()
     train(SparseUpcycling(load_balancing=0.0), batches=plain_batches(1), callbacks=[recorder])
     (task,) = [tiny_bert()(**b).loss.item() for b in plain_batches(1)]
     assert recorder.losses == pytest.approx([task], rel=1e-5)
 
 
-def test_experts_that_do_not_run_are_noticed() -> None:
+def test_experts_that_do_not_run_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
@@ -121,18 +121,18 @@ def test_experts_that_do_not_run_are_noticed() -> None:
     trainer.close()
 
 
-def test_routers_that_are_passed_by_are_noticed() -> None:
+def test_bypassed_routers_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     (layer,) = sparse_layers(trainer.state.model)
     layer.forward = lambda hidden: layer.experts[0](hidden)  # type: ignore[method-assign]
-    with pytest.raises(NotEngagedError, match="routers noted nothing"):
+    with pytest.raises(NotEngagedError, match="routers recorded nothing"):
         trainer.fit()
     trainer.close()
 
 
 class DropsTheLoss(Algorithm):
-    """Puts the task's loss back in place of the sum."""
+    """Replace the sum of losses by the task's loss."""
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.BEFORE_BACKWARD
@@ -142,15 +142,15 @@ class DropsTheLoss(Algorithm):
         state.loss = outputs["loss"]
 
 
-def test_a_load_balancing_loss_that_gets_lost_is_noticed() -> None:
+def test_a_lost_load_balancing_loss_is_detected() -> None:
     trainer = make_trainer([SparseUpcycling(), DropsTheLoss()])
-    with pytest.raises(NotEngagedError, match="took no part in the backward pass"):
+    with pytest.raises(NotEngagedError, match="was not part of the backward pass"):
         trainer.fit()
     trainer.close()
     train(SparseUpcycling(load_balancing=0.0), DropsTheLoss())
 
 
-def test_experts_that_no_optimizer_trains_are_noticed() -> None:
+def test_experts_outside_the_optimizer_are_detected() -> None:
     technique = SparseUpcycling()
     trainer = make_trainer([technique])
     group = trainer.state.optimizers[0].param_groups[0]
@@ -162,13 +162,13 @@ def test_experts_that_no_optimizer_trains_are_noticed() -> None:
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_it_goes_with_torch_compile(scope: Any) -> None:
+def test_it_works_with_torch_compile(scope: Any) -> None:
     _check_compiled(scope, "aot_eager", gpu=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_it_goes_with_inductor_on_a_gpu(scope: Any) -> None:
+def test_it_works_with_inductor_on_a_gpu(scope: Any) -> None:
     _check_compiled(scope, "inductor", gpu=True)
 
 
@@ -183,14 +183,14 @@ def _check_compiled(scope: Any, backend: str, *, gpu: bool) -> None:
     assert_near(losses[1], losses[0], what="losses")
 
 
-def test_recomputed_activations_leave_loss_and_gradients_as_they_are() -> None:
+def test_gradient_checkpointing_does_not_change_loss_and_gradients() -> None:
     results = []
     for checkpointing in (False, True):
         model = upcycled().train()
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         losses = []
-        for tokens in (batch([5, 9]), batch([3, 7, 2])):  # two passes before one backward pass
+        for tokens in (batch([5, 9]), batch([3, 7, 2])):  # two forward passes before one backward pass
             losses.append(model(**tokens).loss + load_balancing_loss(model))
         sum(losses).backward()
         results.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
@@ -221,7 +221,7 @@ def test_under_autocast_the_router_computes_in_float32() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_gives_what_the_cpu_gives() -> None:
+def test_losses_on_a_gpu_match_the_cpu() -> None:
     losses = []
     for gpu in (False, True):
         recorder = Recorder()
@@ -230,12 +230,12 @@ def test_a_gpu_gives_what_the_cpu_gives() -> None:
     assert_near(losses[1], losses[0], what="losses")
 
 
-def test_a_composer_model_is_upcycled_as_a_whole() -> None:
+def test_a_composer_model_is_accepted() -> None:
     model = HuggingFaceModel(tiny_bert(), use_logits=True)
     assert apply_sparse_upcycling(model) == ["model.bert.encoder.layer.1"]
 
 
-def test_experts_are_float8_too() -> None:
+def test_float8_linear_converts_experts() -> None:
     float8, sparse = Float8Linear(emulate=True), SparseUpcycling(every=1)
     trainer = make_trainer([sparse, float8, MixedPrecision("bf16", allow_cpu=True)], batches=awkward_batches())
     trainer.fit()

@@ -1,4 +1,4 @@
-"""bitsandbytes' StableEmbedding around weights that are kept: norm, groups, ties, and a stock export."""
+"""bitsandbytes' StableEmbedding with the existing weight: its norm, parameter groups, tied weights and export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near
 
 
-def test_the_rows_are_normalised_and_the_weight_is_kept() -> None:
+def test_rows_are_normalised_and_the_weight_is_kept() -> None:
     model = tiny_bert()
     words = model.bert.embeddings.word_embeddings
     weight, before = words.weight, words.weight.detach().clone()
@@ -39,7 +39,7 @@ def test_the_rows_are_normalised_and_the_weight_is_kept() -> None:
     torch.testing.assert_close(rows, expected)
 
 
-def test_its_norm_is_trained_in_the_group_of_the_other_norms() -> None:
+def test_its_norm_joins_the_group_of_the_other_norms() -> None:
     model = tiny_bert()
     technique = BnbOptimizer(**EIGHT, stable_embedding=True)
     trainer = make_trainer([technique], model=model, optimizer=grouped_adamw(model))
@@ -53,7 +53,7 @@ def test_its_norm_is_trained_in_the_group_of_the_other_norms() -> None:
     assert technique.evidence["stable_embedding"] == ["model.bert.embeddings.word_embeddings"]
 
 
-def test_a_stable_embedding_that_is_not_trained_is_noticed() -> None:
+def test_a_stable_embedding_that_is_not_trained_is_detected() -> None:
     trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=(model := tiny_bert()))
     for parameter in model.bert.embeddings.word_embeddings.norm.parameters():
         parameter.requires_grad_(False)
@@ -62,7 +62,7 @@ def test_a_stable_embedding_that_is_not_trained_is_noticed() -> None:
     trainer.close()
 
 
-def test_the_export_is_the_stock_model_with_the_rows_normalised(tmp_path: Path) -> None:
+def test_the_export_is_a_stock_model_with_normalised_rows(tmp_path: Path) -> None:
     model = tiny_bert()
     trainer = make_trainer([BnbOptimizer(**EIGHT, stable_embedding=True)], model=model)
     trainer.fit()
@@ -75,7 +75,7 @@ def test_the_export_is_the_stock_model_with_the_rows_normalised(tmp_path: Path) 
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     batches = plain_batches(2)
     assert_near(eval_logits(stock, batches), eval_logits(model, batches), what="logits of the export")
-    assert "bert.embeddings.word_embeddings.norm.weight" in model.state_dict(), "the model itself is left alone"
+    assert "bert.embeddings.word_embeddings.norm.weight" in model.state_dict(), "the model itself is not changed"
 
 
 def masked_lm() -> BertForMaskedLM:
@@ -84,7 +84,7 @@ def masked_lm() -> BertForMaskedLM:
     return BertForMaskedLM._from_config(config, attn_implementation="eager")
 
 
-def test_a_tied_decoder_stays_tied_and_its_export_is_not_folded() -> None:
+def test_a_tied_decoder_is_kept_and_not_folded_in_the_export() -> None:
     model = masked_lm()
     batches = [batch([12, 7, 16, 10], seed=i) for i in range(2)]
     for each in batches:
@@ -101,7 +101,7 @@ def test_a_tied_decoder_stays_tied_and_its_export_is_not_folded() -> None:
     assert folded_weights(model, weights) is weights
 
 
-def test_what_cannot_be_made_stable_is_refused_before_anything_changes() -> None:
+def test_refused_models_are_not_changed() -> None:
     model = tiny_bert()
     model.bert.embeddings.word_embeddings.weight.requires_grad_(False)
     optimizer = grouped_adamw(model)

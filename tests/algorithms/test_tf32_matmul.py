@@ -1,4 +1,4 @@
-"""TF32: the flag is set for the run and given back; on a GPU, matmuls really round."""
+"""TF32: the flag is set during the run and restored; on a GPU, matmuls are rounded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from composer_speedups.core.operator_recorder import matmul_error
 from tests.helpers.common import make_trainer, plain_batches
 
 
-def test_the_function_sets_and_returns_the_setting_before() -> None:
+def test_the_function_returns_the_previous_setting() -> None:
     assert apply_tf32_matmul("high") == "highest"
     assert apply_tf32_matmul("highest") == "high"
     assert torch.get_float32_matmul_precision() == "highest"
@@ -27,8 +27,8 @@ def test_a_cpu_is_refused() -> None:
         make_trainer([TF32Matmul()])
 
 
-def test_the_flag_is_set_while_fitting_and_evaluating_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The flag's life, on a CPU that is told it may: the flag itself exists everywhere."""
+def test_the_flag_is_set_only_during_fit_and_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU without the requirement of a GPU: the flag can be set on any machine."""
     monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
     monkeypatch.setattr(TF32Matmul, "verify", lambda *_: {})
     seen: dict[str, set[str]] = {"fit": set(), "eval": set()}
@@ -56,8 +56,8 @@ def test_the_flag_is_set_while_fitting_and_evaluating_only(monkeypatch: pytest.M
     assert torch.get_float32_matmul_precision() == "highest"
 
 
-def test_a_flag_that_does_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On this CPU float32 matmuls do not round, whatever "high" says: just the case to catch."""
+def test_a_flag_without_effect_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, float32 matmuls have full precision even with "high", as if the flag had been ignored."""
     monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
     trainer = make_trainer([TF32Matmul("high")])
     with pytest.raises(NotEngagedError, match="a float32 matmul still has full precision"):
@@ -71,12 +71,12 @@ def test_other_precisions_are_refused() -> None:
         TF32Matmul(wrong)
 
 
-def test_the_probe_tells_float32_from_less() -> None:
+def test_the_probe_measures_full_float32_precision_on_a_cpu() -> None:
     assert matmul_error(torch.device("cpu")) < 1e-6
 
 
 @pytest.mark.gpu
-def test_matmuls_round_to_tf32_on_a_gpu_and_only_while_the_technique_is_on() -> None:
+def test_matmuls_on_a_gpu_are_rounded_only_during_the_run() -> None:
     device = torch.device("cuda")
     technique = TF32Matmul()
     trainer = make_trainer([technique], gpu=True)

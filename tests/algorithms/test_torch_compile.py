@@ -1,4 +1,4 @@
-"""Compiled in place: what is compiled, what is counted, and what happens when nothing is."""
+"""torch_compile: parity, counted graphs and recompilations, and errors if nothing is compiled."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_the_function_keeps_names_outputs_and_gradients(scope: Any, backend: str
 
 @pytest.mark.parametrize("backend", sorted({*torch._dynamo.list_backends(), "eager", "aot_eager"} - {"inductor"}))
 @pytest.mark.pins
-def test_every_public_backend_trains_or_is_refused_with_what_it_lacks(backend: str) -> None:
+def test_every_public_backend_trains_or_is_refused_with_a_reason(backend: str) -> None:
     technique, model = TorchCompile(backend=backend), tiny_bert()
-    model.config.problem_type = "single_label_classification"  # or transformers sets it in the first forward pass
+    model.config.problem_type = "single_label_classification"  # otherwise set in the first forward pass
     lacks = [r for r in technique.requirements(Context(torch.device("cpu"))) if not r.met]
     if lacks:
         assert "pip install" in lacks[0].fix or "CUDA GPU" in lacks[0].reason
@@ -50,9 +50,9 @@ def test_every_public_backend_trains_or_is_refused_with_what_it_lacks(backend: s
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # of a part without kernels
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # a subgraph without kernels
 @pytest.mark.parametrize("arguments", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}])
-def test_compile_with_graphs_of_its_own_trains_on_a_gpu(arguments: Any) -> None:
+def test_modes_that_capture_graphs_train_on_a_gpu(arguments: Any) -> None:
     technique = TorchCompile(**arguments)
     assert technique.makes_graphs
     trainer = make_trainer([technique], batches=plain_batches(4), gpu=True)
@@ -63,7 +63,7 @@ def test_compile_with_graphs_of_its_own_trains_on_a_gpu(arguments: Any) -> None:
 
 @pytest.mark.slow
 def test_inductor_matches_eager() -> None:
-    """The default backend, once: its first compilation takes half a minute on two cores."""
+    """Only one test uses the default backend: its first compilation takes half a minute on two cores."""
     technique, losses, batches = TorchCompile(scope="blocks", dynamic=False), Recorder(), plain_batches(2)
     expected = train_plainly(tiny_bert(), batches)
     trainer = make_trainer([technique], batches=batches, callbacks=[losses])
@@ -91,8 +91,8 @@ def test_blocks_share_one_graph_and_a_new_shape_counts_as_a_recompile() -> None:
     assert technique.evidence["recompiles"] == 1
 
 
-def test_a_process_that_compiled_much_before_is_counted_right() -> None:
-    """torch keeps metrics of its last 64 compilations only."""
+def test_counts_are_right_after_many_compilations() -> None:
+    """torch keeps the metrics of its last 64 compilations."""
     for _ in range(65):
         torch.compile(lambda x: x + 1, backend="eager", dynamic=False)(torch.ones(2))
     technique = TorchCompile(scope="blocks", backend="aot_eager", dynamic=False)
@@ -120,7 +120,7 @@ def test_graph_breaks_are_counted() -> None:
     assert technique.evidence["graph_breaks"] >= 1
 
 
-def test_a_second_trainer_may_reuse_what_the_first_compiled() -> None:
+def test_a_second_trainer_may_reuse_compiled_code() -> None:
     for _ in range(2):
         technique = TorchCompile("blocks", backend="eager")
         trainer = make_trainer([technique])
@@ -131,9 +131,9 @@ def test_a_second_trainer_may_reuse_what_the_first_compiled() -> None:
 
 
 @pytest.mark.parametrize("compiled_before", [False, True])
-def test_a_run_without_a_compiled_graph_stops(compiled_before: bool) -> None:
-    """Not in pins: torch 2.7 would compile nothing afterwards, as it remembers what it ran while switched off."""
-    if compiled_before:  # by an earlier run of the process, whose code would be found
+def test_a_run_without_a_compiled_graph_is_detected(compiled_before: bool) -> None:
+    """Not in pins: after running with dynamo disabled, torch 2.7 would not compile the same code later."""
+    if compiled_before:  # an earlier run of the process leaves compiled code
         earlier = make_trainer([TorchCompile("blocks", backend="eager")])
         earlier.fit()
         earlier.close()
@@ -146,11 +146,9 @@ def test_a_run_without_a_compiled_graph_stops(compiled_before: bool) -> None:
 
 @pytest.mark.parametrize("name", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE"])
 @pytest.mark.pins
-def test_a_process_that_compiles_nothing_is_refused_before_anything_runs(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disabled_compilation_is_refused_before_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, "1")
-    with pytest.raises(TechniqueError, match=f"torch_compile: {name} is set, and torch compiles nothing; unset it"):
+    with pytest.raises(TechniqueError, match=f"torch_compile: {name} is set, which disables torch.compile; unset it"):
         make_trainer([TorchCompile(backend="aot_eager")])
     with pytest.raises(ValueError, match=f"{name} is set"):
         apply_torch_compile(tiny_bert(), backend="aot_eager")
@@ -168,7 +166,7 @@ def test_bad_settings_are_refused() -> None:
     wrong: Any = "layers"
     with pytest.raises(ValueError, match="scope must be"):
         TorchCompile(scope=wrong)
-    with pytest.raises(ValueError, match="mode='max-autotune' is inductor's"):
+    with pytest.raises(ValueError, match="mode='max-autotune' is a mode of inductor"):
         TorchCompile(backend="eager", mode="max-autotune")
     with pytest.raises(TechniqueError, match="torch has no backend 'fastest'; use one of"):
         make_trainer([TorchCompile(backend="fastest")])

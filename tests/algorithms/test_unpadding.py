@@ -1,4 +1,4 @@
-"""Unpadded encoders against the untouched model: every family, head and kind of mask."""
+"""Unpadded encoders compared with the untouched model: plans, masks, dropout, adapters and refusals."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.reference.tolerance import assert_near
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Matrices this small gain nothing from a second one."""
+    """Matrices this small do not benefit from a second thread."""
     torch.set_num_threads(1)
 
 
 def pair(family: str, head: str = "classification", multiple: int = 8) -> tuple[Any, Any]:
-    """An untouched model and an unpadded one with the same weights."""
+    """Return an untouched model and an unpadded one with the same weights."""
     reference = tiny_model(family, head)
     model = copy.deepcopy(reference)
     assert len(apply_unpadding(model, multiple)) == 1
@@ -36,7 +36,7 @@ def pair(family: str, head: str = "classification", multiple: int = 8) -> tuple[
 
 
 def compare(reference: Any, model: Any, inputs: dict[str, Tensor]) -> None:
-    """Logits of real tokens, the loss and all gradients."""
+    """Compare the logits of real tokens, the loss and all gradients."""
     expected, actual = reference(**inputs), model(**inputs)
     mask = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"]))
     if mask.any():
@@ -52,7 +52,7 @@ def encoder_of(model: nn.Module) -> UnpaddedEncoder:
     return encoder
 
 
-def test_names_weights_and_settings_stay() -> None:
+def test_names_weights_modes_and_hooks_are_kept() -> None:
     reference, model = tiny_bert(), tiny_bert().eval()
     model.bert.embeddings.requires_grad_(False)
     seen: list[int] = []
@@ -69,7 +69,7 @@ def test_names_weights_and_settings_stay() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
-def test_unused_slots_and_padding_influence_nothing(multiple: int) -> None:
+def test_filler_slots_and_padding_have_no_influence(multiple: int) -> None:
     reference, model = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     compare(reference, model, inputs)
@@ -88,7 +88,7 @@ def test_unused_slots_and_padding_influence_nothing(multiple: int) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_a_batch_of_nothing_but_padding_gives_no_nan(head: str) -> None:
+def test_an_all_padding_batch_gives_no_nan(head: str) -> None:
     _, model = pair("bert", head)
     output = model(**masked_batch(torch.zeros(3, 5, dtype=torch.long), head))
     assert output.logits.isfinite().all()
@@ -96,7 +96,7 @@ def test_a_batch_of_nothing_but_padding_gives_no_nan(head: str) -> None:
     assert all(g.isfinite().all() for g in gradients(model).values())
 
 
-def test_a_plan_serves_its_own_mask_only() -> None:
+def test_a_plan_is_valid_only_for_its_mask() -> None:
     reference, model = pair("bert")
     planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
     plan_unpadding(model, planned["attention_mask"])
@@ -106,14 +106,14 @@ def test_a_plan_serves_its_own_mask_only() -> None:
     without = {k: v for k, v in planned.items() if k != "attention_mask"}
     with pytest.raises(RuntimeError, match="not the one that was planned for"):
         model(**without)
-    compare(reference, model, batch([5, 7], 8))  # of another shape: it makes its own
+    compare(reference, model, batch([5, 7], 8))  # another shape: the encoder makes its own plan
     plan_unpadding(model, None)
     compare(reference, model, other)
     with pytest.raises(ValueError, match="0 unpadded encoders"):
         plan_unpadding(reference, planned["attention_mask"])
 
 
-def test_a_mask_of_pairs_runs_padded() -> None:
+def test_masks_of_query_key_pairs_run_padded() -> None:
     reference, model = pair("bert")
     inputs = batch([6, 6, 6], 6)
     causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
@@ -124,7 +124,7 @@ def test_a_mask_of_pairs_runs_padded() -> None:
         assert encoder_of(model).ran == "padded"
 
 
-def test_another_attention_set_later_is_the_stock_model_again() -> None:
+def test_after_changing_the_attention_the_model_runs_padded() -> None:
     reference, model = pair("bert")
     model.set_attn_implementation("sdpa")
     compare(reference, model, batch([3, 7, 2], 9))
@@ -132,7 +132,7 @@ def test_another_attention_set_later_is_the_stock_model_again() -> None:
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_attention_drops_weights_in_training_only(family: str) -> None:
+def test_attention_dropout_is_applied_only_in_training(family: str) -> None:
     model = tiny_model(family, attention_dropout=0.5)
     apply_unpadding(model)
     inputs = batch([6, 9, 12])
@@ -141,14 +141,14 @@ def test_attention_drops_weights_in_training_only(family: str) -> None:
 
 
 def test_dropped_weights_are_scaled_as_in_eager_attention() -> None:
-    """Over values of one, a row's output is the sum of the weights kept, over the probability of keeping."""
+    """With values of 1, a row's output is the sum of the kept weights, divided by the probability of keeping."""
     mask = torch.ones(8, 32, dtype=torch.bool)
     plan = make_plan(mask, mask.numel(), 64)
     query, value = torch.zeros(1, 2, 256, 4), torch.ones(1, 2, 256, 4)
     torch.manual_seed(0)
     sums, weights = unpadded_attention(nn.Identity(), query, query, value, None, dropout=0.25, unpadding=plan)
     assert weights is None
-    expected_deviation = (0.25 / 0.75 / 32) ** 0.5  # of 32 weights of 1/32, each kept with 0.75
+    expected_deviation = (0.25 / 0.75 / 32) ** 0.5  # 32 weights of 1/32, each kept with probability 0.75
     assert abs(float(sums.mean()) - 1) < 0.02
     assert abs(float(sums[..., 0].std()) - expected_deviation) < 0.02
 
@@ -174,17 +174,17 @@ def test_low_rank_adapters_train_on_packed_tokens() -> None:
     assert encoder_of(adapted[1]).ran == "unpadded"
 
 
-def test_what_it_cannot_serve_is_refused_and_left_alone() -> None:
+def test_unsupported_models_are_refused_and_not_changed() -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     config = BertConfig(vocab_size=64, **sizes)
     decoder = BertLMHeadModel(BertConfig(vocab_size=64, is_decoder=True, **sizes))
     chunked = tiny_bert()
     chunked.config.chunk_size_feed_forward = 2
     for model, reason in [
-        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss is over padding"),
+        (BertForQuestionAnswering(config), "ForQuestionAnswering, whose loss includes padding"),
         (decoder, "decoder"),
         (chunked, "chunk_size_feed_forward=0"),
-        (tiny_bert().bert.encoder, "BertEncoder stands alone"),
+        (tiny_bert().bert.encoder, "BertEncoder is only the encoder"),
         (nn.Linear(2, 2), "without transformers' modules"),
     ]:
         with pytest.raises(ValueError, match=reason):

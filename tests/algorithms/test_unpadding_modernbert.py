@@ -1,4 +1,4 @@
-"""ModernBERT on real tokens, where it differs from the others: windows, positions and heads that pool."""
+"""Unpadded ModernBERT, as far as it differs from other families: windows, positions and pooling heads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.reference.tolerance import assert_near
 
 
 def pair(head: Any = "classification", **settings: Any) -> tuple[Any, Any, Any]:
-    """An untouched model, an unpadded one with the same weights, and the latter's encoder."""
+    """Return an untouched model, an unpadded one with the same weights, and the unpadded encoder."""
     reference = tiny_model("modernbert", head, **settings)
     model = copy.deepcopy(reference)
     assert apply_unpadding(model, 8) == ["model"]
@@ -38,7 +38,7 @@ def pair(head: Any = "classification", **settings: Any) -> tuple[Any, Any, Any]:
 
 @pytest.mark.parametrize("pooling", ["cls", "mean"])
 @pytest.mark.parametrize("kind", ["right padding", "left padding"])
-def test_either_pooling_is_the_untouched_models(pooling: str, kind: str) -> None:
+def test_both_poolings_match_the_untouched_model(pooling: str, kind: str) -> None:
     reference, model, encoder = pair(classifier_pooling=pooling)
     for seed in range(8):
         mask = draw_mask(kind, seed)
@@ -48,7 +48,7 @@ def test_either_pooling_is_the_untouched_models(pooling: str, kind: str) -> None
         assert encoder.ran == ("padded" if pooling == "cls" and begins_with_padding else "unpadded")
 
 
-def test_windows_matter_and_rows_with_holes_wider_than_one_run_padded() -> None:
+def test_rows_with_holes_wider_than_a_window_run_padded() -> None:
     mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
     inputs = masked_batch(mask, "mlm")
     logits = []
@@ -61,7 +61,7 @@ def test_windows_matter_and_rows_with_holes_wider_than_one_run_padded() -> None:
     assert (logits[0] - logits[1]).abs().max() > 1e-2
 
 
-def test_embeddings_shared_positions_and_masks_by_kind_of_layer() -> None:
+def test_shared_positions_inputs_embeds_and_masks_per_layer_type() -> None:
     reference, model, encoder = pair("mlm")
     inputs = masked_batch(draw_mask("right padding", 3), "mlm")
     shared = {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1]).flip(0)[None]}
@@ -82,7 +82,7 @@ def test_embeddings_shared_positions_and_masks_by_kind_of_layer() -> None:
         model()
 
 
-def test_the_saved_folder_is_the_stock_models(tmp_path: Path) -> None:
+def test_the_saved_folder_equals_the_stock_models(tmp_path: Path) -> None:
     saved = []
     for name, each in zip(("stock", "unpadded"), pair()[:2], strict=True):
         each.save_pretrained(tmp_path / name)
@@ -94,7 +94,7 @@ def test_the_saved_folder_is_the_stock_models(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_it_trains_under_composer_as_in_plain_pytorch(head: Any) -> None:
+def test_losses_under_composer_match_plain_pytorch(head: Any) -> None:
     model, technique, recorder = tiny_model("modernbert", head), Unpadding(8), Recorder()
     batches = [masked_batch(draw_mask("right padding", seed), head, seed=seed) for seed in range(4)]
     expected = train_plainly(model, batches).losses
@@ -107,7 +107,7 @@ def test_it_trains_under_composer_as_in_plain_pytorch(head: Any) -> None:
 
 
 @pytest.mark.parametrize(("scope", "graphs"), [("model", 1), ("blocks", 2)])  # the first block has no norm
-def test_one_set_of_graphs_serves_every_number_of_tokens(scope: Any, graphs: int) -> None:
+def test_compiled_graphs_accept_every_number_of_tokens(scope: Any, graphs: int) -> None:
     reference, model, _ = pair()
     for each in (reference, model):
         each.config.problem_type = "single_label_classification"
@@ -124,7 +124,7 @@ def test_one_set_of_graphs_serves_every_number_of_tokens(scope: Any, graphs: int
         model(**inputs)
 
 
-def test_a_first_batch_with_holes_stops_a_run() -> None:
+def test_holes_in_the_first_batch_stop_a_run() -> None:
     mask = torch.tensor([[1] * 12, [1] * 3 + [0] * 5 + [1] * 4])
     trainer = make_trainer([Unpadding()], model=tiny_model("modernbert", "mlm"), batches=[masked_batch(mask, "mlm")])
     with pytest.raises(NotEngagedError, match=r"have holes, which move tokens.*without holes"):
@@ -146,7 +146,7 @@ class Windows(TorchDispatchMode):
 
 
 def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, torch's meta kernel takes the call."""
+    """No GPU is needed: torch's meta kernel checks the call."""
     monkeypatch.setattr("composer_speedups.families.packed_attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)

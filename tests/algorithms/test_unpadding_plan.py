@@ -1,4 +1,4 @@
-"""Where real tokens lie, and moving them out and back."""
+"""Plans of real tokens, and gathering and scattering them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_p
 from tests.helpers.masks import random_masks
 
 
-def test_a_plan_by_hand() -> None:
+def test_a_plan_and_its_errors() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1], [0, 1, 1]])
     assert row_counts(mask) == [2, 0, 2, -2]
     plan = make_plan(mask, 6, 4)
@@ -27,7 +27,7 @@ def test_a_plan_by_hand() -> None:
             make_plan(mask, wrong, 4)
 
 
-def test_moving_tokens_out_and_back_has_the_right_gradients() -> None:
+def test_gathering_and_scattering_have_the_right_gradients() -> None:
     plan = make_plan(random_masks(3)[2], int(random_masks(3)[2].sum()), 4)
     slots, indices = plan.mask_BS.numel(), plan.indices_T
     x_NH = torch.randn(slots, 3, dtype=torch.double, requires_grad=True)
@@ -40,7 +40,7 @@ def test_moving_tokens_out_and_back_has_the_right_gradients() -> None:
 
 
 def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, torch's meta kernel takes the call and gives the shapes."""
+    """No GPU is needed: torch's meta kernel checks the call and returns tensors of the right shapes."""
     monkeypatch.setattr("composer_speedups.families.packed_attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
@@ -53,17 +53,17 @@ def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.M
     assert query.grad.shape == query.shape
 
 
-def test_the_flash_kernel_is_for_half_precision_on_a_gpu() -> None:
+def test_the_flash_kernel_needs_a_gpu_half_precision_and_a_supported_head_size() -> None:
     assert not supports_flash_attention(torch.device("cpu"), torch.bfloat16, 64)
     assert not supports_flash_attention(torch.device("cuda"), torch.float32, 64)
     assert not supports_flash_attention(torch.device("cuda"), torch.bfloat16, 20)
 
 
 @pytest.mark.parametrize(("width", "multiple"), [(9, 1), (9, 256), (128, 64), (129, 64), (200, 64)])
-def test_longest_holds_every_row_the_tokens_past_the_end_too_and_seldom_changes(width: int, multiple: int) -> None:
-    """The kernels take so many tokens of each row, of those that fill T up as well: fewer leave some out."""
+def test_longest_covers_every_row_and_is_a_multiple_of_128(width: int, multiple: int) -> None:
+    """The kernels read ``longest`` tokens per row, including the row of filler tokens at the end of T."""
     mask = torch.ones(1, width, dtype=torch.long)
-    mask[0, 1:] = multiple <= width  # one token, and all others past the end
+    mask[0, 1:] = multiple <= width  # one real token, all others are filler
     plan = make_plan(mask, int(mask.sum()), multiple)
     assert plan.longest >= int(plan.cu_seqlens.diff().max())
     assert plan.longest % 128 == 0

@@ -1,6 +1,6 @@
-"""Unpadding over a thousand generated masks: logits, loss and gradients are those of the untouched model.
+"""Unpadding with a thousand generated masks: logits, loss and gradients equal the untouched model's.
 
-Each case is drawn from a seed, which the test's failure names: kind of mask, batch, positions and token types.
+Kind of mask, batch, positions and token types are drawn from a seed, which a failing test names.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
-CASES = 14 * len(KINDS)  # of each family and head
+CASES = 14 * len(KINDS)  # for each family and head
 
 
 def draw_batch(mask: Tensor, model: Any, head: Head, seed: int) -> Batch:
-    """Tokens, labels, positions in any order, and token types where the model knows them."""
+    """Draw tokens, labels, positions in any order, and token types if the model has them."""
     generator = torch.Generator().manual_seed(seed)
     inputs = masked_batch(mask, head, seed=seed)
     inputs["input_ids"] = inputs["input_ids"].masked_fill((mask == 0) & bool(seed % 2), model.config.pad_token_id)
@@ -46,30 +46,30 @@ def values(model: Any, inputs: Batch) -> dict[str, Tensor]:
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", UNPADDED)
 @pytest.mark.pins
-def test_every_kind_of_mask_gives_the_untouched_models_values(family: Family, head: Head) -> None:
+def test_every_kind_of_mask_matches_the_untouched_model(family: Family, head: Head) -> None:
     reference = tiny_model(family, head)
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8)
     (encoder,) = unpadded_encoders(model)
-    ways = dict.fromkeys(KINDS, 0)
+    unpadded = dict.fromkeys(KINDS, 0)
     for seed in range(CASES):
         kind = KINDS[seed % len(KINDS)]
         mask = draw_mask(kind, seed)
         inputs = draw_batch(mask, reference, head, seed)
         plan_unpadding(model, mask if seed % 4 else None)
         assert_near(values(model, inputs), values(reference, inputs), what=f"{family}, {head}, {kind}, seed {seed}")
-        ways[kind] += encoder.ran == "unpadded"
-    # A classifier's head reads the first slot of each row, which left padding leaves to the padded model; holes change
-    # DeBERTa's distances between packed tokens.
-    never = {kind for kind, count in ways.items() if count == 0}
+        unpadded[kind] += encoder.ran == "unpadded"
+    # A classifier's head reads the first slot of each row, so left-padded batches run padded. Holes change DeBERTa's
+    # distances between packed tokens.
+    never = {kind for kind, count in unpadded.items() if count == 0}
     padded = {"left padding"} if head == "classification" else set()
     assert never <= (padded | {"holes"} if family == "deberta_v2" else padded)
     if head == "mlm" and family != "modernbert":
-        always = {count for kind, count in ways.items() if not (family == "deberta_v2" and kind == "holes")}
+        always = {count for kind, count in unpadded.items() if not (family == "deberta_v2" and kind == "holes")}
         assert always == {CASES // len(KINDS)}
 
 
-def test_masks_are_what_their_kind_says() -> None:
+def test_masks_match_their_kind() -> None:
     drawn = {kind: [draw_mask(kind, seed) for seed in range(40)] for kind in KINDS}
     assert all(mask.any() for masks in drawn.values() for mask in masks)
     assert all((mask.diff(dim=-1) <= 0).all() for mask in drawn["right padding"])
@@ -84,15 +84,15 @@ def test_masks_are_what_their_kind_says() -> None:
     assert all(mask.all() for mask in drawn["no padding"])
 
 
-def test_positions_and_token_types_matter_to_the_models() -> None:
-    """What these tests vary would otherwise prove nothing."""
+def test_models_depend_on_positions_and_token_types() -> None:
+    """If a model ignored them, varying them would test nothing."""
     mask = torch.ones(2, 6, dtype=torch.long)
     for family in UNPADDED:
         model = tiny_model(family, layers=1)
         inputs = draw_batch(mask, model, "classification", 1)
         base = model(**inputs).logits
         for name in {"position_ids", "token_type_ids"} & set(inputs):
-            if (family, name) == ("deberta_v2", "position_ids"):  # v3 has distances only
+            if (family, name) == ("deberta_v2", "position_ids"):  # v3 has only relative distances
                 continue
             changed = inputs[name].flip(-1) if name == "position_ids" else 1 - inputs[name]
             assert not torch.allclose(model(**{**inputs, name: changed}).logits, base, atol=1e-3), (family, name)

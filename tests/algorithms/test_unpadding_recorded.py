@@ -1,4 +1,4 @@
-"""Unpadded models record the hidden states and attention weights of the untouched model, however they are asked for."""
+"""Unpadded models return the untouched model's hidden states and attention weights, however they are requested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_INDEX = pytest.mark.skipif(Version(transformers.__version__) < Version("5.17"
 
 
 def pair(family: str, head: str = "classification") -> tuple[Any, Any, Any]:
-    """An untouched model, an unpadded one with the same weights, and the latter's encoder."""
+    """Return an untouched model, an unpadded one with the same weights, and the unpadded encoder."""
     reference = tiny_model(family, head)
     model = copy.deepcopy(reference)
     assert len(apply_unpadding(model, 8)) == 1
@@ -28,7 +28,7 @@ def pair(family: str, head: str = "classification") -> tuple[Any, Any, Any]:
 
 
 def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: int) -> None:
-    """Two transformers' outputs, with the number of tensors that each should hold."""
+    """Compare the records of two model outputs, and their expected numbers of tensors."""
     for name, count in (("hidden_states", states), ("attentions", attentions)):
         theirs, ours = getattr(expected, name), getattr(actual, name)
         assert (theirs is None) == (ours is None) == (count == 0), name
@@ -39,7 +39,7 @@ def assert_same_records(actual: Any, expected: Any, *, states: int, attentions: 
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_hidden_states_asked_for_in_the_configuration(family: str) -> None:
+def test_hidden_states_requested_in_the_config(family: str) -> None:
     reference, model, encoder = pair(family)
     inputs = batch([3, 7, 1], 9)
     for each in (reference, model):
@@ -49,8 +49,8 @@ def test_hidden_states_asked_for_in_the_configuration(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_attention_weights_asked_for_in_the_configuration(family: str) -> None:
-    """Before the surgery: later, transformers refuses to, as it does for every attention but the eager one."""
+def test_attention_weights_requested_in_the_config(family: str) -> None:
+    """Requested before the surgery: afterwards, transformers refuses, because the attention is not eager."""
     reference, inputs = tiny_model(family, output_attentions=True), batch([3, 7, 1], 9)
     model = copy.deepcopy(reference)
     apply_unpadding(model, 8)
@@ -59,7 +59,7 @@ def test_attention_weights_asked_for_in_the_configuration(family: str) -> None:
 
 @BY_INDEX
 @pytest.mark.parametrize("family", UNPADDED)
-def test_hidden_states_asked_for_by_index(family: str) -> None:
+def test_hidden_states_requested_by_index(family: str) -> None:
     reference, model, encoder = pair(family)
     inputs = batch([3, 7, 1], 9)
     actual, expected = (each(**inputs, output_hidden_states=[1]) for each in (model, reference))
@@ -68,8 +68,8 @@ def test_hidden_states_asked_for_by_index(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_a_model_that_recorded_before_it_was_unpadded(family: str) -> None:
-    """transformers installs the hooks that record at the first call that asks, and only then."""
+def test_hidden_states_requested_before_unpadding(family: str) -> None:
+    """transformers installs its recording hooks at the first call that requests records, and only then."""
     model, inputs, asked = tiny_model(family), batch([3, 7, 1], 9), {"output_hidden_states": True}
     expected = model(**inputs, **asked)
     apply_unpadding(model, 8)

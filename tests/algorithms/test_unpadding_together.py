@@ -1,4 +1,4 @@
-"""Unpadding with what shards, recomputes or compiles the model, and outside of training."""
+"""Unpadding with gradient checkpointing, torch_compile, DDP and FSDP, and in evaluation and prediction."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_recomputed_blocks_run_on_packed_tokens(family: Family) -> None:
     inputs = batch([3, 9, 16, 1, 8])
     assert_near(values(model, inputs), values(reference, inputs))
     times = [recomputations(model.get_submodule(name)) for name in blocks]
-    assert times == ([2] if family == "albert" else [1, 1]), "ALBERT's one block runs twice"
+    assert times == ([2] if family == "albert" else [1, 1]), "ALBERT runs its only block twice"
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
 @pytest.mark.parametrize(("scope", "recomputed"), [("model", False), ("blocks", True)])
-def test_nothing_is_compiled_again_after_the_first_batches(scope: Any, recomputed: bool) -> None:
-    """Over five more batches of other numbers of tokens, rows and slots."""
+def test_after_the_first_batches_nothing_is_recompiled(scope: Any, recomputed: bool) -> None:
+    """Five more batches have other numbers of tokens, rows and slots."""
     reference, model = pair(layers=1)
     if recomputed:
         apply_gradient_checkpointing(model)
@@ -70,7 +70,7 @@ def test_nothing_is_compiled_again_after_the_first_batches(scope: Any, recompute
     assert compile_counts().since(warm)[:4] == (0, 0, 0, 0)
 
 
-def test_checkpointing_and_compile_and_unpadding_train_as_plain_pytorch() -> None:
+def test_with_checkpointing_and_compile_it_trains_like_plain_pytorch() -> None:
     model, recorder, batches = tiny_bert(), Recorder(), [batch([12, 7, 16, 16 - i], seed=i) for i in range(4)]
     model.config.problem_type = "single_label_classification"
     expected = train_plainly(model, batches)
@@ -83,7 +83,7 @@ def test_checkpointing_and_compile_and_unpadding_train_as_plain_pytorch() -> Non
     assert (compiled.evidence["graph_breaks"], compiled.evidence["recompiles"]) == (0, 0)
 
 
-def test_predictions_and_evaluation_are_those_of_the_untouched_model() -> None:
+def test_predictions_match_the_untouched_model() -> None:
     model, batches = tiny_bert(), [*plain_batches(2), batch([1, 16, 5])]
     expected = [model.eval()(**each).logits.detach() for each in batches]
     trainer = make_trainer([Unpadding(8)], model=copy.deepcopy(model))
@@ -98,8 +98,8 @@ def test_predictions_and_evaluation_are_those_of_the_untouched_model() -> None:
     trainer.close()
 
 
-def test_two_ranks_train_as_one_padded_process() -> None:
-    """DDP and torch's own fully_shard over gloo; losses and weights are compared there."""
+def test_two_ranks_train_like_one_padded_process() -> None:
+    """With DDP and with torch's fully_shard, over gloo; ``both_ways`` compares losses and weights."""
     for found in on_ranks(both_ways)[0].values():
         assert len(found["losses"]) == 3
         assert found["weights"] == len(list(tiny_bert().parameters()))

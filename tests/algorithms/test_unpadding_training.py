@@ -1,4 +1,4 @@
-"""Unpadding under Composer: evidence, its absence, micro-batches, evaluation, and no wait for a GPU."""
+"""Unpadding in a Trainer: evidence, sabotage, micro-batches and evaluation."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def fit(technique: Unpadding, **kwargs: Any) -> Any:
 
 
 @pytest.mark.pins
-def test_the_evidence_counts_layers_tokens_and_names_the_attention() -> None:
+def test_the_evidence_counts_layers_and_tokens_and_names_the_attention() -> None:
     technique = Unpadding(8)
     batches = [batch([12, 7, 16, 10]), batch([16, 16, 16, 16])]
     fit(technique, batches=batches)
@@ -56,31 +56,31 @@ def test_the_evidence_counts_layers_tokens_and_names_the_attention() -> None:
     assert "note" not in evidence
 
 
-def test_a_run_without_padding_says_so() -> None:
+def test_the_evidence_notes_a_run_without_padding() -> None:
     technique = Unpadding()
     fit(technique, batches=[batch([8, 8], seed=i) for i in range(2)])
-    assert technique.evidence["note"] == "the first batch has no padding to leave out"
+    assert technique.evidence["note"] == "the first batch has no padding to remove"
     assert technique.evidence["padding_of_the_run"] == 0
 
 
 class Sabotage(Algorithm):
-    """Undoes unpadding after INIT, in one of several ways."""
+    """Undo unpadding after INIT; ``change`` says how."""
 
-    def __init__(self, way: str) -> None:
-        self.way = way
+    def __init__(self, change: str) -> None:
+        self.change = change
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.FIT_START
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model: Any = state.model.model
-        if self.way == "attention":
+        if self.change == "attention":
             model.set_attn_implementation("eager")
-        elif self.way == "class":
+        elif self.change == "class":
             model.bert.encoder.__class__ = BertEncoder
-        elif self.way == "outputs":
+        elif self.change == "outputs":
             model.config.output_hidden_states = True
-        elif self.way == "layer":
+        elif self.change == "layer":
             layer = model.bert.encoder.layer[1]
             original = layer.forward
             layer.forward = lambda hidden, *args, **kwargs: original(hidden, *args, **kwargs)
@@ -92,7 +92,7 @@ class Sabotage(Algorithm):
 
 
 @pytest.mark.parametrize(
-    ("way", "reason"),
+    ("change", "reason"),
     [
         ("attention", "the first forward pass ran padded"),
         ("class", "the first forward pass ran without its encoder"),
@@ -101,17 +101,17 @@ class Sabotage(Algorithm):
     ],
 )
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_run_whose_encoder_was_put_back_stops(way: str, reason: str, compiled: bool) -> None:
-    if compiled and way in ("layer", "outputs"):
+def test_a_restored_encoder_is_detected(change: str, reason: str, compiled: bool) -> None:
+    if compiled and change in ("layer", "outputs"):
         pytest.skip("compiled layers are not watched; output hooks break the graph")
     others = [TorchCompile(backend="aot_eager")] if compiled else []
-    trainer = make_trainer([Unpadding(), Sabotage(way), *others])
+    trainer = make_trainer([Unpadding(), Sabotage(change), *others])
     with pytest.raises(NotEngagedError, match=reason):
         trainer.fit()
     trainer.close()
 
 
-def test_rows_that_begin_with_padding_stop_a_classifier_and_not_a_masked_lm() -> None:
+def test_left_padding_stops_a_classifier_but_not_a_masked_lm() -> None:
     left = masked_batch(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "classification")
     with pytest.raises(NotEngagedError, match=r"rows begin with it.*pad on the right"):
         fit(Unpadding(), batches=[left])
@@ -119,32 +119,32 @@ def test_rows_that_begin_with_padding_stop_a_classifier_and_not_a_masked_lm() ->
     fit(technique, model=tiny_model("bert", "mlm"), batches=[masked_batch(left["attention_mask"], "mlm")])
     assert technique.engaged
     later = Unpadding()
-    fit(later, batches=[batch([3, 4]), left])  # a later batch runs padded, and right
+    fit(later, batches=[batch([3, 4]), left])  # a later batch may run padded
     assert later.engaged
     assert later.evidence["micro_batches_left_padded"] == 1
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_question_answering_is_refused_in_one_line_and_left_alone(family: Family) -> None:
+def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
     model = AutoModelForQuestionAnswering.from_config(tiny_model(family).config)
     encoder = next(type(m) for m in model.modules() if any(isinstance(c, torch.nn.ModuleList) for c in m.children()))
     with pytest.raises(TechniqueError) as error:
         make_trainer([Unpadding()], model=model)
     head = type(model).__name__
     assert str(error.value) == (
-        f"unpadding: cannot serve {head}, whose loss is over padding positions too; remove it for this model"
+        f"unpadding: does not support {head}, whose loss includes padding positions; remove it for this model"
     )
     assert any(type(m) is encoder for m in model.modules())
     assert not unpadded_encoders(model)
 
 
 def test_sdpa_conflicts() -> None:
-    with pytest.raises(TechniqueError, match="unpadding brings its own"):
+    with pytest.raises(TechniqueError, match="unpadding has its own"):
         make_trainer([Unpadding(), SDPAAttention()])
 
 
 class Shorten(Algorithm):
-    """Another algorithm that changes batches after they were loaded."""
+    """An algorithm that changes batches after they were loaded."""
 
     def match(self, event: Event, state: State) -> bool:
         return event == Event.AFTER_DATALOADER
@@ -165,7 +165,7 @@ def test_tokens_are_counted_after_the_last_change_to_the_batch() -> None:
     assert_near(recorder.losses, train_plainly(tiny_bert(), expected).losses)
 
 
-def test_a_forward_pass_that_raises_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_pass_that_raises_is_cleaned_up(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make_trainer([Unpadding()])
     monkeypatch.setattr(modeling_bert.BertPooler, "forward", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -179,7 +179,7 @@ def test_a_forward_pass_that_raises_leaves_nothing_behind(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_a_compiled_run_has_one_graph_and_says_which_way_it_went(scope: Any) -> None:
+def test_a_compiled_run_has_one_graph_and_evidence_from_a_probe(scope: Any) -> None:
     unpadding, compiled = Unpadding(1), TorchCompile(scope=scope, backend="aot_eager")
     batches = [batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]
     model, recorder = tiny_bert(), Recorder()
@@ -196,11 +196,11 @@ def test_a_compiled_run_has_one_graph_and_says_which_way_it_went(scope: Any) -> 
 
 
 def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
-    """The quickstart's report, cut down to seconds, with a technique in place of SDPA."""
+    """Run the quickstart for a few seconds with ``technique`` in place of SDPA, and return its report."""
     return run("algorithms.sdpa_attention=null", f"algorithms.{technique}={{}}", "trainer.device=cpu", *overrides)
 
 
-def test_micro_batches_and_evaluation_never_count_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = job("run_name=padded", technique="sdpa_attention")
     monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
     for name, size in [("whole", "8"), ("micro", "3")]:
@@ -212,7 +212,7 @@ def test_micro_batches_and_evaluation_never_count_on_the_device(monkeypatch: pyt
         assert 0 < saved < 1
 
 
-def test_two_ranks_end_where_one_does() -> None:
+def test_two_ranks_reach_the_loss_of_one() -> None:
     one = job("run_name=one", "trainer.max_duration=1ep")
     two, _ = on_ranks(lambda: job("run_name=two", "trainer.max_duration=1ep"))
     assert two["training"]["ranks"] == 2
@@ -220,7 +220,7 @@ def test_two_ranks_end_where_one_does() -> None:
     assert two["algorithms"]["unpadding"]["engaged"]
 
 
-def test_only_the_first_forward_pass_says_which_way_the_encoder_went() -> None:
+def test_the_evidence_is_of_the_first_forward_pass() -> None:
     first, model = FirstForward(), tiny_bert()
     apply_unpadding(model)
     trainer = make_trainer(model=model)
@@ -229,7 +229,7 @@ def test_only_the_first_forward_pass_says_which_way_the_encoder_went() -> None:
     model(**batch([5, 9]))
     first.stop()
     found = first.evidence()
-    encoders[0].ran = "padded"  # by a later batch
+    encoders[0].ran = "padded"  # in a later batch
     first.watch(trainer.state, encoders)
     first.stop()
     assert first.failure() is None
@@ -238,7 +238,7 @@ def test_only_the_first_forward_pass_says_which_way_the_encoder_went() -> None:
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_a_probe_of_a_compiled_encoders_attention_names_its_operator(family: Family) -> None:
+def test_the_probe_names_the_attention_operator(family: Family) -> None:
     model = tiny_model(family)
     apply_unpadding(model)
     trainer = make_trainer(model=model)

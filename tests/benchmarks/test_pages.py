@@ -84,6 +84,18 @@ def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_faile
     assert "process s" in markdown([row("x", report(1, process_seconds=9.0))])[0]
 
 
+def test_mfu_with_float8_products_names_the_peak_that_it_is_a_share_of() -> None:
+    more = {"numerics": {"matmul": "bf16"}}
+    settings = {"bf16": {"unpadding": {}}, "float8": {"float8_linear": {"settings": "Float8Linear()"}}}
+    settings["fp8"] = {"fused_layers": {"settings": "FusedLayers(precision='fp8')"}}
+    settings["fused"] = {"fused_layers": {"settings": "FusedLayers(precision='bf16')"}}
+    lines = markdown([row(name, report(100, algorithms=each, **more)) for name, each in settings.items()])
+    place = lines[0].split(" | ").index("MFU")
+    shown = {line.split(" | ")[0]: line.split(" | ")[place] for line in lines[2:]}
+    of_bf16 = "10.0% of bf16's peak"
+    assert shown == {"| bf16": "10.0%", "| float8": of_bf16, "| fp8": of_bf16, "| fused": "10.0%"}
+
+
 def test_a_page_says_where_it_ran() -> None:
     text = page([row("x", report(1)), row("y", OOM)], "t", ["arms=[x, y]"], "a V100", "t.png")
     assert (

@@ -1,4 +1,4 @@
-"""Figures from rows: what is set beside what, and that nothing is where no call ran both."""
+"""Figures from rows: a line is of one call, a ratio of two lines of the same call, and captions have the conditions."""
 
 from __future__ import annotations
 
@@ -26,20 +26,33 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return found
 
 
-def test_ratios_are_within_a_call_and_a_dash_where_none_ran_both(rows: list[dict[str, Any]]) -> None:
-    rows += [row("fp32", "2026-01-01", 10), row("+ a", "2026-01-01", 30)]
-    rows += [row("fp32", "2026-01-02", 20), row("+ b", "2026-01-03", 40)]
+def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str, Any]]) -> None:
+    rows += [row("fp32", "2026-01-01T05:06:07", 100), row("+ a", "2026-01-01T05:06:07", 300)]
+    rows += [row("fp32", "2026-01-02T05:06:07", 200), row("+ b", "2026-01-03T05:06:07", 400)]
     lines = tables.summary("any")
-    assert lines[2:5] == [
-        "| fp32 | 15 | 1.00 | 2.0 | 3 |",
-        "| + a | 30 | 3.00 | 2.0 | 3 |",
-        "| + b | 40 | – | 2.0 | 3 |",
+    assert lines[0] == "| call | fp32, or with | 8: samples/s | ratio | peak GiB | warm-up s |"
+    assert lines[2:6] == [
+        "| a | fp32 | 100 | 1.00 | 2.0 | 3 |",
+        "| a | + a | 300 | 3.00 | 2.0 | 3 |",
+        "| b | fp32 | 200 | 1.00 | 2.0 | 3 |",
+        "| c | + b | 400 | – | 2.0 | 3 |",
     ]
-    assert [line.split(" | ")[3] for line in tables.ladder()[2:5]] == ["1.00", "3.00", "–"]
-    assert "+ b" not in "".join(tables.effect("any", "+ a", "fp32")[2:])
+    assert lines[-1].endswith(
+        "Ratios are within a call. a: 2026-01-01 05:06, commit 0123456; b: 2026-01-02 05:06, commit 0123456; "
+        "c: 2026-01-03 05:06, commit 0123456."
+    )
+    assert [line.split(" | ")[4] for line in tables.ladder()[2:6]] == ["1.00", "3.00", "1.00", "–"]
+    assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 100 | 300 | 3.00 | 2.0 → 2.0 | 3 → 3 |"
+    with pytest.raises(ValueError, match="no call of any has rows of both"):
+        tables.effect("any", "+ b", "fp32")
 
 
-def test_steps_are_set_beside_the_first_arm_call_by_call(rows: list[dict[str, Any]]) -> None:
+def test_a_table_of_one_call_has_no_column_for_it(rows: list[dict[str, Any]]) -> None:
+    rows += [row("fp32", "2026-01-01", 100), row("+ a", "2026-01-01", 300)]
+    assert tables.summary("any")[2:4] == ["| fp32 | 100 | 1.00 | 2.0 | 3 |", "| + a | 300 | 3.00 | 2.0 | 3 |"]
+
+
+def test_steps_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
     def timed(arm: str, call: str, step: float) -> dict[str, Any]:
         rate = 100 if arm == "peer" else 150
         return row(arm, call, rate, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
@@ -47,27 +60,71 @@ def test_steps_are_set_beside_the_first_arm_call_by_call(rows: list[dict[str, An
     rows += [timed("peer", "2026-01-01", 0.02), timed("ours", "2026-01-01", 0.01)]
     rows += [timed("peer", "2026-01-02", 0.09), timed("ours", "2026-01-02", 0.03)]
     lines = tables.steps("any")
-    assert lines[2:4] == [
-        "| 8 | peer | 100 | 1.00 | 55.0 (1.00) | 2.0 | 3 |",
-        "| 8 | ours | 150 | 1.50 | 20.0 (2.50) | 2.0 | 3 |",
+    assert lines[2:6] == [
+        "| a | 8 | peer | 100 | 1.00 | 20.0 (1.00) | 2.0 | 3 |",
+        "| a | 8 | ours | 150 | 1.50 | 10.0 (2.00) | 2.0 | 3 |",
+        "| b | 8 | peer | 100 | 1.00 | 90.0 (1.00) | 2.0 | 3 |",
+        "| b | 8 | ours | 150 | 1.50 | 30.0 (3.00) | 2.0 | 3 |",
     ]
-    assert lines[-1].startswith("x, driver x, torch x")
-    assert lines[-1].endswith("2026-01-01, 2026-01-02; commit 0123456.")
+    last = tables.steps("any", "1")
+    assert last[2:4] == [line.replace("| b ", "", 1) for line in lines[4:6]]
+    assert last[-1].startswith("x, driver x, torch x")
+    assert last[-1].endswith("2026-01-02; commit 0123456.")
 
 
-def test_whole_jobs_are_set_beside_the_first_arm(rows: list[dict[str, Any]]) -> None:
-    for arm, seconds in (("peer", 60.0), ("ours", 20.0)):
-        rows.append(row(arm, "2026-01-01", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
-    assert tables.jobs("any")[2:4] == [
-        "| 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
-        "| 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
-    ]
+def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: list[dict[str, Any]]) -> None:
+    def ran(*rates: float, batches: int) -> dict[str, Any]:
+        spread = {"median": sorted(rates)[len(rates) // 2], "runs": list(rates)}
+        given = ["trainer.max_duration=1ep", f"trainer.max_duration={batches}ba"]
+        return row("a", "2026-01-01", 0, samples_per_sec=spread, repeats=len(rates), overrides=given)
+
+    rows.append(ran(100, batches=40))
+    assert tables.ladder()[2] == "| a | 8 | 100 | 1.00 | 2.0 | 3 |"
+    assert tables.ladder()[-1].startswith("One run of each configuration, 40 batches each. x, driver")
+    rows[:] = [ran(100, 300, 200, batches=40)]
+    assert tables.ladder()[2] == "| a | 8 | 200 (100–300) | 1.00 | 2.0 | 3 |"
+    assert tables.ladder()[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most). x,")
+    rows += [ran(100, batches=120) | {"data.batch_size": 16}]
+    said = "1–3 runs of each configuration, 40–120 batches each: median (least–most); one run where no range is given."
+    assert tables.ladder()[-1].startswith(said)
+    rows[0]["overrides"] = ["trainer.max_duration=2ep"]
+    assert tables.ladder()[-1].startswith("1–3 runs of each configuration: median")
 
 
-def test_whole_jobs_of_different_calls_are_not_set_beside_each_other(rows: list[dict[str, Any]]) -> None:
+def test_uncommitted_changes_are_named(rows: list[dict[str, Any]]) -> None:
+    changed = {**ENVIRONMENT, "uncommitted_changes": True}
+    rows += [row("a", "2026-01-01", 100, environment=changed), row("b", "2026-01-01", 100)]
+    assert tables.ladder()[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
+    rows[1]["call"] = "2026-01-02"
+    assert tables.ladder()[-1].endswith("commit 0123456 with uncommitted changes; b: 2026-01-02, commit 0123456.")
+
+
+def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
     for call, arm, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "peer", 90.0), ("3", "ours", 10.0)):
         rows.append(row(arm, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
-    assert tables.jobs("any")[3] == "| 8 | ours | 15.0 | 3.00 | 3 | 4.0 |"
+    assert tables.jobs("any")[2:6] == [
+        "| a | 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
+        "| a | 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
+        "| b | 8 | peer | 90.0 | 1.00 | 3 | 4.0 |",
+        "| c | 8 | ours | 10.0 | – | 3 | 4.0 |",
+    ]
+    rows[0]["process_seconds"]["runs"] = [50.0, 60.0, 70.0]
+    assert "| 60.0 (50.0–70.0) |" in tables.jobs("any")[2]
+
+
+def test_one_configuration_across_tables_has_its_calls_runs_and_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {
+        "s": [row("fast", "2026-01-01", 300, table="s"), row("fast", "2026-01-02", 500, table="s")],
+        "u": [row("ours", "2026-01-03", 400, table="u"), row("other", "2026-01-03", 9, table="u")],
+    }
+    monkeypatch.setattr(tables, "rows_of", lambda name: kept[name])
+    assert tables.across("s; fast", "u; ours")[2:5] == [
+        "| `s`, fast | 2 | 2 | 300–500 | 0123456 |",
+        "| `u`, ours | 1 | 1 | 400 | 0123456 |",
+        "| **all** | 3 | 3 | 300–500 |  |",
+    ]
+    with pytest.raises(ValueError, match="no row of 'u; fast'"):
+        tables.across("u; fast")
 
 
 def test_kernels_are_those_of_the_last_row_with_their_own_options(rows: list[dict[str, Any]]) -> None:
@@ -85,10 +142,13 @@ def test_starts_leave_nothing_out(rows: list[dict[str, Any]]) -> None:
     assert tables.starts("any")[2] == "| ours | 8.2 | 4.0 | 1.0 | 0.5 | 2.0 | 0.8 |"
 
 
-def test_an_arm_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
+def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
     for arm, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
         rows.append(row(arm, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
-    assert tables.accuracy("any")[2:4] == ["| a | 0.8000 | 0.9000 | 0.8500 |", "| b | – | 0.7000 | – |"]
+    assert tables.accuracy("any")[2:4] == [
+        "| a | 0.8000 | 0.9000 | 0.8500 | 0.8000–0.9000 | 2 |",
+        "| b | – | 0.7000 | – | 0.7000–0.7000 | 1 |",
+    ]
 
 
 def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[str, Any]]) -> None:
@@ -103,7 +163,7 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
     rows.append(profiled("size=large", float8, ("nvjet_q", 3.0), ("triton_poi_fused__scaled_mm_gelu_1", 5.0)))
     rows.append(profiled("size=base", {}, ("nvjet_a", 9.0)))
     lines = tables.kinds("size=large")
-    assert lines[0] == "| ms a step | compiled | compiled, float8 rowwise |"
+    assert lines[0] == "| ms per step | compiled | compiled, float8 rowwise |"
     assert lines[2:6] == [
         "| GEMM | 6.0 | 3.0 |",
         "| scaling to float8 | – | 5.0 |",
@@ -133,7 +193,7 @@ def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
     (tmp_path / "scaling.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(tables, "COMMITTED", tmp_path)
     assert tables.call("scaling")[:-1] == [
-        "| arm | samples/s (least–most) | ratio | peak GiB | warm-up s | median step, ms | efficiency |",
+        "| configuration | samples/s (least–most) | ratio | peak GiB | warm-up s | median step, ms | efficiency |",
         "|---|---|---|---|---|---|---|",
         "| 1 GPU, a | 50.0 | 1.00 | 2.0 | 3.0 | 20.0 |  |",
         "| 1 GPU, b | 60.0 | 1.20 | 2.0 | 3.0 | 16.7 |  |",

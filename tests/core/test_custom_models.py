@@ -124,13 +124,13 @@ def patched_forward(layer: Any) -> None:
 INSIDE: dict[str, tuple[Callable[[Any], Any], str]] = {
     "own activation": (
         lambda layer: layer.set_submodule("intermediate.intermediate_act_fn", nn.ReLU()),
-        r"intermediate\.intermediate_act_fn is a torch ReLU and not a transformers GELUActivation",
+        r"intermediate\.intermediate_act_fn is a torch ReLU instead of a transformers GELUActivation",
     ),
     "own intermediate": (
         lambda layer: layer.set_submodule("intermediate", OwnIntermediate(layer.intermediate)),
         r"intermediate is a tests OwnIntermediate",
     ),
-    "patched forward": (patched_forward, r"output has a forward of its own"),
+    "patched forward": (patched_forward, r"output has its own forward"),
     "forward hook": (
         lambda layer: layer.attention.self.register_forward_hook(lambda _m, _i, out: (2 * out[0], *out[1:])),
         r"attention\.self has a forward hook",
@@ -157,7 +157,7 @@ INSIDE: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "RMS norm": (
         lambda layer: layer.set_submodule("output.LayerNorm", nn.RMSNorm(32, eps=1e-6)),
-        r"output\.LayerNorm is a torch RMSNorm and not a torch LayerNorm",
+        r"output\.LayerNorm is a torch RMSNorm instead of a torch LayerNorm",
     ),
     "no bias": (
         lambda layer: layer.set_submodule("attention.self.key", nn.Linear(32, 32, bias=False)),
@@ -352,7 +352,7 @@ def test_adapters_of_peft_train_unpadded_and_are_not_fused(adapt: Callable[[Any]
     reference = copy.deepcopy(model)
     with pytest.warns(UserWarning, match="PeftModel"):
         apply_unpadding(model, 8)
-    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.\w+ is a peft Linear and not a torch Linear"):
+    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.\w+ is a peft Linear instead of a torch"):
         apply_fused_layers(model)
     assert_same(model, reference)
     assert unpadded_encoders(model)[0].ran == "unpadded"
@@ -672,7 +672,7 @@ def test_an_evaluation_or_a_prediction_alone_compares_outputs(alone: str) -> Non
 def test_the_function_compares_a_batch_where_it_is_given_one() -> None:
     good, bad, untouched = Pooling(masked_mean), Pooling(plain_mean), Pooling(plain_mean)
     assert apply_unpadding(good, 8, compare_on=INPUTS) == ["bert.encoder"]
-    with pytest.raises(ValueError, match=r"cannot serve this model: the loss is .* on the given batch"):
+    with pytest.raises(ValueError, match=r"does not support this model: the loss is .* on the given batch"):
         apply_unpadding(bad, 8, compare_on=INPUTS)
     assert not unpadded_encoders(bad)
     assert not bad.bert._forward_pre_hooks
@@ -878,7 +878,7 @@ def test_heads_that_share_an_encoder_are_all_looked_at() -> None:
 def test_a_loss_set_on_the_wrapper_is_compared() -> None:
     model = HuggingFaceModel(tiny_bert(), use_logits=True)
     model.loss = lambda outputs, batch: outputs["loss"]  # type: ignore[method-assign]
-    assert changes_to(model) == ["the model has a loss of its own"]
+    assert changes_to(model) == ["the model has its own loss"]
 
 
 # Parameters.
@@ -931,7 +931,7 @@ def test_a_quantized_weight_is_not_fused(weight: Tensor) -> None:
     model = tiny_bert()
     for layer in model.bert.encoder.layer:
         layer.attention.self.value.weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.value\.weight is no plain tensor"):
+    with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.value\.weight is a .* instead of a plain"):
         both(model)
 
 
@@ -1022,7 +1022,7 @@ def test_what_the_function_changed_stays_changed_after_a_trainer() -> None:
 def test_sdpa_after_unpadding_is_refused_and_nothing_changes() -> None:
     model = tiny_bert()
     apply_unpadding(model, 8)
-    with pytest.raises(ValueError, match="unpadding brings its own attention"):
+    with pytest.raises(ValueError, match="unpadding has its own attention"):
         apply_sdpa_attention(model)
     assert model.config._attn_implementation == "unpadded"
     model(**INPUTS)

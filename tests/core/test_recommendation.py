@@ -45,7 +45,7 @@ def test_logits_losses_and_gradients_are_the_untouched_models(family: Family, he
 def test_a_model_that_unpadding_cannot_serve_gets_sdpa_and_the_reason() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0)
     model: Any = GPT2ForSequenceClassification._from_config(config, attn_implementation="eager")
-    with pytest.warns(UserWarning, match=r"unpadding and fused_layers are left out: unpadding knows .* this is gpt2"):
+    with pytest.warns(UserWarning, match=r"fused_layers are left out: unpadding supports .* this is gpt2"):
         done = apply_recommended(model)
     assert set(done) == {"sdpa_attention"}
     assert model.config._attn_implementation == "sdpa"

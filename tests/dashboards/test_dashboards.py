@@ -17,7 +17,7 @@ from composer_speedups.tasks.task import task_class
 from composer_speedups.train.cli import exit_codes
 from tests.helpers.wandb_runs import WandbRun
 
-SECTIONS = ["Speed", "Loss and scores", "Memory", "What each run cost to start"]
+SECTIONS = ["Speed", "Loss and scores", "Memory", "Start-up time of each run"]
 
 
 def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
@@ -145,7 +145,7 @@ def test_what_was_built_is_saved_and_its_address_printed(
         raise RuntimeError("project not found")
 
     monkeypatch.setattr(cls, "save", refuse)
-    message = f"entity: W&B did not take the {kind} for team/bert: project not found"
+    message = f"entity: W&B did not accept the {kind} for team/bert: project not found"
     with pytest.raises(ConfigError, match=message):
         main(["bert", f"kind={kind}", "entity=team"])
 
@@ -162,7 +162,7 @@ def test_arguments_become_a_request() -> None:
     [
         ("", "command line: expected PROJECT and then key=value"),
         ("a b", "command line: expected PROJECT and then key=value"),
-        ("team/bert", "PROJECT: 'team/bert' has a slash; write bert entity=team"),
+        ("team/bert", "PROJECT: 'team/bert' contains a slash; write bert entity=team"),
         ("bert rns=a", "command line: unknown key 'rns'; did you mean 'runs'?"),
         ("bert --kind=report", "command line: cannot read '--kind=report'; did you mean 'kind=report'?"),
         ("bert kind=page", "command line: kind must be workspace or report, not 'page'"),
@@ -170,7 +170,7 @@ def test_arguments_become_a_request() -> None:
         ("bert runs=a,,b", "command line: runs must be a comma-separated list"),
         ("bert runs=", "runs: names no run; write runs=a,b"),
         ("bert entity=", "command line: entity must be non-empty text"),
-        ("bert name=a+b", "name: W&B takes no emoji or signs"),
+        ("bert name=a+b", "name: W&B does not accept emoji or signs"),
         (f"bert name={'a' * 129}", "name: must be at most 128 characters, not 129"),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_tiny_bert_starts_at_chance_and_learns_the_samples_in_seconds(task: st
     _, metric, chance, (batches, least), _ = TASKS[task]
     sizes = (f"data.train_samples={32 * batches}", "data.eval_samples=400", "data.length_scale=0.06")
     short = (*sizes, "data.max_length=40", "scheduler.name=linear", f"trainer.max_duration={batches}ba")
-    unmoved = ("trainer.max_duration=1ba", "scheduler.warmup=1ba", "optimizer.lr=1e-9")
+    unmoved = ("data.train_samples=32", "trainer.max_duration=1ba", "scheduler.warmup=1ba", "optimizer.lr=1e-9")
     before = _quickstart(task, *short, *unmoved)["metrics"][metric]
     after = _quickstart(task, *short, "scheduler.warmup=8ba")["metrics"][metric]
     assert before < chance

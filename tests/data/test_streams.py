@@ -125,7 +125,10 @@ def refusal_of(rows: Any) -> str:
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize("suffix", ["csv", "jsonl"])
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_that_is_not_utf8_is_refused_with_file_and_position(suffix: str, workers: int) -> None:
+def test_a_stream_that_is_not_utf8_is_refused_with_file_and_position(
+    suffix: str, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)  # the failed worker must be killed
     row = "un café noir,{}" if suffix == "csv" else '{{"text": "un café noir", "label": {}}}'
     text = "\n".join(["text,label"] * (suffix == "csv") + [row.format(i % 2) for i in range(4)])
     Path(f"a.{suffix}").write_bytes(text.encode("utf-8"))

@@ -15,7 +15,7 @@ from tests.helpers.jobs import run
 from tests.helpers.ranks import on_ranks
 from tests.helpers.settings import Case
 from tests.helpers.shared import once_per_run
-from tests.reference.composition import CLIP, WAYS, all_outcomes, first_cases, train
+from tests.reference.composition import CLIP, PARALLELISMS, all_outcomes, first_cases, train
 from tests.reference.tolerance import assert_near
 
 # Technique → the quantity that each rank computes over its own share of a batch.
@@ -39,21 +39,21 @@ def test_ranks_train_like_one_process_or_the_technique_is_refused(case: Case, fo
     refused = next((c.why for c in technique_class(case.name).conflicts if c.other == FSDP), None)
     expected = train(case)
     assert len(expected) == 4
-    for way, outcome in found[case.name].items():
-        if way != "ddp" and refused:
+    for parallelism, outcome in found[case.name].items():
+        if parallelism != "ddp" and refused:
             assert outcome == f"{case.name}: {refused}; train without FSDP (DDP works), or remove it"
         elif case.name in PER_RANK:
-            assert outcome == pytest.approx(expected, abs=0.05), f"{way}: {PER_RANK[case.name]}"
+            assert outcome == pytest.approx(expected, abs=0.05), f"{parallelism}: {PER_RANK[case.name]}"
         else:
-            assert_near(outcome, expected, case.entry.dtype, what=way)
+            assert_near(outcome, expected, case.entry.dtype, what=parallelism)
 
 
 def test_a_sharded_gradient_is_clipped_to_its_global_norm(found: dict[str, dict[str, Any]]) -> None:
     """Composer's own GradientClipping would silently not clip it."""
     expected, unclipped = train(None, clip=CLIP), train(None)
     assert abs(expected[-1] - unclipped[-1]) > 0.01
-    for way in ("full", "hsdp"):
-        assert_near(found["clipped"][way], expected, what=way)
+    for parallelism in ("full", "hsdp"):
+        assert_near(found["clipped"][parallelism], expected, what=parallelism)
 
 
 def halves(first: list[str], second: list[str], ranks: tuple[int, int]) -> dict[str, Any]:
@@ -83,4 +83,4 @@ def test_sharded_and_single_process_runs_resume_from_each_other(ranks: tuple[int
 
 
 def test_every_data_parallel_mode_was_tested(found: dict[str, dict[str, Any]]) -> None:
-    assert set(found["fused_optimizer"]) == set(WAYS)
+    assert set(found["fused_optimizer"]) == set(PARALLELISMS)

@@ -59,9 +59,9 @@ def test_positions_matter_and_their_table_gets_its_gradient() -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"conv_kernel_size": 3}, r"^unpadding cannot serve DeBERTa-v2/v3 with a convolution .*conv_kernel_size"),
-        ({"pos_att_type": ["c2p"]}, r"^unpadding cannot serve DeBERTa-v2/v3 with other positions than"),
-        ({"relative_attention": False}, r"^unpadding cannot serve DeBERTa-v2/v3 with other positions than"),
+        ({"conv_kernel_size": 3}, r"^unpadding does not support DeBERTa-v2/v3 with a convolution .*conv_kernel_size"),
+        ({"pos_att_type": ["c2p"]}, r"^unpadding does not support DeBERTa-v2/v3 with other positions than"),
+        ({"relative_attention": False}, r"^unpadding does not support DeBERTa-v2/v3 with other positions than"),
     ],
 )
 def test_what_cannot_run_on_packed_tokens_is_refused_and_left_alone(settings: dict[str, Any], error: str) -> None:

@@ -206,6 +206,6 @@ def test_another_attention_in_mpnet_is_refused_and_left_alone() -> None:
     model = tiny_model("mpnet")
     attention = model.mpnet.encoder.layer[1].attention
     attention.attn.__class__ = type("Mine", (type(attention.attn),), {})
-    with pytest.raises(ValueError, match=r"^unpadding cannot serve MPNet with another attention than its MPNetSelfAtt"):
+    with pytest.raises(ValueError, match=r"^unpadding does not support MPNet with another attention than MPNetSelfAtt"):
         apply_unpadding(model)
     assert not unpadded_encoders(model)

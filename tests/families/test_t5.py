@@ -81,7 +81,7 @@ def test_the_model_and_its_class_come_back() -> None:
 def test_models_with_the_decoder_are_refused(kind: Any) -> None:
     model = kind(tiny_model("t5", "tokens").config)
     before = [type(module) for module in model.modules()]
-    with pytest.raises(ValueError, match=rf"^unpadding cannot serve {kind.__name__}, which is a decoder$"):
+    with pytest.raises(ValueError, match=rf"^unpadding does not support {kind.__name__}, which is a decoder$"):
         apply_unpadding(model)
     assert [type(module) for module in model.modules()] == before
     with pytest.warns(UserWarning, match="not compared"):

@@ -1,4 +1,4 @@
-"""CUDA graphs on a GPU: replays train as plain PyTorch does, and what cannot be captured is refused."""
+"""CUDA graphs on a GPU: replays train like plain PyTorch, and a step that cannot be captured is refused."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_replays_train_like_plain_pytorch(compiled: bool) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True])
-def test_micro_batches_of_replays_train_like_those_without_graphs(compiled: bool) -> None:
-    """Two replays a step write their gradients to the same buffers, and both must arrive."""
+def test_micro_batches_train_the_same_with_and_without_graphs(compiled: bool) -> None:
+    """Two replays per step write their gradients to the same buffers; neither may overwrite the other."""
     weights, technique = [], CUDAGraphs()
     for algorithms in ([], [technique]):
         others: list[Any] = [SDPAAttention(), *([TorchCompile()] if compiled else [])]
@@ -72,7 +72,7 @@ def test_micro_batches_of_replays_train_like_those_without_graphs(compiled: bool
         trainer.close()
     assert {k: technique.evidence[k] for k in ("graphs", "replays", "eager_calls")} == {
         "graphs": 1,
-        "replays": 7,  # two a batch, but for the first of all
+        "replays": 7,  # two per batch, except for the very first call
         "eager_calls": 1,
     }
     assert_near(weights[1], weights[0], what="weights")
@@ -119,7 +119,7 @@ def test_a_forward_pass_that_waits_for_the_gpu_is_refused_by_name() -> None:
 
 
 @pytest.mark.gpu
-def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> None:
+def test_with_warn_a_run_that_cannot_be_captured_continues_with_dropout() -> None:
     technique, model = CUDAGraphs(on_unavailable="warn"), tiny_bert(dropout=0.1)  # eager attention
     trainer = make_trainer([technique], model=model, batches=plain_batches(4), gpu=True)
     with pytest.warns(UserWarning, match="continuing without cuda_graphs: the step cannot be captured"):
@@ -132,11 +132,11 @@ def test_with_warn_a_run_that_cannot_be_captured_goes_on_with_its_dropout() -> N
 
 
 @pytest.mark.gpu
-def test_a_model_called_past_its_forward_is_noticed() -> None:
+def test_a_model_whose_forward_was_restored_is_detected() -> None:
     technique = CUDAGraphs()
     trainer = make_trainer([technique, SDPAAttention()], gpu=True)
     composer_model: Any = trainer.state.model
-    composer_model.forward = composer_model.forward.original  # what replaced it was taken out again
+    composer_model.forward = composer_model.forward.original  # undo the replacement
     with pytest.raises(NotEngagedError, match="no training batch replayed a graph"):
         trainer.fit()
     trainer.close()
@@ -159,7 +159,7 @@ def test_eager_attention_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.gpu
-def test_a_further_shape_brings_no_gradients_of_its_own() -> None:
+def test_another_shape_allocates_no_further_gradients() -> None:
     model = nn.Sequential(nn.Linear(2048, 2048), nn.Linear(2048, 2048)).cuda()
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     calls = apply_cuda_graphs(model)
@@ -176,7 +176,7 @@ def test_a_further_shape_brings_no_gradients_of_its_own() -> None:
 
 
 @pytest.mark.gpu
-def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
+def test_the_function_works_on_a_compiled_model() -> None:
     reference, model = (nn.Module.cuda(tiny_bert()) for _ in range(2))
     model.compile()
     calls = apply_cuda_graphs(model)
@@ -190,7 +190,7 @@ def test_the_function_works_on_a_compiled_model_of_ones_own() -> None:
     assert (calls.graphs, calls.replays) == (1, 3)
 
 
-# Packed tokens of these, rounded up to 16: 48, 64, 48, 32, 64, 48, 32
+# Their numbers of packed tokens, rounded up to a multiple of 16: 48, 64, 48, 32, 64, 48, 32
 UNEVEN = [[12, 7, 16, 10], [16] * 4, [11, 8, 16, 9], [3, 2, 16, 1], [16, 16, 15, 9], [16, 1, 16, 1], [1, 9, 9, 9]]
 
 
@@ -212,17 +212,17 @@ def test_an_unpadded_model_has_a_graph_for_each_number_of_packed_tokens(compiled
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch says so once a process
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")  # torch warns once per process
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("segments", [1, 3, 5])
-def test_graphs_of_the_flash_kernel_add_up_gradients_without_waiting(segments: int, shared: bool) -> None:
-    """Micro-batches of several sizes, in bf16, against the same unpadded model without graphs."""
+def test_graphs_of_the_flash_kernel_accumulate_gradients_without_synchronizing(segments: int, shared: bool) -> None:
+    """In bf16, with micro-batches of several sizes, compared with the same unpadded model without graphs."""
     eager, model = (nn.Module.cuda(bert()) for _ in range(2))
     for each in (eager, model):
         apply_unpadding(each, 16)
     calls = apply_cuda_graphs(model, segments=segments)
     calls.pool = torch.cuda.graph_pool_handle() if shared else None
-    for turn in range(3):  # the first captures
+    for turn in range(3):  # graphs are captured in the first
         for each in (eager, model):
             each.zero_grad()
             for i, lengths in enumerate(UNEVEN):

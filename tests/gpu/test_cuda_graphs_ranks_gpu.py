@@ -1,4 +1,4 @@
-"""CUDA graphs of a backward pass in segments on a GPU, and replays under DDP on two."""
+"""CUDA graphs with the backward pass in segments: replays on one GPU, and under DDP on two."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_replays_in_segments_train_like_plain_pytorch(compiled: bool, monkeypatc
     assert [technique.evidence[key] for key in wanted] == [1, 5, 1, 3]
 
 
-def test_segments_bring_no_activations_of_their_own() -> None:
-    """What lies in the pool once all is captured: with segments, little more than without."""
+def test_segments_allocate_no_further_activations() -> None:
+    """With segments, the memory held after capturing grows by less than one activation."""
     held = []
-    for segments in (1, 1, 4):  # the first has the GPU set up what stays
+    for segments in (1, 1, 4):  # the first run also makes one-time allocations
         model: Any = nn.Sequential(nn.Linear(16, 512), nn.ModuleList(nn.Linear(512, 512) for _ in range(8))).cuda()
         model.forward = partial(_through, model)
         calls = apply_cuda_graphs(model, segments=segments)
-        gc.collect()  # what an earlier model held
+        gc.collect()  # release the earlier model's memory
         before = torch.cuda.memory_allocated()
         for _ in range(2):
             model.zero_grad()
@@ -74,7 +74,7 @@ UNPADDED = [
     "algorithms.unpadding={pad_to_multiple_of: 64}",
     "data.padding=max_length",
     "data.drop_last=true",
-    "optimizer.max_grad_norm=null",  # steps overlap with what is still sent
+    "optimizer.max_grad_norm=null",  # optimizer steps overlap with the all-reduce of later buckets
 ]
 GRAPHS = "algorithms.cuda_graphs={max_graphs: 16}"
 SIXTEEN_BITS = ["algorithms.mixed_precision={dtype: bf16}", "algorithms.fused_layers={}"]
@@ -82,7 +82,7 @@ SIXTEEN_BITS = ["algorithms.mixed_precision={dtype: bf16}", "algorithms.fused_la
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[dict[str, Any]]]]:
-    """All jobs at once: what each learns does not depend on the others."""
+    """The reports of all jobs, which run at the same time because their metrics do not depend on each other."""
     jobs: dict[str, tuple[int, list[str]]] = {
         "one": (1, UNPADDED),
         "two": (2, [*UNPADDED, GRAPHS]),
@@ -99,7 +99,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futu
 
 @two_gpus
 @pytest.mark.parametrize(("name", "calls"), [("two", 1), ("micro", 2)])
-def test_two_gpus_train_as_one_process_does_without_graphs(
+def test_two_gpus_with_graphs_train_like_one_process_without(
     name: str, calls: int, reports: dict[str, Future[dict[str, Any]]]
 ) -> None:
     one, two = reports["one"].result(), reports[name].result()
@@ -108,14 +108,14 @@ def test_two_gpus_train_as_one_process_does_without_graphs(
     assert two["training"]["ranks"] == 2
     evidence = two["algorithms"]["cuda_graphs"]["evidence"]
     assert evidence["replays"] == calls * (two["training"]["batches"] - 2)
-    assert evidence["eager_calls"] == 2 * calls, "until DDP has settled its buckets"
-    assert evidence["backward_segments"] == 6, "two of BERT-base's layers each"
+    assert evidence["eager_calls"] == 2 * calls, "calls are eager until DDP has rebuilt its buckets"
+    assert evidence["backward_segments"] == 6, "each segment has two of BERT-base's layers"
     assert two["ddp"]["buckets"] > 3
     assert two["ddp"]["overlapped_steps"] == two["training"]["batches"] - 2
 
 
 @two_gpus
-def test_fused_kernels_in_16_bits_train_as_they_do_without_graphs(
+def test_fused_kernels_in_16_bits_train_the_same_with_and_without_graphs(
     reports: dict[str, Future[dict[str, Any]]],
 ) -> None:
     without, graphs = reports["bf16"].result(), reports["bf16 graphs"].result()

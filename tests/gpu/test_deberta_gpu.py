@@ -1,4 +1,4 @@
-"""DeBERTa on a GPU: its attention kernel in bf16, whether it trains with CUDA graphs, and no wait for the device."""
+"""DeBERTa on a GPU: its attention kernel in 16 bits, parity in bf16, and training with and without CUDA graphs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_kernel_is_as_near_to_float64_as_its_dtype_allows(dtype: torch.dtype) -> None:
+def test_the_kernel_is_as_accurate_as_its_dtype_allows(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     heads, size, lengths = 3, 64, [200, 0, 70, 1, 256]
     mask = torch.arange(256, device="cuda") < torch.tensor(lengths, device="cuda")[:, None]
@@ -40,7 +40,7 @@ def test_the_kernel_is_as_near_to_float64_as_its_dtype_allows(dtype: torch.dtype
         assert (ours.double() - exact).norm() / exact.norm() < (5e-3 if dtype == torch.bfloat16 else 1e-3)
 
 
-def test_it_is_the_untouched_model_in_bf16_whatever_the_rows() -> None:
+def test_loss_and_gradients_in_bf16_match_the_untouched_model() -> None:
     reference, ours = tiny_model("deberta_v2", "mlm").cuda(), tiny_model("deberta_v2", "mlm").cuda()
     apply_unpadding(ours)
     apply_fused_layers(ours)

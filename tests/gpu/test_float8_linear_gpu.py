@@ -1,4 +1,4 @@
-"""Float8 Linears on a GPU that has float8: the kernels' numbers, eager and compiled."""
+"""Float8 Linears on a GPU with float8 support: the results of the kernels, eager and compiled."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.common import make_trainer
 @pytest.mark.gpu
 @every_recipe
 @pytest.mark.parametrize("shape", [(16, 32), (1, 32), (7, 1, 32), (2, 15, 32), (17, 32), (5, 13, 32)])
-def test_the_kernels_give_what_emulation_gives(recipe: str, shape: tuple[int, ...]) -> None:
+def test_kernels_match_emulation(recipe: str, shape: tuple[int, ...]) -> None:
     plain, float8 = linear(recipe, emulate=False, device="cuda")
     _, emulated = linear(recipe, device="cuda")
     x = sample(*shape, device="cuda")
@@ -30,14 +30,14 @@ def test_the_kernels_give_what_emulation_gives(recipe: str, shape: tuple[int, ..
     forward_and_backward = 2 if recipe == "rowwise_with_gw_hp" else 3
     assert recorder.counts["_scaled_mm"] == recorder.counts["float8_mm"] == forward_and_backward
     for a, b, c in zip(actual, expected, reference, strict=True):
-        assert error(a, b) < 0.02, "the same rounding, summed in another precision"
+        assert error(a, b) < 0.02, "the rounding is the same, the precision of the sums is not"
         assert error(a, c) < 0.09
 
 
 @pytest.mark.gpu
 @every_recipe
 @pytest.mark.parametrize("scope", ["model", "blocks"])
-def test_inductor_gives_what_eager_gives_on_a_gpu(recipe: Any, scope: Any) -> None:
+def test_inductor_matches_eager_on_a_gpu(recipe: Any, scope: Any) -> None:
     check_compiled(recipe, scope, "inductor", gpu=True)
 
 

@@ -1,4 +1,4 @@
-"""FSDP on two GPUs: losses of one process at the same global batch, what each holds, a checkpoint for one process."""
+"""FSDP on two GPUs: the same metrics as one process, less memory per GPU, and checkpoints that one process can load."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ JOB = [
 ]
 
 
-WAYS = [["shard=grad_op"], ["shard=full"], ["shard=full", "cpu_offload=true"], ["shard=full", "replicas=2"]]
+FSDP_SETTINGS = [["shard=grad_op"], ["shard=full"], ["shard=full", "cpu_offload=true"], ["shard=full", "replicas=2"]]
 
 
 def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def job(folder: Path, ranks: int, *overrides: str) -> dict[str, Any]:
     return json.loads((folder / "runs" / "job" / "report.json").read_text())
 
 
-def shared_out(folder: Path, way: list[str]) -> dict[str, Any]:
-    """The report of two ranks; one process can go on from their checkpoint."""
-    report = job(folder, 2, *(f"trainer.fsdp.{key}" for key in way), "checkpoint.interval=1ep")
+def train_and_resume(folder: Path, settings: list[str]) -> dict[str, Any]:
+    """Train on two ranks, resume from their checkpoint in one process, and return the report of the two ranks."""
+    report = job(folder, 2, *(f"trainer.fsdp.{key}" for key in settings), "checkpoint.interval=1ep")
     (checkpoint,) = (folder / "runs" / "job" / "checkpoints").glob("ep1*.pt")
     job(folder, 1, f"checkpoint.load={checkpoint}", "trainer.max_duration=2ep", "run_name=again", "runs_folder=again")
     return report
@@ -53,32 +53,32 @@ def shared_out(folder: Path, way: list[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[dict[str, Any]]]]:
-    """All jobs at once: what each holds and learns does not depend on the others."""
+    """The reports of all jobs, which run at the same time because their results do not depend on each other."""
     with ThreadPoolExecutor() as pool:
         found = {"one": pool.submit(job, tmp_path_factory.mktemp("one"), 1)}
         found["ddp"] = pool.submit(job, tmp_path_factory.mktemp("ddp"), 2)
-        for way in WAYS:
-            found["-".join(way)] = pool.submit(shared_out, tmp_path_factory.mktemp("shards"), way)
+        for settings in FSDP_SETTINGS:
+            found["-".join(settings)] = pool.submit(train_and_resume, tmp_path_factory.mktemp("shards"), settings)
         yield found
 
 
-def test_ddp_trains_as_one_process_and_reads_its_losses_early(reports: dict[str, Future[dict[str, Any]]]) -> None:
+def test_ddp_trains_like_one_process_and_reads_losses_early(reports: dict[str, Future[dict[str, Any]]]) -> None:
     one, ddp = reports["one"].result(), reports["ddp"].result()
     for metric, value in one["metrics"].items():
         assert ddp["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
     assert ddp["algorithms"]["early_loss"]["evidence"]["losses_read"] == ddp["training"]["batches"]
 
 
-@pytest.mark.parametrize("way", WAYS, ids="-".join)
-def test_shards_train_as_one_process_does_in_less_memory(
-    way: list[str], reports: dict[str, Future[dict[str, Any]]]
+@pytest.mark.parametrize("settings", FSDP_SETTINGS, ids="-".join)
+def test_shards_train_like_one_process_in_less_memory(
+    settings: list[str], reports: dict[str, Future[dict[str, Any]]]
 ) -> None:
-    report = reports["-".join(way)].result()
+    report = reports["-".join(settings)].result()
     for metric, value in reports["one"].result()["metrics"].items():
         assert report["metrics"][metric] == pytest.approx(value, rel=1e-3, abs=1e-3), metric
     assert report["training"]["ranks"] == 2
     held, whole = report["memory"], reports["ddp"].result()["memory"]
-    if "replicas=2" not in way:  # two copies on two GPUs are shared by none
+    if "replicas=2" not in settings:  # with two replicas on two GPUs, nothing is sharded
         assert held["optimizer_gib"] < 0.6 * whole["optimizer_gib"]
-    if way == ["shard=full"]:
+    if settings == ["shard=full"]:
         assert held["weights_gib"] < 0.6 * whole["weights_gib"]

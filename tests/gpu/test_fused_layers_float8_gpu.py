@@ -1,4 +1,4 @@
-"""fused_layers with 8-bit products on a GPU that has them: values beside bf16 and float32, scales, graphs, resuming."""
+"""fused_layers with 8-bit matmuls, on GPUs that support them: accuracy, scales, CUDA graphs and resuming."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
     pytest.mark.skipif(
         torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
-        reason="8-bit products need compute capability 8.9",
+        reason="8-bit matmuls need compute capability 8.9",
     ),
 ]
 
@@ -67,7 +67,7 @@ def on_gpu(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_as_near_to_float32_as_eight_bits_are(family: Any, head: Any) -> None:
+def test_errors_are_within_the_bounds_of_eight_bits(family: Any, head: Any) -> None:
     stock = tiny_model(family, head).cuda()
     ours = in_float8(stock)
     exact, mine = [], []
@@ -77,19 +77,20 @@ def test_it_is_as_near_to_float32_as_eight_bits_are(family: Any, head: Any) -> N
             exact.append(values(stock, inputs, None))
             mine.append(values(ours, inputs, torch.bfloat16))
     assert "triton, fp8" in {layer.ran for layer in layers_of(ours)}
-    for i, (what, bound) in enumerate([("logits", 0.25), ("gradients", 0.5)]):  # of large weights: 0.03-0.16, 0.1-0.4
+    # Measured with large weights: 0.03-0.16 and 0.1-0.4.
+    for i, (what, bound) in enumerate([("logits", 0.25), ("gradients", 0.5)]):
         error = distance(torch.cat([each[i] for each in mine]), torch.cat([each[i] for each in exact]))
         assert 0.005 < error < bound, (what, error)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
-def test_no_size_of_the_loss_clips_or_loses_a_gradient_from_the_first_batch_on(scale: float) -> None:
+def test_losses_of_any_magnitude_keep_their_gradients_from_the_first_batch(scale: float) -> None:
     stock: Any = tiny_bert()
     stock.cuda()
     ours = in_float8(stock)
     inputs = on_gpu(batch([12, 7, 16, 10]))
     gradients = []
-    for model in (stock, ours, ours):  # the second time with the scales of the first
+    for model in (stock, ours, ours):  # the last pass uses the scales of the one before
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=model is not stock):
             loss = model(**inputs).loss
@@ -100,7 +101,7 @@ def test_no_size_of_the_loss_clips_or_loses_a_gradient_from_the_first_batch_on(s
     torch.testing.assert_close(second, first, rtol=1e-3, atol=1e-4 * float(first.abs().max()))
 
 
-def test_infinite_gradients_reach_the_weights_and_leave_the_scales() -> None:
+def test_infinite_gradients_reach_the_weights_but_not_the_scales() -> None:
     model = in_float8(tiny_bert())
     inputs = on_gpu(batch([12, 7, 16, 10]))
 
@@ -116,7 +117,7 @@ def test_infinite_gradients_reach_the_weights_and_leave_the_scales() -> None:
     assert step(1.0).isfinite().all()
 
 
-def test_evaluation_moves_no_scale_and_computes_in_eight_bits() -> None:
+def test_evaluation_computes_in_eight_bits_and_changes_no_scale() -> None:
     model = in_float8(tiny_bert())
     inputs = on_gpu(batch([12, 7, 16, 10]))
     with torch.autocast("cuda", torch.bfloat16):
@@ -128,7 +129,7 @@ def test_evaluation_moves_no_scale_and_computes_in_eight_bits() -> None:
             with torch.no_grad():
                 model(**inputs)
         assert float8_scales(model) == before
-        model(**inputs).loss.backward()  # with gradients, which eval mode does not forbid
+        model(**inputs).loss.backward()  # eval mode does not disable gradients
         assert float8_scales(model) == before
         assert {layer.ran for layer in layers_of(model)} == {"triton, fp8"}
         model.train()
@@ -136,7 +137,7 @@ def test_evaluation_moves_no_scale_and_computes_in_eight_bits() -> None:
         assert float8_scales(model) != before
 
 
-def test_two_passes_before_their_backward_passes_keep_their_own_scales() -> None:
+def test_two_forward_passes_before_backward_keep_their_scales() -> None:
     model = in_float8(tiny_bert())
     inputs = [on_gpu(batch([12, 7, 16, 10], seed=i)) for i in range(2)]
     found = []
@@ -152,7 +153,7 @@ def test_two_passes_before_their_backward_passes_keep_their_own_scales() -> None
     assert distance(found[1], found[0]) < 0.02
 
 
-def test_a_planned_step_never_waits_for_the_gpu() -> None:
+def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = in_float8(tiny_bert(dropout=0.1)).train()
     model.config.problem_type = "single_label_classification"
     for i, step in enumerate([batch([12, 7, 16, 10 - i], seed=i) for i in range(4)]):
@@ -164,12 +165,12 @@ def test_a_planned_step_never_waits_for_the_gpu() -> None:
             loss.backward()
 
 
-def test_graphs_compute_what_is_computed_without_them() -> None:
+def test_losses_and_scales_are_the_same_with_and_without_graphs() -> None:
     losses, scales = [], []
     for with_graphs in (False, True):
         model: Any = in_float8(tiny_bert()).train()
         if with_graphs:
-            apply_cuda_graphs(model)  # captures at its first call, when no scale is known
+            apply_cuda_graphs(model)  # captures at the first call, before any scale is known
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         found = []
         for i in range(5):
@@ -185,7 +186,7 @@ def test_graphs_compute_what_is_computed_without_them() -> None:
         scales.append([[row[0] for row in rows] for rows in float8_scales(model).values()])
     assert losses[1] == pytest.approx(losses[0], rel=2e-2)
     without, captured = (torch.tensor(each, dtype=torch.int32).view(torch.float32) for each in scales)
-    assert set((captured / without).unique().tolist()) <= {0.5, 1.0, 2.0}, "a capture's warm-up leaves no trace"
+    assert set((captured / without).unique().tolist()) <= {0.5, 1.0, 2.0}, "warming up for a capture changes no scale"
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
@@ -194,7 +195,7 @@ def test_resuming_is_exact(with_graphs: bool, tmp_path: Path) -> None:
         graphs = [CUDAGraphs()] if with_graphs else []
         algorithms = [FusedLayers("all", "fp8"), Unpadding(), MixedPrecision("bf16"), *graphs]
         model = tiny_bert(dropout=0.1)
-        model.bert.embeddings.requires_grad_(False)  # whose gradients are summed in no fixed order
+        model.bert.embeddings.requires_grad_(False)  # their gradients are summed in no fixed order
         return trained(algorithms, model=model, batches=plain_batches(6), gpu=True, **kwargs)
 
     whole = run(save_folder=str(tmp_path), **SAVING)
@@ -204,7 +205,7 @@ def test_resuming_is_exact(with_graphs: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(final_weights(resumed), final_weights(whole), rtol=0, atol=0)
 
 
-def test_it_trains_leaves_evidence_and_gives_the_layers_back(tmp_path: Path) -> None:
+def test_training_leaves_evidence_and_restores_the_layers(tmp_path: Path) -> None:
     technique = FusedLayers(precision="fp8")
     trainer = make_trainer([technique, Unpadding(), MixedPrecision("bf16")], batches=plain_batches(4), gpu=True)
     model = trainer.state.model.model
@@ -216,18 +217,18 @@ def test_it_trains_leaves_evidence_and_gives_the_layers_back(tmp_path: Path) -> 
     assert not [name for name, _ in model.named_buffers() if "float8" in name]
 
 
-def test_the_loss_curve_is_that_of_bf16() -> None:
+def test_the_loss_curve_matches_bf16() -> None:
     curves = []
     for precision in ("autocast", "fp8"):
         recorder = Recorder()
         algorithms: list[Any] = [FusedLayers("all", precision), Unpadding(), MixedPrecision("bf16")]
         trained(algorithms, batches=learnable_batches(), callbacks=[recorder], gpu=True)
         curves.append(torch.tensor(recorder.losses).unfold(0, 20, 1).mean(-1))
-    assert curves[0][-1] < 0.6 * curves[0][0], "it must learn for its curve to tell anything"
+    assert curves[0][-1] < 0.6 * curves[0][0], "the comparison needs a loss that falls"
     assert float((curves[1] - curves[0]).abs().max()) < 0.06
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_fp16_and_a_second_precision_are_refused() -> None:
     with pytest.raises(TechniqueError, match="precision: fp8 goes with bf16, and this run is fp16"):
         make_trainer([FusedLayers(precision="fp8"), Unpadding(), MixedPrecision("fp16")], gpu=True)
     model = in_float8(tiny_bert())
@@ -237,7 +238,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         model(**on_gpu(batch([3, 4])))
 
 
-def test_scales_are_saved_and_loaded_beside_the_model() -> None:
+def test_scales_are_saved_and_loaded_separately_from_the_model() -> None:
     model, other = in_float8(tiny_bert()), in_float8(tiny_bert())
     with torch.autocast("cuda", torch.bfloat16):
         model(**on_gpu(batch([12, 7]))).loss.backward()

@@ -1,4 +1,4 @@
-"""fused_layers on a GPU: values in bf16 beside the stock model's, and no wait for the device."""
+"""fused_layers on a GPU: accuracy in 16 bits compared with the stock model, and steps without GPU synchronization."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from tests.helpers.models import FUSED, HEADS, tiny_model
 from tests.helpers.waiting import no_waiting
 from tests.reference.nearness import distance, values
 
-# torch says once a process that its debug mode may miss synchronizations.
+# torch warns once per process that its debug mode may miss synchronizations.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", FUSED)
-def test_it_is_about_as_near_to_float32_as_the_padded_model(family: Any, head: Any, dtype: torch.dtype) -> None:
-    """Logits and gradients in 16 bits: the residual stream rounds too, so up to three times the stock error."""
+def test_errors_are_at_most_three_times_the_padded_models(family: Any, head: Any, dtype: torch.dtype) -> None:
+    """The error of logits and gradients may be three times the stock model's: the residual stream is rounded, too."""
     stock = tiny_model(family, head).cuda()
     ours = copy.deepcopy(stock)
     apply_unpadding(ours)
@@ -68,7 +68,7 @@ def test_it_is_about_as_near_to_float32_as_the_padded_model(family: Any, head: A
         assert 0 < error <= 3 * distance(torch.cat([each[i] for each in theirs]), reference), what
 
 
-def test_a_planned_step_never_waits_for_the_gpu() -> None:
+def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = tiny_bert(dropout=0.1)
     model.cuda().train()
     model.config.problem_type = "single_label_classification"
@@ -83,7 +83,7 @@ def test_a_planned_step_never_waits_for_the_gpu() -> None:
             loss.backward()
 
 
-def test_the_same_seed_trains_alike_and_dropout_is_drawn_anew_each_step() -> None:
+def test_dropout_repeats_with_the_seed_and_differs_between_steps() -> None:
     model: Any = tiny_bert(dropout=0.3)
     model.cuda().train()
     apply_unpadding(model)
@@ -98,8 +98,8 @@ def test_the_same_seed_trains_alike_and_dropout_is_drawn_anew_each_step() -> Non
     assert not torch.equal(runs[0][0], runs[0][1])
 
 
-def test_what_is_compiled_ahead_runs() -> None:
-    from composer_speedups.kernels.compile_ahead import launches  # it imports Triton
+def test_kernels_compiled_ahead_run() -> None:
+    from composer_speedups.kernels.compile_ahead import launches  # imports Triton
 
     shape = Shape(64, 128, 2, 0.1, 0.1, 0.1, 64, 0.1)
     for some in launches(shape, torch.bfloat16, torch.device("cuda")):
@@ -131,8 +131,8 @@ def test_it_trains_under_composer(with_graphs: bool) -> None:
 
 @inside
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_changed_layer_computes_what_it_does_untouched(change: Any, said: str, when: str) -> None:
-    """In bf16, with the kernels in the layers that are as they were: about as near to float32 as the padded model."""
+def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, said: str, when: str) -> None:
+    """The untouched layers run the kernels; in bf16 the error is at most about three times the padded model's."""
     stock, ours = tiny_bert(), tiny_bert()
     model: Any
     for model in (stock, ours):
@@ -153,7 +153,7 @@ def test_a_changed_layer_computes_what_it_does_untouched(change: Any, said: str,
 
 
 @pytest.mark.parametrize("with_graphs", [False, True])
-def test_a_model_of_ones_own_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
+def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
     fused, graphs = FusedLayers(), CUDAGraphs()
     algorithms = [fused, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
     trainer = make_trainer(algorithms, model=Mine(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
@@ -183,12 +183,12 @@ def test_bi_encoders_train_with_a_plan_for_each_mask(encoders: int, with_graphs:
     trainer.fit()
     counted = [encoder.counted for encoder in unpadded_encoders(trainer.state.model)]
     trainer.close()
-    assert counted == [0] * encoders  # no training batch counted for itself
+    assert counted == [0] * encoders  # no encoder had to count its own tokens in a training batch
     if with_graphs:
         assert graphs.evidence["replays"] == 3
 
 
-def test_the_functions_serve_two_masks_on_a_gpu() -> None:
+def test_the_functions_handle_two_masks_on_a_gpu() -> None:
     stock, ours = BiEncoder().cuda(), both(BiEncoder().cuda())
     for each in pairs(3):
         inputs = {name: value.cuda() for name, value in each.items()}

@@ -1,4 +1,4 @@
-"""A Composer Trainer of one's own on two GPUs, over NCCL alone: recommended() trains as it does on one."""
+"""Your own Composer Trainer on two GPUs, with NCCL only: recommended() trains as on one GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 
 def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
-    """Twelve batches of 32 reviews in all of BERT-base without dropout's draws, which differ by rank."""
+    """Train BERT-base for twelve batches of 32 samples (global), without dropout because its draws differ by rank."""
     launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
     job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
     done = subprocess.run([*launcher, *job, *arguments], capture_output=True, text=True, timeout=500, cwd=folder)
@@ -25,14 +25,14 @@ def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
-def test_recommended_runs_unchanged_on_two_gpus_and_trains_as_on_one(tmp_path: Path) -> None:
+def test_recommended_trains_on_two_gpus_as_on_one(tmp_path: Path) -> None:
     one, two, plain = example(tmp_path, 1), example(tmp_path, 2), example(tmp_path, 2, "--plain")
     for found in (two, plain):
         assert found["ranks"] == 2
         assert all(technique["engaged"] for technique in found["techniques"].values()), found["techniques"]
         assert found["techniques"]["early_loss"]["losses_read"] == 12
         assert found["techniques"]["cuda_graphs"]["replays"] > 0
-    assert two["loss"] == pytest.approx(one["loss"], abs=0.02), "the same batches, in 16 bits"
+    assert two["loss"] == pytest.approx(one["loss"], abs=0.02), "the batches are the same, in 16 bits"
     assert two["ddp"]["overlapped_steps"] == 10
     assert two["ddp"]["gradients_read_by"] is None
     assert plain["ddp"] is None

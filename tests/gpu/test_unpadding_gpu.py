@@ -1,4 +1,4 @@
-"""Unpadding on a GPU: the flash kernel's values and operator, and no wait for the device."""
+"""Unpadding on a GPU: the flash kernel runs, its results are accurate, and a step never synchronizes with the GPU."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.helpers.waiting import no_waiting
 from tests.reference.loop import gradients
 from tests.reference.nearness import distance, values
 
-# torch says once a process that its debug mode may miss synchronizations.
+# torch warns once per process that its debug mode may miss synchronizations.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", UNPADDED)
-def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str, head: str) -> None:
-    """Over random masks, logits and gradients in bf16 stray from float32 no further than the padded model's."""
+def test_errors_of_the_flash_kernel_are_close_to_the_padded_models(family: str, head: str) -> None:
+    """Over random masks, the bf16 error of logits and gradients is at most 1.5 times the padded model's."""
     padded = tiny_model(family, head).cuda()
     unpadded = copy.deepcopy(padded)
     apply_unpadding(unpadded)
@@ -43,7 +43,7 @@ def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str,
             with recorder:
                 unpadded_bf16.append(values(unpadded, inputs, torch.bfloat16))
             if unpadded_encoders(unpadded)[0].ran == "unpadded":
-                if family == "mpnet":  # its bias is added to the scores, which the flash kernel does not do
+                if family == "mpnet":  # adds a bias to the scores, which the flash kernel cannot do
                     assert {name.startswith("scaled_dot_product") for name in operators_among(recorder.counts)} == {
                         True
                     }
@@ -62,7 +62,7 @@ def test_the_flash_kernel_is_as_near_to_float32_as_the_padded_model(family: str,
         assert 0 < ours <= 1.5 * theirs, what
 
 
-def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:
+def test_the_flash_kernel_applies_dropout_in_training() -> None:
     model = tiny_model("bert", attention_dropout=0.5).cuda().train()
     apply_unpadding(model)
     inputs = {k: v.cuda() for k, v in batch([6, 9, 12]).items()}
@@ -72,7 +72,7 @@ def test_attention_drops_weights_in_training_on_the_flash_kernel() -> None:
         assert torch.equal(model(**inputs).logits, model(**inputs).logits)
 
 
-def test_a_batch_of_nothing_but_padding_gives_no_nan_on_the_flash_kernel() -> None:
+def test_an_all_padding_batch_gives_no_nan_on_the_flash_kernel() -> None:
     model = tiny_model("bert", "mlm").cuda()
     apply_unpadding(model)
     inputs = {k: v.cuda() for k, v in masked_batch(torch.zeros(3, 5, dtype=torch.long), "mlm").items()}
@@ -83,7 +83,7 @@ def test_a_batch_of_nothing_but_padding_gives_no_nan_on_the_flash_kernel() -> No
     assert all(g.isfinite().all() for g in gradients(model).values())
 
 
-def test_a_planned_step_never_waits_for_the_gpu() -> None:
+def test_a_planned_step_never_synchronizes_with_the_gpu() -> None:
     model: Any = tiny_bert(dropout=0.1)
     model.cuda().train()
     model.config.problem_type = "single_label_classification"
@@ -100,9 +100,9 @@ def test_a_planned_step_never_waits_for_the_gpu() -> None:
 
 
 class NoWaiting(Algorithm):
-    """torch's sync debug mode from the second batch's forward pass to the end of its backward pass.
+    """Raise on GPU synchronization during the forward and backward pass, from the second batch on.
 
-    Composer itself reads its number of samples back between loading a batch and the forward pass.
+    Loading a batch is left out, because Composer itself reads back the number of samples between that and the forward.
     """
 
     def match(self, event: Event, state: State) -> bool:
@@ -113,7 +113,7 @@ class NoWaiting(Algorithm):
         torch.cuda.set_sync_debug_mode("error" if steady else "default")
 
 
-def test_a_steady_training_step_never_waits_for_the_gpu() -> None:
+def test_a_steady_training_step_never_synchronizes_with_the_gpu() -> None:
     model = tiny_bert(dropout=0.1)
     model.config.problem_type = "single_label_classification"
     technique = Unpadding()

@@ -1,7 +1,7 @@
-"""What cannot go together of model families, techniques, heads and inputs: the one table of it.
+"""The combinations of model families, techniques, heads and inputs that are refused.
 
-``tests/families/test_family_techniques.py`` holds each line to its error, and everything that no line names to the
-untouched model's values. ``benchmarks/tables.py`` writes docs/FAMILIES.md from it.
+``tests/families/test_family_techniques.py`` checks the error of each entry, and compares every other combination with
+the untouched model. ``benchmarks/tables.py`` writes docs/FAMILIES.md from this table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEADS = {
     "choice": "multiple choice",
     "answering": "question answering",
     "mlm": "masked LM",
-    "pooling": "one's own module with mean pooling",
+    "pooling": "custom module with mean pooling",
 }
 INPUTS = (
     "right padding",
@@ -46,13 +46,13 @@ INPUTS = (
 
 
 class Refusal(NamedTuple):
-    """A line of the table.
+    """A refused combination.
 
     Attributes:
-        techniques: Each is refused.
-        error: What the ValueError says, a regular expression.
-        why: The same for the documentation.
-        families, head, input: With which; empty for all.
+        techniques: The techniques that refuse it.
+        error: Regular expression of the ValueError's message.
+        why: The reason, for the documentation.
+        families, head, input: The rest of the combination; empty for all.
     """
 
     techniques: tuple[str, ...]
@@ -66,50 +66,50 @@ class Refusal(NamedTuple):
 REFUSALS = (
     Refusal(
         ("unpadding", "fused_layers"),
-        r"^unpadding cannot serve \w+ForQuestionAnswering, whose loss is over padding positions too$",
-        "its loss is over padding positions too",
+        r"^unpadding does not support \w+ForQuestionAnswering, whose loss includes padding positions$",
+        "its loss includes padding positions",
         head="answering",
     ),
     Refusal(
         ("fused_layers",),
         r"^fused_layers can fuse none .* knows the layers of .* and this model's are AlbertLayerGroup$",
-        "a layer that is run several times is not known to its kernels",
+        "a layer that runs several times per forward pass is not supported",
         families=("albert",),
     ),
     Refusal(
         ("fused_layers",),
         r"^fused_layers can fuse none .* knows the layers of .* and this model's are MPNetLayer$",
-        "its attention kernel adds no bias for relative positions",
+        "its attention kernel does not support a relative position bias",
         families=("mpnet",),
     ),
     Refusal(
         ("fused_layers",),
         r"^fused_layers can fuse none .* knows the layers of .* and this model's are T5Block$",
-        "its kernels are of layers with norms behind, biases and absolute positions",
+        "its kernels do not support pre-norm layers without biases and with a relative position bias",
         families=("t5",),
     ),
     Refusal(
         ("fast_layernorm",),
         r"^no torch\.nn\.LayerNorm was found in the model$",
-        "its norms are no LayerNorm",
+        "its norms are RMS norms",
         families=("t5",),
     ),
     Refusal(
         ("sdpa_attention",),
         r"^(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers$",
-        "transformers has no SDPA for it; `unpadding` brings its own attention",
+        "transformers does not support SDPA for it; `unpadding` uses its own attention",
         families=("mpnet", "deberta_v2"),
     ),
     Refusal(
         ("sparse_upcycling",),
-        r"^sparse_upcycling knows the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
-        "its feed-forward layers are shared, or of another kind",
+        r"^sparse_upcycling supports the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
+        "its feed-forward layers are shared between blocks or gated",
         families=("albert", "modernbert", "t5"),
     ),
     Refusal(
         ("sparse_upcycling",),
         r"^load balancing needs an attention mask of shape \(rows, tokens\), not \(4, 1, 12, 12\)$",
-        "the load is balanced over real tokens, which a mask of pairs does not name",
+        "the load is balanced over real tokens, which a mask of token pairs does not define",
         input="4-D mask",
     ),
 )
@@ -119,22 +119,22 @@ UNDEFINED = {
     ("sdpa_attention", "modernbert", "classification", "left padding"): "reads each row's first slot",
     ("sdpa_attention", "modernbert", "answering", "right padding"): "has a loss over every slot",
 }
-"""Technique, family, head and input for which the untouched model's values mean nothing, and what the head does: a
-padding slot in whose local window there is no token attends to nothing, where eager attention and SDPA differ."""
+"""Technique, family, head and input for which the untouched model's values are undefined, and what the head reads.
+Padding without real tokens in its local window attends to nothing, and eager attention and SDPA differ there."""
 
 
 FAILING = {("deberta_v2", "4-D mask"): "its embeddings are multiplied by the mask"}
-"""Family and input on which the untouched model itself fails, and why."""
+"""Family and input for which the untouched model fails, and why."""
 
 
-def refusal_of(technique: str, family: str, head: str, given: str = "") -> Refusal | None:
-    """The line that refuses a combination; None where it works."""
+def refusal_of(technique: str, family: str, head: str, kind: str = "") -> Refusal | None:
+    """The entry that refuses a combination; None if it is supported."""
     for line in REFUSALS:
         if (
             technique in line.techniques
             and family in (line.families or (family,))
             and head in (line.head or head,)
-            and line.input in ("", given)
+            and line.input in ("", kind)
         ):
             return line
     return None

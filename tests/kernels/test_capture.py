@@ -1,4 +1,4 @@
-"""What a capture of CUDA graphs reads and writes: parameters, gradients, time."""
+"""Capturing CUDA graphs: parameters, gradients, warm-up and timing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 
-def test_the_model_has_its_own_parameters_back_and_shared_ones_get_the_whole_gradient() -> None:
+def test_capture_keeps_parameters_and_sums_the_gradients_of_tied_ones() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -40,7 +40,7 @@ def test_the_model_has_its_own_parameters_back_and_shared_ones_get_the_whole_gra
     assert all(own[name] is p for name, p in model.named_parameters(remove_duplicate=False))
 
 
-def test_a_parameter_that_no_module_holds_is_refused() -> None:
+def test_a_parameter_outside_the_module_is_refused() -> None:
     model = nn.Linear(3, 3)
     weight = model.weight
     model.forward = lambda x: x @ weight  # type: ignore[method-assign]
@@ -49,7 +49,7 @@ def test_a_parameter_that_no_module_holds_is_refused() -> None:
         model(torch.ones(2, 3))
 
 
-def test_what_is_compiled_is_compiled_before_it_is_captured() -> None:
+def test_compilation_ends_before_capture() -> None:
     model = nn.Linear(3, 3)
     linear, stats = model.forward, torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
@@ -68,7 +68,7 @@ def test_what_is_compiled_is_compiled_before_it_is_captured() -> None:
 
     model.forward = forward
     GraphedCalls(model, forward, 1, recorder=Recorder)(torch.ones(2, 3))
-    assert warmed_up[0] == [1, 2, 2], "until a call compiles nothing"
+    assert warmed_up[0] == [1, 2, 2], "warm-up lasts until a call compiles nothing"
 
 
 def test_captures_are_timed() -> None:
@@ -81,19 +81,19 @@ def test_captures_are_timed() -> None:
     assert before < after == capture_seconds()
 
 
-def test_the_shapes_share_one_place_for_gradients() -> None:
+def test_shapes_share_their_gradient_buffers() -> None:
     model = tiny_bert()
     graphed(model)
-    places = []
+    pointers = []
     for lengths in ([5, 4], [8, 8]):
         model.zero_grad()
         model(**batch(lengths)).loss.backward()
-        places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
-    assert places[0] == places[1]
-    assert len(places[0]) == len(list(model.parameters()))
+        pointers.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
+    assert pointers[0] == pointers[1]
+    assert len(pointers[0]) == len(list(model.parameters()))
 
 
-def test_any_outputs_may_be_differentiated_and_any_parameters_unused() -> None:
+def test_gradients_of_any_subset_of_outputs_with_unused_parameters() -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(3, 2), "b": nn.Linear(3, 2), "unused": nn.Linear(3, 2)})
     model["a"].bias.requires_grad_(False)
@@ -107,9 +107,8 @@ def test_any_outputs_may_be_differentiated_and_any_parameters_unused() -> None:
             outputs = each(torch.ones(4, 3))
             assert [o.requires_grad for o in outputs] == [True, True, False]
             torch.stack([(i + 1) * outputs[i].square().sum() for i in pick]).sum().backward()
-        zeros = {
-            n: torch.zeros_like(g) for n, g in gradients(model).items()
-        }  # graphs give these what autograd leaves out
+        # Graphs return zeros for gradients that autograd leaves out.
+        zeros = {n: torch.zeros_like(g) for n, g in gradients(model).items()}
         assert_near(gradients(model), {**zeros, **gradients(reference)})
     assert calls.replays == 3
     assert model["unused"].weight.grad is None

@@ -1,4 +1,4 @@
-"""The Triton kernels of DeBERTa's attention against plain PyTorch: by Triton's interpreter on the CPU, and on a GPU."""
+"""DeBERTa's Triton attention kernels compared with plain PyTorch: in Triton's interpreter on the CPU, and on a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PROGRAM = "tests.reference.disentangled_kernels"
 COMPARISONS = 40
 
 
-def test_the_kernels_compute_what_pytorch_computes() -> None:
+def test_interpreted_kernels_match_pytorch() -> None:
     assert interpreted(PROGRAM).count(" agrees") == COMPARISONS
 
 
 @pytest.mark.gpu
-def test_the_compiled_kernels_compute_what_pytorch_computes() -> None:
+def test_compiled_kernels_match_pytorch() -> None:
     assert compiled(PROGRAM).count(" agrees") == COMPARISONS

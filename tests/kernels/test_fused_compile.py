@@ -1,4 +1,4 @@
-"""The Triton kernels of fused_layers, as they are launched, compile for GPUs that need not be here."""
+"""The Triton kernels of fused_layers compile with the arguments of their launches; no GPU is needed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HIDDEN = 768
 
 
 class Launch(NamedTuple):
-    """What Triton compiles a kernel for."""
+    """A kernel and the argument types and options that Triton compiles it for."""
 
     fn: Any
     signature: dict[str, str]
@@ -83,7 +83,7 @@ class Launch(NamedTuple):
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """Kernels are not launched, which needs a GPU, but noted."""
+    """Record kernel launches instead of running them, which would need a GPU."""
     found: list[Launch] = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -142,6 +142,12 @@ def embeddings(
         out.backward(torch.zeros_like(out))
 
 
+@pytest.fixture(scope="module")
+def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An empty folder for Triton's cache, shared by the tests of this module."""
+    return str(tmp_path_factory.mktemp("triton"))
+
+
 @pytest.mark.pins
 @pytest.mark.parametrize("case", [norms, attention, gelu, embeddings, float8])
 @pytest.mark.parametrize(("architecture", "dropout"), [(80, 0.1), (90, 0.1), (90, 0.0)])
@@ -150,15 +156,16 @@ def test_every_launch_compiles_and_spills_no_registers(
     architecture: int,
     dropout: float,
     launched: list[Launch],
+    compiled_kernels: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if case is float8 and architecture < 89:
-        pytest.skip("8-bit products need compute capability 8.9")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(Path.cwd()))
+        pytest.skip("8-bit matmuls need compute capability 8.9")
+    monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)  # kernels without dropout compile once for both rates
     case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
     assert len(launched) == {"norms": 3, "attention": 3, "gelu": 1, "embeddings": 2, "float8": 18}[case.__name__]
     compiled = [launch.compile(architecture) for launch in launched]
-    if architecture == 90:  # what the block sizes were chosen for
+    if architecture == 90:  # the block sizes were chosen for it
         for kernel in compiled:
             Path("kernel.cubin").write_bytes(kernel.asm["cubin"])
             tool = Path(triton.__path__[0]) / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -166,7 +173,7 @@ def test_every_launch_compiles_and_spills_no_registers(
                 [tool, "-res-usage", "kernel.cubin"], capture_output=True, text=True, check=True
             ).stdout
             registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", used).groups())  # type: ignore[union-attr]
-            least = 8 if case is float8 else 0  # of the norm's backward kernel, to stay within 128 registers
+            least = 8 if case is float8 else 0  # the norm's backward kernel spills to stay within 128 registers
             assert stack <= least, kernel.metadata.name
             assert registers <= 255, kernel.metadata.name
 
@@ -174,10 +181,10 @@ def test_every_launch_compiles_and_spills_no_registers(
 @pytest.mark.parametrize("dropouts", [DropoutRates(0.1, 0.1, 0.1), DropoutRates(0.1, 0.0, 0.6)])
 @pytest.mark.parametrize("rows", [1, 5])
 @pytest.mark.parametrize("in_float8", [False, True])
-def test_what_is_compiled_ahead_is_what_a_model_launches(
+def test_every_launch_of_a_model_is_compiled_ahead(
     dropouts: DropoutRates, rows: int, in_float8: bool, launched: list[Launch]
 ) -> None:
-    hidden, heads = 192, 3  # a quarter of BERT-base, whose products take the CPU ten seconds in bf16
+    hidden, heads = 192, 3  # a quarter of BERT-base, whose matmuls take ten seconds on a CPU in bf16
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
     config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
     parts = bert.FAMILY.parts(BertModel(config).encoder.layer[0])  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The kernels are usable alone; that the example in their documentation runs is part of test_fused_kernels."""
+"""The kernels are usable without the rest of the package; test_fused_kernels runs the example in their docstring."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FOLDER = Path(kernels.__file__).parent
 
 
 @pytest.mark.parametrize("module", sorted(path.name for path in FOLDER.glob("*.py")))
-def test_a_kernels_module_imports_torch_triton_and_kernels_alone(module: str) -> None:
+def test_kernel_modules_import_only_torch_triton_and_kernels(module: str) -> None:
     imported: set[str] = set()
     for node in ast.walk(ast.parse((FOLDER / module).read_text())):
         if isinstance(node, ast.Import):
@@ -26,7 +26,7 @@ def test_a_kernels_module_imports_torch_triton_and_kernels_alone(module: str) ->
     assert {name.partition(".")[0] for name in imported - ours} <= {"torch", "triton", *standard}
 
 
-def test_every_public_function_is_documented_in_the_package() -> None:
+def test_the_package_docstring_names_every_public_function() -> None:
     for path in FOLDER.glob("*.py"):
         module = ast.parse(path.read_text())
         if path.stem in ("__init__", "dropout_bits"):

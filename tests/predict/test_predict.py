@@ -112,7 +112,7 @@ def test_an_interrupted_call_goes_on_and_ends_with_the_same_file(
     partial.write_bytes(partial.read_bytes() + b'{"label": "nega')  # killed in the middle of a line
     main(call)
     assert calls == [20, 20, 20, 20], "the third block only, and once more"
-    assert "40 of 60 rows; going on after them" in capsys.readouterr().err
+    assert "40 of 60 rows; continuing after them" in capsys.readouterr().err
     assert Path("in.predictions.jsonl").read_bytes() == expected
     assert not partial.exists()
 
@@ -129,7 +129,7 @@ def test_a_changed_input_does_not_go_on_with_what_there_is(finished: Path, monke
             main(call)
     save(TEXTS[1:])
     with pytest.raises(
-        ConfigError, match=r"^output: in\.predictions\.jsonl\.partial is of another run, input or columns"
+        ConfigError, match=r"^output: in\.predictions\.jsonl\.partial belongs to another run, input or columns"
     ):
         main(call)
 
@@ -170,8 +170,8 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
     bare.mkdir()
     bare.joinpath("report.json").write_text((finished / "report.json").read_text())
     for folder, message in {
-        "nowhere": "is no folder; give a run's, such as runs/NAME",
-        "unfinished": r"has no report\.json, so its training has not ended",
+        "nowhere": "is not a folder; name a run's folder, such as runs/NAME",
+        "unfinished": r"has no report\.json, so its training has not finished",
         "bare": r"has no model/; train with export=true",
     }.items():
         with pytest.raises(ConfigError, match=f"^RUN: {folder}.* {message}"):
@@ -186,7 +186,7 @@ def test_a_masked_language_model_has_nothing_to_predict(finished: Path) -> None:
     report = json.loads((copy / "report.json").read_text())
     report["config"]["model"]["task"] = "mlm"
     (copy / "report.json").write_text(json.dumps(report))
-    with pytest.raises(ConfigError, match=r"^RUN: a masked language model has nothing to predict for a text"):
+    with pytest.raises(ConfigError, match=r"^RUN: a masked language model does not predict anything for a text"):
         main(["masked", "--input", "in.jsonl"])
 
 

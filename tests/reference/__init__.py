@@ -1,1 +1,1 @@
-"""A trusted plain reference, and how near to it each dtype has to come."""
+"""Trusted reference implementations in plain PyTorch, and the tolerance for each dtype."""

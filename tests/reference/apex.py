@@ -1,7 +1,7 @@
 """A stand-in for Apex's fused LayerNorm: its modules, its function's signature and its treatment of autocast.
 
-Apex builds CUDA extensions on the machine that uses it, and there is none where the tests run. The arithmetic is
-torch's; what the tests look at is how our module calls it. Source of the signature: NVIDIA/apex,
+Apex must be built from source, and the machines that run the tests do not have it. The stand-in computes with torch;
+the tests check how our module calls it. Source of the signature: NVIDIA/apex,
 apex/normalization/fused_layer_norm.py at 014f30f.
 """
 
@@ -21,7 +21,7 @@ __all__ = ["FusedLayerNormAffineFunction", "install"]
 
 
 class FusedLayerNormAffineFunction(torch.autograd.Function):
-    """Like Apex's: refuses mixed dtypes, computes in float32, gives the input's dtype."""
+    """Refuse mixed dtypes, compute in float32 and return the input's dtype, like Apex's function."""
 
     calls = 0
 
@@ -57,7 +57,7 @@ def fused_layer_norm_affine(
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> type[FusedLayerNormAffineFunction]:
-    """Put the stand-in where ``import apex`` and ``import fused_layer_norm_cuda`` find it."""
+    """Make ``import apex`` and ``import fused_layer_norm_cuda`` import the stand-in."""
     names = ("apex", "apex.normalization", "apex.normalization.fused_layer_norm", "fused_layer_norm_cuda")
     for name in names:
         module = ModuleType(name)

@@ -1,6 +1,6 @@
-"""Training of one technique at a time, in one process or on the ranks of several: DDP, FSDP's two ways, HSDP.
+"""Train with one technique at a time, in one process or on several ranks with DDP, FSDP (two sharding modes) or HSDP.
 
-The ranks share the batches that one process has whole, so the losses should be the same.
+Each batch of one process is split over the ranks, so the losses should be the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from composer_speedups.train.out_of_memory import MicrobatchTrainer
 from tests.helpers.common import Batch, Recorder, batch, tiny_bert, trained
 from tests.helpers.settings import Case, cases
 
-WAYS: dict[str, FSDPConfig | None] = {
+PARALLELISMS: dict[str, FSDPConfig | None] = {
     "ddp": None,
     "grad_op": FSDPConfig(shard="grad_op"),
     "full": FSDPConfig(shard="full"),
@@ -31,7 +31,7 @@ LENGTHS = [[12, 7, 16, 10], [3, 16, 4, 9], [1, 1, 16, 1], [8, 2, 16, 4]]
 
 
 def first_cases() -> Iterator[Case]:
-    """The first CPU variant of each technique."""
+    """Yield the first CPU variant of each technique."""
     seen: set[str] = set()
     for parameter in cases():
         case = parameter.values[0]
@@ -41,15 +41,15 @@ def first_cases() -> Iterator[Case]:
 
 
 def batches(ranks: int) -> list[Batch]:
-    """Four batches, each cut into one for every rank, in turn."""
+    """Return four batches, each split into one batch per rank, in the order of the ranks."""
     whole = [batch(lengths, 16, seed=i) for i, lengths in enumerate(LENGTHS)]
     return [{name: rows.chunk(ranks)[rank] for name, rows in each.items()} for each in whole for rank in range(ranks)]
 
 
 def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | None = None) -> list[float]:
-    """Losses of the four batches, the mean over ranks."""
+    """Train on the four batches and return their losses, averaged over the ranks."""
     recorder = Recorder()
-    recorder.first_gradients = {"": torch.empty(0)}  # shards are no gradients to compare
+    recorder.first_gradients = {"": torch.empty(0)}  # do not record gradients: shards cannot be compared
     model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
     model.model.config.problem_type = "single_label_classification"
     if fsdp is not None:
@@ -68,18 +68,18 @@ def train(case: Case | None, fsdp: FSDPConfig | None = None, *, clip: float | No
     return recorder.losses
 
 
-def outcome(case: Case | None, way: str, **settings: Any) -> Any:
+def outcome(case: Case | None, parallelism: str, **settings: Any) -> Any:
     try:
-        return train(case, WAYS[way], **settings)
+        return train(case, PARALLELISMS[parallelism], **settings)
     except UserError as error:
         return str(error)
 
 
 def all_outcomes() -> dict[str, dict[str, Any]]:
-    """Losses, or the one line of a refusal, by technique and way; the same on every rank."""
-    found = {
-        case.name: {way: outcome(case, way) for way in (WAYS if case.name == "fused_optimizer" else ("ddp", "full"))}
-        for case in first_cases()
-    }
-    found["clipped"] = {way: outcome(None, way, clip=CLIP) for way in ("full", "hsdp")}
+    """Return losses, or the error message of a refusal, by technique and parallelism; the same on every rank."""
+    found = {}
+    for case in first_cases():
+        parallelisms = PARALLELISMS if case.name == "fused_optimizer" else ("ddp", "full")
+        found[case.name] = {parallelism: outcome(case, parallelism) for parallelism in parallelisms}
+    found["clipped"] = {parallelism: outcome(None, parallelism, clip=CLIP) for parallelism in ("full", "hsdp")}
     return found

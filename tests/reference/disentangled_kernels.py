@@ -1,6 +1,6 @@
 """Compare the disentangled attention kernels with plain PyTorch; run on the CPU under TRITON_INTERPRET=1, or on a GPU.
 
-A program of its own, as ``tests.reference.fused_kernels``, which it is written like.
+Like ``tests.reference.fused_kernels``, this program needs a process of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LONGEST, TABLE = 192, 24
 
 
 def entries() -> Tensor:
-    """Ascending, as buckets are: one for each small distance, several distances each beyond."""
+    """Return the table entry of each distance, in ascending order: one per small distance, shared by larger ones."""
     distances = torch.arange(-LONGEST, LONGEST + 1, device=DEVICE)
     far = distances.abs()
     buckets = distances.sign() * torch.where(far < 5, far, 4 + far.float().log2().int())
@@ -38,7 +38,7 @@ def entries() -> Tensor:
 
 
 def plain(qkv: Tensor, positions: Tensor, heads: int, masks: list[Tensor], dropout: float) -> Tensor:
-    """The same attention in torch's operators, row by row."""
+    """Compute the same attention with torch's operators, row by row."""
     rows, table = [], positions.view(TABLE, 2, heads, -1)
     for (start, end), mask in zip(pairwise(CU.tolist()), masks, strict=True):
         q, k, v = qkv[start:end].unflatten(1, (3, heads, -1)).unbind(1)  # (S, A, D)
@@ -52,8 +52,12 @@ def plain(qkv: Tensor, positions: Tensor, heads: int, masks: list[Tensor], dropo
     return torch.cat(rows)
 
 
-def kept_weights(heads: int, size: int, dropout: float) -> list[Tensor]:
-    """Which weights dropout keeps: uniform attention over values that are 1 for one key at a time."""
+def kept_weights(heads: int, dropout: float) -> list[Tensor]:
+    """Return masks of the attention weights that dropout keeps.
+
+    They are read from uniform attention over values that are 1 for one key at a time.
+    """
+    size = 64  # masks do not depend on the head size
     masks = [torch.zeros(heads, length, length, device=DEVICE) for length in LENGTHS]
     table = torch.zeros(TABLE, 2 * heads * size, device=DEVICE)
     for first in range(0, max(LENGTHS), size):
@@ -71,7 +75,7 @@ def kept_weights(heads: int, size: int, dropout: float) -> list[Tensor]:
 def attentions(dropout: float, heads: int, size: int) -> None:
     masks = [torch.ones(heads, length, length, device=DEVICE) for length in LENGTHS]
     if dropout:
-        masks = kept_weights(heads, size, dropout)
+        masks = kept_weights(heads, dropout)
         rate = float(torch.cat([m.flatten() for m in masks]).mean())
         assert abs(rate - (1 - dropout)) < 0.01, rate
     qkv, positions = random(sum(LENGTHS), 3 * heads * size), random(TABLE, 2 * heads * size)
@@ -88,11 +92,14 @@ def attentions(dropout: float, heads: int, size: int) -> None:
     for i, name in enumerate(("keys", "queries")):
         near(f"the gradient of its position {name}", d_positions.chunk(2, 1)[i], leaves[1].grad.chunk(2, 1)[i])  # type: ignore[union-attr]
     again = disentangled_backward(*given)
-    assert all(torch.equal(a, b) for a, b in zip(again, (d_qkv, d_positions), strict=True)), "no atomic additions"
+    assert all(torch.equal(a, b) for a, b in zip(again, (d_qkv, d_positions), strict=True)), "deterministic"
 
 
 def operators() -> None:
-    """With autograd; with dropout the derivative along its own gradient is that of a linear function of the values."""
+    """Check the operator under autograd.
+
+    With dropout, the result is linear in the values, so values times their gradient must equal result times gradient.
+    """
     heads, size = 2, 16
     qkv = random(sum(LENGTHS), 3 * heads * size).requires_grad_()
     positions = random(TABLE, 2 * heads * size).requires_grad_()
@@ -109,7 +116,7 @@ def operators() -> None:
 
 
 def layers() -> None:
-    """The whole layer beside transformers' own on packed tokens, in float32 and so with torch's attention."""
+    """Compare the layer with transformers' layer on packed tokens, in float32 and hence with torch's attention."""
     model = tiny_model("deberta_v2").to(DEVICE).train()
     apply_unpadding(model, 1)
     layer, encoder, family = model.deberta.encoder.layer[0], model.deberta.encoder, family_named("deberta_v2")
@@ -138,7 +145,7 @@ def layers() -> None:
 
 
 def encoder_entries(longest: int) -> Tensor:
-    """For a table of 12 entries."""
+    """Return the entry of each distance in a table of 12 entries."""
     distances = torch.arange(-longest, longest + 1, device=DEVICE)
     return (distances // 9 + 6).clamp(0, 11).int()
 

@@ -1,6 +1,7 @@
 """train.py with a rank that dies in its third batch: ``python -m composer.cli.launcher -n 2 -m tests.reference.dying``.
 
-The environment says which (``DYING_RANK``) and how (``DYING_HOW``): ``raise``, ``refuse`` (a user's mistake), ``kill``.
+Environment variables: ``DYING_RANK``, the rank that dies, and ``DYING_HOW``, one of ``raise``, ``refuse`` (raise a
+``DataError``, a user's mistake) and ``kill``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Dropout of the layer and of the embeddings with Triton kernels; run as :mod:`tests.reference.fused_kernels` is.
+"""Check the dropout of the fused layer and embeddings; run like :mod:`tests.reference.fused_kernels`.
 
-Every mask is read from the forward pass, and value and gradients are compared with a layer in plain PyTorch under the
-same masks: so the backward pass drops what the forward pass drops, and nothing else.
+Every dropout mask is read from the forward pass. Result and gradients are then compared with a layer in plain PyTorch
+under the same masks, so a backward pass with other masks fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.reference.masked_layer import (
 )
 
 SEED = 11
-# float32 products of a GPU's Triton are TF32
+# On a GPU, Triton computes float32 matmuls in TF32.
 STEP, BOUND = (1e-3, 0.01) if DEVICE == "cpu" else (3e-2, 0.05)
 
 
@@ -39,8 +39,8 @@ def layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) ->
     return fused_layer(x_TH, parts, rates, plan.cu_seqlens, plan.longest)
 
 
-def agrees(rates: DropoutRates) -> None:
-    """With a layer in plain PyTorch under the masks that are read from this one."""
+def check_layer(rates: DropoutRates) -> None:
+    """Compare the layer with one in plain PyTorch under the same masks."""
     masks = masks_of(layer, rates, DEVICE, SEED)
     check_rates(masks, rates)
     plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
@@ -51,7 +51,7 @@ def agrees(rates: DropoutRates) -> None:
         near(f"layer that drops {tuple(rates)}, {'its result' if i == 0 else f'gradient {i}'}", one, other)
 
 
-def slope(rates: DropoutRates) -> None:
+def check_slope(rates: DropoutRates) -> None:
     plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
     leaves: list[Any] = [x.requires_grad_(), *parts.parameters()]
     found = slope_over_norm(lambda: (layer(x, parts, rates, plan) * grad).double().sum(), leaves, SEED, STEP)
@@ -59,7 +59,7 @@ def slope(rates: DropoutRates) -> None:
     print(f"slope at {tuple(rates)}: {found:.4f} of the gradient's norm")
 
 
-def embeddings(rate: float) -> None:
+def check_embeddings(rate: float) -> None:
     rows, width = 4, 20
     ids = torch.randint(0, 30, (rows, width), device=DEVICE)
     positions, types = torch.arange(width, device=DEVICE)[None], torch.zeros(1, width, dtype=torch.long, device=DEVICE)
@@ -84,14 +84,15 @@ def embeddings(rate: float) -> None:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    given = [DropoutRates(0.3, 0.2, 0.4)]  # what the interpreter has time for; all masks are read one at a time anyway
+    # In the interpreter, which is slow, one setting is enough: masks_of reads one site at a time anyway.
+    given = [DropoutRates(0.3, 0.2, 0.4)]
     slopes = [DropoutRates(0.3, 0.3, 0.3)]
     if DEVICE == "cuda":
         given += [only(site, 0.5) for site in DropoutRates._fields]
-        slopes += [DropoutRates(0.5, 0.0, 0.0), DropoutRates(0.0, 0.5, 0.5)]  # attention's alone, and all the others
+        slopes += [DropoutRates(0.5, 0.0, 0.0), DropoutRates(0.0, 0.5, 0.5)]
     for rates in given:
-        agrees(rates)
+        check_layer(rates)
     for rates in slopes:
-        slope(rates)
-    embeddings(0.3)
+        check_slope(rates)
+    check_embeddings(0.3)
     sys.exit(0)

@@ -1,7 +1,7 @@
 """Compare the fused Triton kernels with plain PyTorch; run on the CPU under TRITON_INTERPRET=1, or on a GPU.
 
-A program of its own, because Triton reads that variable when its kernels are defined. Prints a line for each comparison
-and ends with an error at the first that fails.
+It needs a process of its own, because Triton reads that variable when kernels are defined. It prints one line per
+comparison and stops with an error at the first that fails.
 """
 
 from __future__ import annotations
@@ -29,17 +29,31 @@ if os.environ.get("TRITON_INTERPRET") == "1":
     interpreter.int = _Int  # type: ignore[attr-defined]
 
     def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Without patching the language at each call between functions of a kernel, which takes half of the time."""
+        """Skip patching the language at each call between functions of a kernel, which takes half of the time."""
         if interpreter.tl.core.is_builtin(interpreter.tl.core.full):
             interpreter._patch_lang(self.fn)
         return self.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = _call  # type: ignore[method-assign]
 
+    # Triton computes each sum and product of integers again in 64 bits, for an assertion that debug mode alone makes.
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+    _np_dtype_of, _np_dtypes = interpreter._get_np_dtype, dict[str, Any]()
+
+    def _np_dtype(kind: Any) -> Any:
+        """From a table, where Triton builds one at each call."""
+        name = kind.scalar.name
+        if name not in _np_dtypes:
+            _np_dtypes[name] = _np_dtype_of(kind.scalar)
+        return _np_dtypes[name]
+
+    interpreter._get_np_dtype = _np_dtype  # type: ignore[attr-defined]
+
     _convert, _formats = interpreter._convert_float, {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
     def _to_float8(x: Any, source: Any, target: Any, rounding: Any) -> Any:
-        """Triton 3.6 forgets to carry from the mantissa to the exponent, and rounds small numbers to zero."""
+        """Work around Triton 3.6, which does not carry from mantissa to exponent and rounds small numbers to zero."""
         if str(target) not in _formats or str(source) != "fp32":
             return _convert(x, source, target, rounding)
         numbers = torch.from_numpy(numpy.ascontiguousarray(x).view(numpy.float32).copy())
@@ -79,7 +93,7 @@ LENGTHS = [5, 0, 70, 1, 37]
 def near(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
     assert expected is not None
     assert expected.numel()
-    # float32 products of a GPU's Triton are TF32, hence its wider bounds
+    # On a GPU, Triton computes float32 matmuls in TF32, hence the wider bounds.
     bounds = {"rtol": 1e-4, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(actual, expected, **bounds, msg=lambda m: f"{what}: {m}")
     print(what, "agrees")
@@ -97,7 +111,7 @@ def norms(dropout: float) -> None:
     tokens, hidden = 37, 48
     x, residual, weight, bias = random(tokens, hidden), random(tokens, hidden), random(hidden), random(hidden)
     ones, zeros = torch.ones_like(x), torch.zeros_like(x)
-    mask = add_norm_forward(ones, zeros, weight, bias, 1e-5, dropout, seed())[1]  # what becomes of ones
+    mask = add_norm_forward(ones, zeros, weight, bias, 1e-5, dropout, seed())[1]  # dropout applied to ones
     assert dropout == 0 or abs(float((mask == 0).float().mean()) - dropout) < 0.05
     leaves = [t.clone().requires_grad_() for t in (x, residual, weight, bias)]
     expected = F.layer_norm(leaves[0] * mask + leaves[1], (hidden,), leaves[2], leaves[3], 1e-5)
@@ -106,13 +120,13 @@ def norms(dropout: float) -> None:
     grad = random(tokens, hidden)
     expected.backward(grad)
     d_residual, d_x, sums, again = add_norm_backward(grad, summed, statistics, weight, dropout, seed(), bias)
-    near("its result again", again, out)
+    near("its recomputed result", again, out)
     assert add_norm_backward(grad, summed, statistics, weight, dropout, seed())[3] is None
     near("its residual's gradient", d_residual, leaves[1].grad)
     near("its input's gradient", d_x, leaves[0].grad)
     parameters: list[Any] = [leaves[2].grad, leaves[3].grad]
     near("its parameters' gradients", sums[:2], torch.stack(parameters))
-    near("the sum of its input's", sums[2], leaves[0].grad.sum(0))
+    near("the sum of its input's gradient", sums[2], leaves[0].grad.sum(0))
 
 
 def gelus() -> None:
@@ -121,14 +135,17 @@ def gelus() -> None:
     F.gelu(leaf).backward(grad)
     d_x, result, sums = gelu_backward(grad.clone(), x)
     near("GELU's gradient", d_x, leaf.grad)
-    near("GELU again", result, F.gelu(x))
+    near("the recomputed GELU", result, F.gelu(x))
     near("the sum of GELU's gradient", sums, leaf.grad.sum(0))
     near("sums over tokens", column_sums(x), x.sum(0))
 
 
-def kept_weights(cu: Tensor, heads: int, size: int, dropout: float) -> list[Tensor]:
-    """Which weights dropout keeps: uniform attention over values that are 1 for one key at a time."""
-    tokens, starts = int(cu[-1]), cu.tolist()
+def kept_weights(cu: Tensor, heads: int, dropout: float) -> list[Tensor]:
+    """Return masks of the attention weights that dropout keeps.
+
+    They are read from uniform attention over values that are 1 for one key at a time.
+    """
+    tokens, starts, size = int(cu[-1]), cu.tolist(), 64  # masks do not depend on the head size
     masks = [torch.zeros(heads, length, length, device=DEVICE) for length in LENGTHS]
     for first in range(0, max(LENGTHS), size):
         qkv = torch.zeros(tokens, 3, heads, size, device=DEVICE)
@@ -146,7 +163,7 @@ def pre_norms(dropout: float) -> None:
     tokens, hidden = 37, 48
     residual, branch, weight = random(tokens, hidden), random(tokens, hidden), random(hidden)
     zeros, ones = torch.zeros_like(residual), torch.ones_like(branch)
-    mask = pre_norm_forward(zeros, ones, weight, 1e-5, dropout, seed(), torch.float32)[1]  # what becomes of ones
+    mask = pre_norm_forward(zeros, ones, weight, 1e-5, dropout, seed(), torch.float32)[1]  # dropout applied to ones
     assert dropout == 0 or abs(float((mask == 0).float().mean()) - dropout) < 0.05
     for sublayer in (branch, None):
         leaves = [t.clone().requires_grad_() for t in (residual, branch, weight)]
@@ -162,7 +179,7 @@ def pre_norms(dropout: float) -> None:
         )
         near("its residual's gradient", d_residual, leaves[0].grad)
         near("its weight's gradient", d_weight, leaves[2].grad)
-        near("its result again", again, found[0])
+        near("its recomputed result", again, found[0])
         if sublayer is None:
             assert d_branch is None
         else:
@@ -170,7 +187,7 @@ def pre_norms(dropout: float) -> None:
 
 
 def geglus(dropout: float) -> None:
-    tokens, inner = 19, 600  # more than a program takes
+    tokens, inner = 19, 600  # more than one program's block
     x, grad = 3 * random(tokens, 2 * inner), random(tokens, inner)
     ones = torch.cat([torch.full((tokens, inner), 9.0, device=DEVICE), torch.ones(tokens, inner, device=DEVICE)], 1)
     mask = geglu_forward(ones, dropout, seed()) / 9
@@ -182,7 +199,7 @@ def geglus(dropout: float) -> None:
     expected.backward(grad)
     d_x, again = geglu_backward(grad.clone(), x, dropout, seed())
     near("its gradient", d_x, leaf.grad)
-    near("its result again", again, expected)
+    near("its recomputed result", again, expected)
 
 
 def rotations() -> None:
@@ -203,8 +220,11 @@ def rotations() -> None:
     near("their gradient", grad, leaf.grad)
 
 
-def slopes_are_the_gradients_norms(scalar: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
-    """Along its own gradient, a function rises by the gradient's norm: dropout's masks are the same in both passes."""
+def check_slopes(scalar: Callable[[], Tensor], leaves: Sequence[Tensor]) -> None:
+    """Check that the slope of ``scalar`` along its gradient is the gradient's norm.
+
+    It is not if the backward pass uses other dropout masks than the forward pass.
+    """
     for leaf, gradient in zip(leaves, torch.autograd.grad(scalar(), leaves), strict=True):
         norm = gradient.norm()
         values = []
@@ -216,11 +236,11 @@ def slopes_are_the_gradients_norms(scalar: Callable[[], Tensor], leaves: Sequenc
                 leaf.sub_(step)
         slope = (values[0] - values[1]) / 0.04
         assert abs(float(slope / norm) - 1) < 0.01, (slope, norm)
-    print("slopes and the gradients' norms are the same")
+    print("slopes equal the gradients' norms")
 
 
 def windows() -> None:
-    """Attention to some tokens on either side: windows narrower than a block of keys, wider, and wider than a row."""
+    """Compare sliding-window attention: windows narrower than a block of keys, wider, and wider than a row."""
     heads, size, lengths = 2, 16, [5, 0, 200, 1, 70]
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
     for window in (0, 3, 64, 90, 256):
@@ -243,7 +263,7 @@ def windows() -> None:
 def attentions(dropout: float) -> None:
     heads, size = 2, 16
     cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    masks = kept_weights(cu, heads, size, dropout)
+    masks = kept_weights(cu, heads, dropout)
     rate = float(torch.cat([m.flatten() for m in masks]).mean())
     assert abs(rate - (1 - dropout)) < 0.01, rate
     qkv = random(sum(LENGTHS), 3 * heads * size)
@@ -261,15 +281,16 @@ def attentions(dropout: float) -> None:
     near("its gradient", attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed()), leaf.grad)
 
 
-def held(operand: Float8) -> Tensor:
-    """The numbers that an operand stands for."""
+def dequantized(operand: Float8) -> Tensor:
+    """Return the operand's values in float32, with the scale removed."""
     return operand.values.float() * operand.scales[4].view(torch.float32)
 
 
-def is_cast(what: str, operand: Float8, x: Tensor) -> None:
-    """Every number is the nearest that 8 bits have, and none is clipped."""
-    mantissa, smallest = (4, 2.0**-10) if operand.values.dtype == ACTIVATION else (3, 2.0**-17)  # half a step of each
-    error, inverse = (held(operand) - x.float()).abs(), operand.scales[4].view(torch.float32)
+def check_cast(what: str, operand: Float8, x: Tensor) -> None:
+    """Check that every number is rounded to the nearest 8-bit value and none is clipped."""
+    # Half a step of each dtype, for normal and subnormal numbers.
+    mantissa, smallest = (4, 2.0**-10) if operand.values.dtype == ACTIVATION else (3, 2.0**-17)
+    error, inverse = (dequantized(operand) - x.float()).abs(), operand.scales[4].view(torch.float32)
     assert bool((error <= x.float().abs() * 2.0**-mantissa * 1.001 + inverse * smallest * 1.001).all()), what
     if x.any():
         largest = float(operand.values.float().abs().max())
@@ -278,24 +299,24 @@ def is_cast(what: str, operand: Float8, x: Tensor) -> None:
 
 
 def float8_scales() -> None:
-    """Magnitudes far from the scale, close to it, zeros, infinite and NaN numbers; scales that follow them or not."""
+    """Check scales for magnitudes far from the present scale and close to it, and for zeros, inf and NaN."""
     for kind in (ACTIVATION, GRADIENT):
         gradients = int(kind == GRADIENT)
         rows = new_scales(2, torch.device(DEVICE))
         for magnitude in (1e-9, 3e-9, 1.0, 1e6, 1.3e6, 2.0):
             x = magnitude * random(37, 48)
-            is_cast(f"{kind} at {magnitude}", cast_float8(x, rows[1], kind), x)
+            check_cast(f"{kind} at {magnitude}", cast_float8(x, rows[1], kind), x)
             before = rows[1, 0].clone()
             forgotten = begin_scales(rows, gradients, keep=False)
-            assert torch.equal(rows[1, 0], before), "evaluation moves no scale"
+            assert torch.equal(rows[1, 0], before), "evaluation changes no scale"
             begin_scales(rows, gradients, keep=True)
             assert torch.equal(rows, forgotten)
             scale = float(rows[1, 0].view(torch.float32))
             most = float(torch.finfo(kind).max) / (16 if gradients else 2)
             assert most / 2 < float(x.abs().max()) * scale <= most
             again = cast_float8(x, rows[1], kind)
-            assert float(rows[1, 4].view(torch.float32)) == 1 / scale, "a scale that fits stays"
-            is_cast(f"{kind} at {magnitude} again", again, x)
+            assert float(rows[1, 4].view(torch.float32)) == 1 / scale, "a scale that fits is kept"
+            check_cast(f"{kind} at {magnitude} again", again, x)
             begin_scales(rows, gradients, keep=True)
         scale = rows[1, 0].clone()
         for odd in (0.0, float("inf"), float("nan")):
@@ -303,22 +324,22 @@ def float8_scales() -> None:
             x = torch.full((16, 16), odd, device=DEVICE)
             operand = cast_float8(x, rows[1], kind)
             if odd == 0:
-                is_cast("zeros", operand, x)
+                check_cast("zeros", operand, x)
             else:
-                assert held(operand).isnan().all(), "the product says what it was given"
+                assert dequantized(operand).isnan().all(), "inf and NaN must reach the matmul's result"
             begin_scales(rows, gradients, keep=True)
             assert torch.equal(rows[1, 0], scale), odd
 
 
 def float8_kernels(dropout: float) -> None:
-    """What the other kernels write beside their results."""
+    """Check the 8-bit operands that the other kernels write in addition to their results."""
     tokens, hidden, inner = 37, 48, 80
     rows = new_scales(12, torch.device(DEVICE))
-    for attempt in range(2):  # scales of 1, then those that fit
+    for attempt in range(2):  # with scales of 1, then with fitted ones
         x, residual, weight, bias = random(tokens, hidden), random(tokens, hidden), random(hidden), random(hidden)
         operand = Float8.like(x, ACTIVATION, rows[0])
         out, summed, stats = add_norm_forward(x, residual, weight, bias, 1e-5, dropout, seed(), operand)
-        is_cast(f"norm in 8 bits, {attempt}", operand, out)
+        check_cast(f"norm in 8 bits, {attempt}", operand, out)
         grad, more = 1e-6 * random(tokens, hidden), 1e-6 * random(tokens, hidden)
         operand = Float8.like(grad, GRADIENT, rows[1])
         found = add_norm_backward(grad, summed, stats, weight, dropout, seed(), bias, more, operand)
@@ -326,29 +347,29 @@ def float8_kernels(dropout: float) -> None:
             found, add_norm_backward(grad + more, summed, stats, weight, dropout, seed(), bias), strict=True
         ):
             near("two gradients", ours, theirs)
-        is_cast(f"norm's gradient in 8 bits, {attempt}", operand, found[1])
+        check_cast(f"norm's gradient in 8 bits, {attempt}", operand, found[1])
         up, d_up = 4 * random(tokens, inner), 1e-6 * random(tokens, inner)
-        is_cast(f"GELU in 8 bits, {attempt}", gelu_float8(up, rows[2]), F.gelu(up))
+        check_cast(f"GELU in 8 bits, {attempt}", gelu_float8(up, rows[2]), F.gelu(up))
         operand, sums = Float8.like(up, GRADIENT, rows[3]), Float8.like(up, GRADIENT, rows[4])
         d_up = gelu_backward(d_up, up, operand)[0]
-        is_cast(f"GELU's gradient in 8 bits, {attempt}", operand, d_up)
+        check_cast(f"GELU's gradient in 8 bits, {attempt}", operand, d_up)
         near("sums over tokens", column_sums(d_up, sums), d_up.sum(0))
-        is_cast(f"what is summed in 8 bits, {attempt}", sums, d_up)
+        check_cast(f"the summed gradient in 8 bits, {attempt}", sums, d_up)
         weights = [0.02 * random(hidden, hidden) for _ in range(4)] + [random(inner, hidden), random(hidden, inner)]
         products = [torch.cat(weights[:3]), *weights[3:]]
         for straight, turned, product in zip(*cast_weights(weights, rows[8:].unbind()), products, strict=True):
-            is_cast(f"a weight, {attempt}", straight, product)
-            assert torch.equal(turned.values.float(), straight.values.float().t()), "its transpose"
+            check_cast(f"a weight, {attempt}", straight, product)
+            assert torch.equal(turned.values.float(), straight.values.float().t()), "the second copy is the transpose"
         begin_scales(rows, 0, keep=True)
     a, b = cast_float8(random(tokens, 48), rows[0]), cast_float8(random(32, 48), rows[1])
     for fast in (True, False):
         product = scaled_product(a, b, torch.bfloat16, torch.ones(32, device=DEVICE, dtype=torch.bfloat16), fast=fast)
-        torch.testing.assert_close(product.float(), held(a) @ held(b).t() + 1, rtol=2e-2, atol=2e-2)
-    print("a product in 8 bits agrees")
+        torch.testing.assert_close(product.float(), dequantized(a) @ dequantized(b).t() + 1, rtol=2e-2, atol=2e-2)
+    print("an 8-bit matmul agrees")
 
 
 def layers(*, in_float8: bool) -> None:
-    """The whole layer beside torch's own operators, which test_fused_layers.py holds against the stock models'."""
+    """Compare the whole layer with torch's operators, which test_fused_layers.py compares with the stock models."""
     heads, hidden, inner = 2, 32, 64
     sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
     query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
@@ -374,9 +395,9 @@ def layers(*, in_float8: bool) -> None:
         near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
 
 
-def gated_layers(window: int | None, *, first: bool) -> None:
-    """The whole gated layer beside plain operators, which test_fused_layers.py holds against the stock models'."""
-    heads, hidden, inner, size = 2, 32, 24, 16
+def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutRates]) -> None:
+    """Compare the gated layer with torch's operators, which test_fused_layers.py compares with the stock models."""
+    lengths, heads, hidden, inner, size = [5, 0, 70, 1], 2, 32, 24, 16
     sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)]
     qkv, out, up, down = (nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes)
     before = None if first else nn.LayerNorm(hidden, bias=False, device=DEVICE)
@@ -384,12 +405,12 @@ def gated_layers(window: int | None, *, first: bool) -> None:
     parts = GatedLayerModules(qkv, out, up, down, before, after, heads, window)
     for parameter in parts.parameters():
         nn.init.normal_(parameter, std=0.2)
-    cu = torch.tensor([0, *torch.tensor(LENGTHS).cumsum(0)], dtype=torch.int32, device=DEVICE)
-    tokens = sum(LENGTHS)
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    tokens = sum(lengths)
     angles = random(tokens, size // 2).repeat(1, 2)
     cos, sin = angles.cos(), angles.sin()
     leaves = [t.clone().requires_grad_() for t in [random(tokens, hidden)] * 2]
-    row = torch.repeat_interleave(torch.arange(len(LENGTHS), device=DEVICE), torch.tensor(LENGTHS, device=DEVICE))
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=DEVICE), torch.tensor(lengths, device=DEVICE))
     at = torch.arange(tokens, device=DEVICE)
     seen = (row[:, None] == row) & ((at[:, None] - at).abs() <= (tokens if window is None else window))
 
@@ -416,15 +437,15 @@ def gated_layers(window: int | None, *, first: bool) -> None:
         near(f"its gradient {i}", ours, theirs)
 
     def scalar(rates: DropoutRates) -> Tensor:
-        torch.manual_seed(3)  # of the dropout
+        torch.manual_seed(3)  # the same dropout masks at each call
         return (gated_layer(leaves[0], parts, rates, cos, sin, cu, 128, torch.float32) * grad).sum()
 
-    for rates in (DropoutRates(0.4, 0.0, 0.0), DropoutRates(0.0, 0.4, 0.0), DropoutRates(0.0, 0.0, 0.4)):
-        slopes_are_the_gradients_norms(partial(scalar, rates), [parts.qkv.weight, parts.up.weight])
+    for rates in dropouts:
+        check_slopes(partial(scalar, rates), [parts.qkv.weight, parts.up.weight])
 
 
 def whole_float8_layer(x: Tensor, grad: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> None:
-    """Result and gradients are off by what 8 bits round, in the first pass and later, and no scale changes them."""
+    """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))
     found: list[list[Tensor]] = []
@@ -436,7 +457,7 @@ def whole_float8_layer(x: Tensor, grad: Tensor, parts: LayerModules, rates: Drop
             result = plain_layer(leaf.float(), parts, rates, plan)
         wanted = [leaf, *parts.parameters()]
         found.append([result, *torch.autograd.grad(result, wanted, 1e-6 * grad.to(result.dtype))])
-    key_bias = 2 + 3  # a gradient of zero, but for rounding
+    key_bias = 2 + 3  # its gradient is zero except for rounding
     for i, (first, second, exact) in enumerate(zip(*found, strict=True)):
         what = f"8-bit layer, {'its result' if i == 0 else f'gradient {i}'}"
         if i != key_bias:
@@ -444,11 +465,11 @@ def whole_float8_layer(x: Tensor, grad: Tensor, parts: LayerModules, rates: Drop
             assert (0 if i < 18 else -1) <= distance < 0.2, (what, distance)
         torch.testing.assert_close(first, second, rtol=0 if DEVICE == "cpu" else 2e-2, atol=0, msg=what)
         print(what, "agrees")
-    assert int((rows[:, 0].view(torch.float32) != 1).sum()) == len(OPERANDS), "every operand has found its scale"
+    assert int((rows[:, 0].view(torch.float32) != 1).sum()) == len(OPERANDS), "every operand has a fitted scale"
 
 
 def embeddings(dropout: float, *, mixed: bool) -> None:
-    rows, width, hidden = 19, 3, 24  # more rows than a program takes
+    rows, width, hidden = 19, 3, 24  # more rows than one program's block
     ids = torch.randint(0, 30, (rows, width), device=DEVICE)
     positions = torch.arange(width, device=DEVICE)[None]
     types = torch.zeros(1, width, dtype=torch.long, device=DEVICE)
@@ -473,8 +494,8 @@ def embeddings(dropout: float, *, mixed: bool) -> None:
 
 
 def independence() -> None:
-    """Rows, columns, columns at one distance and quadruples of a mask are as independent as torch's random numbers."""
-    tokens, hidden, p, runs = 64, 1024, 0.1, 6  # a program a token is what takes the interpreter its time
+    """Check that rows, columns, columns at a fixed distance and quadruples of a mask are statistically independent."""
+    tokens, hidden, p, runs = 64, 1024, 0.1, 6  # small, because the interpreter is slow: there is one program per token
     variances, squares, apart = [], [], []
     for number in range(runs):
         ones, zeros = torch.ones(tokens, hidden, device=DEVICE), torch.zeros(tokens, hidden, device=DEVICE)
@@ -490,14 +511,14 @@ def independence() -> None:
         four = dropped[: tokens // 2] * dropped[tokens // 2 :]
         quadruples = four[:, :-128] * four[:, 128:]
         squares.append(float(quadruples.mean()) * quadruples.numel() ** 0.5)
-    assert all(0.85 < v < 1.15 for v in variances), variances  # of independent ones: 1
-    assert abs(sum(squares)) / runs**0.5 < 4, squares  # of independent ones: normal, deviation 1
-    assert sum(a * a for a in apart) / len(apart) < 1.7, apart  # likewise
+    assert all(0.85 < v < 1.15 for v in variances), variances  # 1 if independent
+    assert abs(sum(squares)) / runs**0.5 < 4, squares  # standard normal if independent
+    assert sum(a * a for a in apart) / len(apart) < 1.7, apart  # each is standard normal if independent
     print("masks are independent")
 
 
 def documented_example() -> None:
-    """What the package's documentation shows, against plain attention; the same seed drops the same weights."""
+    """Run the package's documented example, and compare it (without dropout) with plain attention."""
     code = inspect.cleandoc(str(kernels.__doc__).partition("::\n")[2])
     found: dict[str, Any] = {"device": DEVICE}
     exec(code, found)
@@ -527,7 +548,8 @@ if __name__ == "__main__":
     layers(in_float8=True)
     rotations()
     windows()
-    gated_layers(None, first=True)
-    gated_layers(7, first=False)
+    gated_layers(None, first=True, dropouts=[DropoutRates(0.4, 0.4, 0.4)])
+    alone = [DropoutRates(0.4, 0.0, 0.0), DropoutRates(0.0, 0.4, 0.0), DropoutRates(0.0, 0.0, 0.4)]
+    gated_layers(7, first=False, dropouts=alone)
     independence()
     sys.exit(0)

@@ -1,7 +1,7 @@
-"""Liger's own LayerNorm kernels on the CPU, in Triton's interpreter; to be imported in a process of its own.
+"""Run Liger's LayerNorm kernels on the CPU, in Triton's interpreter; import this module in a process of its own.
 
-The interpreter has to be on (TRITON_INTERPRET=1) before Triton is imported. Three things that it lacks are put in: a
-float argument's ``.to``, libdevice's ``rsqrt``, and loop bounds under NumPy 2.4.
+Set TRITON_INTERPRET=1 before Triton is imported. Three features that the interpreter lacks are added: ``.to`` of float
+arguments, libdevice's ``rsqrt``, and loop bounds under NumPy 2.4.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_parity() -> int:
 
 
 def train(precision: str) -> dict[str, Any]:
-    """A run with the technique, without its demand for a GPU."""
+    """Train with the technique on the CPU, without its requirement of a GPU."""
     from composer_speedups import FastLayerNorm, MixedPrecision
     from tests.helpers.common import awkward_batches, final_weights, tiny_bert, trained
     from tests.reference.loop import train_plainly
@@ -86,7 +86,7 @@ def train(precision: str) -> dict[str, Any]:
 
 
 def check_all() -> dict[str, Any]:
-    """:class:`TritonLayerNorm` compared with nn.LayerNorm at awkward shapes, and the evidence of two runs with it."""
+    """Compare :class:`TritonLayerNorm` with nn.LayerNorm at awkward shapes, and return the evidence of two runs."""
     torch.set_num_threads(1)
     complete_the_interpreter()
     return {"checked": check_parity(), "fp32": train("fp32"), "bf16": train("bf16")}

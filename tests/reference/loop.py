@@ -12,17 +12,17 @@ EPS = 1e-3
 
 
 class Trained(NamedTuple):
-    losses: list[float]  # of each batch
-    first_gradients: dict[str, Tensor]  # after the first batch
-    weights: dict[str, Tensor]  # after the last
-    logits: list[Tensor]  # of each batch in eval mode, before training
+    losses: list[float]  # one per batch
+    first_gradients: dict[str, Tensor]  # of the first batch
+    weights: dict[str, Tensor]  # after the last batch
+    logits: list[Tensor]  # one per batch, in eval mode, before training
 
 
 def train_plainly(model: Any, batches: list[dict[str, Tensor]], lr: float = 1e-3) -> Trained:
-    """One AdamW step a batch on a copy of ``model``.
+    """Train a copy of ``model`` with one AdamW step per batch.
 
-    A large eps keeps AdamW from blowing rounding noise up to whole steps where the gradient is zero in theory
-    (the bias of attention's keys).
+    AdamW's eps is large, because the gradient of the key bias is zero in theory: with a small eps, its rounding noise
+    would be scaled up to full steps.
     """
     model = copy.deepcopy(model)
     logits = eval_logits(model, batches)
@@ -42,7 +42,7 @@ def train_plainly(model: Any, batches: list[dict[str, Tensor]], lr: float = 1e-3
 
 @torch.no_grad()
 def eval_logits(model: Any, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """Logits of the rows that have a real token; attention over nothing but padding has no right answer."""
+    """Return the logits of the rows with a real token; attention over padding only is undefined."""
     training = model.training
     model.eval()
     result = []

@@ -1,8 +1,8 @@
-"""One encoder layer under dropout masks that are given: what a layer must compute once its own masks are known.
+"""An encoder layer with given dropout masks: the reference for a fused layer once its masks are known.
 
-The masks of a layer are read from its output, under weights that let one site of dropout be seen at a time.
+A fused layer's masks are read from its output, under weights that make one dropout site visible at a time.
 
-Shapes: T tokens of all rows, packed, H hidden units, A heads, L tokens of a row.
+Shapes: T packed tokens of all rows, H hidden units, A heads, L tokens of one row.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from composer_speedups.families.packed_tokens import Plan, make_plan
 LENGTHS = [4, 0, 11, 1]  # below 16: see masks_of
 HEADS, HIDDEN, INNER = 2, 64, 64
 SIZE = HIDDEN // HEADS
-SITES = ("weights", "attention", "output")  # of DropoutRates
+SITES = ("weights", "attention", "output")  # the fields of DropoutRates
 Layer = Callable[[Tensor, LayerModules, DropoutRates, Plan], Tensor]
 
 
 class Masks(NamedTuple):
-    """Ones where a number is kept: of each row's attention weights (A, L, L), and of two results (T, H)."""
+    """Dropout masks, 1 for kept numbers: each row's attention weights (A, L, L), and two outputs (T, H)."""
 
     weights: list[Tensor]
     attention: Tensor
@@ -38,7 +38,7 @@ def plan_on(device: str) -> Plan:
 
 
 def parts_on(device: str, dtype: torch.dtype = torch.float32) -> LayerModules:
-    """Random ones."""
+    """Return modules with random parameters."""
     sizes = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER), (INNER, HIDDEN)]
     query, key, value, out, up, down = (nn.Linear(*size, device=device, dtype=dtype) for size in sizes)
     norms = [nn.LayerNorm(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
@@ -53,7 +53,10 @@ def only(site: str, rate: float) -> DropoutRates:
 
 
 def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Masks:
-    """Those that the layer draws after ``torch.manual_seed(number)``, one site at a time; ones where none drops."""
+    """Return the masks that the layer draws after ``torch.manual_seed(number)``, reading one site at a time.
+
+    A site with a rate of 0 has a mask of ones.
+    """
     plan, tokens = plan_on(device), sum(LENGTHS)
     parts = parts_on(device)
     with torch.no_grad():
@@ -62,12 +65,13 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
         parts.attention_norm.weight.fill_(1)
         parts.output_norm.weight.fill_(1)
 
-    def seen(site: str, x_TH: Tensor) -> Tensor:
+    def visible(site: str, x_TH: Tensor) -> Tensor:
         torch.manual_seed(number)
         return layer(x_TH, parts, only(site, getattr(rates, site)), plan).detach()
 
-    # Uniform attention over values that are 1 in a unit of their own, which no residual reaches: that is in units from
-    # SIZE / 2 on. LayerNorm leaves the order of a token's units; of the last one, 0 comes.
+    # Attention is uniform, and each key's value is 1 in a unit of its own. The input is in the units from SIZE / 2 on,
+    # so the residual does not reach these units. LayerNorm keeps the order of a token's units; the last unit's value
+    # is 0.
     x_TH = torch.zeros(tokens, HIDDEN, device=device)
     starts = [sum(LENGTHS[:row]) for row in range(len(LENGTHS))]
     for start, length in zip(starts, LENGTHS, strict=True):
@@ -77,23 +81,24 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
         for head in range(HEADS):
             parts.value.weight[head * SIZE + units, SIZE // 2 + units] = 1
         parts.out.weight.copy_(torch.eye(HIDDEN))
-    kept = seen("weights", x_TH)
+    kept = visible("weights", x_TH)
     kept = (kept > kept[:, -1:] + 1e-3).float().unflatten(1, (HEADS, SIZE)).transpose(0, 1)
     weights = [kept[:, s : s + n, :n] for s, n in zip(starts, LENGTHS, strict=True)]
-    # Ones, of which LayerNorm leaves the kept ones above 0 and the others below; all are 0 where none is dropped.
+    # The input of dropout is ones. After LayerNorm, kept numbers are above 0 and dropped ones below; if a token has
+    # no dropped number, all are 0.
     x_TH.zero_()
     with torch.no_grad():
         parts.out.weight.zero_()
         parts.out.bias.fill_(1)
-    attention = (seen("attention", x_TH) >= 0).float()
+    attention = (visible("attention", x_TH) >= 0).float()
     with torch.no_grad():
         parts.out.bias.zero_()
         parts.down.bias.fill_(1)
-    return Masks(weights, attention, (seen("output", x_TH) >= 0).float())
+    return Masks(weights, attention, (visible("output", x_TH) >= 0).float())
 
 
 def masked_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, masks: Masks) -> Tensor:
-    """(T, H) → (T, H)."""
+    """Compute the layer under the masks: (T, H) → (T, H)."""
     rows, start = [], 0
     for length, mask in zip(LENGTHS, masks.weights, strict=True):
         x = x_TH[start : start + length]
@@ -108,7 +113,7 @@ def masked_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, masks: 
 
 
 def check_rates(masks: Masks, rates: DropoutRates) -> None:
-    """Each site drops its rate of the numbers, within four standard deviations, and none at a rate of 0."""
+    """Check that each site drops the fraction of its rate, within four standard deviations."""
     flat = [torch.cat([mask.flatten() for mask in masks.weights]), masks.attention, masks.output]
     for site, mask, rate in zip(SITES, flat, rates, strict=True):
         found = 1 - float(mask.mean())
@@ -118,20 +123,20 @@ def check_rates(masks: Masks, rates: DropoutRates) -> None:
 def with_gradients(
     function: Callable[[Tensor, LayerModules], Tensor], x_TH: Tensor, parts: LayerModules, grad: Tensor
 ) -> list[Tensor]:
-    """The result, and the gradients of x and of every parameter."""
+    """Return the result and the gradients of x and of every parameter."""
     leaf = x_TH.clone().requires_grad_()
     result = function(leaf, parts)
     return [result.detach(), *torch.autograd.grad(result, [leaf, *parts.parameters()], grad)]
 
 
 def slope_over_norm(loss: Callable[[], Tensor], leaves: Sequence[Tensor], number: int, step: float) -> float:
-    """The loss's numerical derivative along its own gradient, over the gradient's norm: 1 if the gradient is right.
+    """Return the loss's numerical derivative along its gradient, over the gradient's norm: 1 if the gradient is right.
 
     Args:
-        loss: Draws its dropout anew at each call, from torch's generator.
-        leaves: What the gradient is of; as they were, afterwards.
-        number: Of the seed before each call.
-        step: Distance of the two points from the present one, over all leaves together.
+        loss: Computes the loss; draws its dropout from torch's generator at each call.
+        leaves: Tensors to differentiate with respect to; restored afterwards.
+        number: Seed, set before each call.
+        step: Norm of the step to either side, over all leaves together.
     """
 
     def at(distance: float, direction: Sequence[Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""How near a run in 16 bits on a GPU comes to float32: logits and gradients, and their relative distance."""
+"""Measure the error of a 16-bit model against float32: its logits and gradients, and their relative distance."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ __all__ = ["distance", "values"]
 
 
 def values(model: Any, inputs: Batch, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Logits of the real tokens or rows, and all gradients, flat and in float32; ``None`` computes in float32."""
+    """Return the logits of the real tokens or rows, and all gradients, flattened and in float32.
+
+    Args:
+        model: The model.
+        inputs: Its inputs, with labels.
+        dtype: Dtype of autocast; None computes in float32.
+    """
     model.zero_grad()
     with torch.autocast("cuda", dtype or torch.bfloat16, enabled=dtype is not None):
         output = model(**inputs)

@@ -1,6 +1,6 @@
-"""Unpadded training on two ranks of the CPU against plain training of one padded process at the same global batch.
+"""Compare unpadded training on two CPU ranks with plain padded training in one process at the same global batch.
 
-Under DDP, then under fully_shard. The ranks' rows hold different numbers of tokens.
+The ranks train under DDP, then under fully_shard, and their rows have different numbers of tokens.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.reference.tolerance import assert_near
 LENGTHS = [[12, 7, 16, 10, 1, 3, 2, 5], [3, 16, 4, 9, 16, 16, 16, 16], [1, 1, 16, 1, 8, 2, 16, 4]]
 
 
-def shared(model: Any, way: str) -> Any:
-    if way == "ddp":
+def wrapped(model: Any, parallelism: str) -> Any:
+    if parallelism == "ddp":
         return DistributedDataParallel(model)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model.bert.encoder.layer:
@@ -33,15 +33,15 @@ def shared(model: Any, way: str) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def train(way: str) -> dict[str, Any]:
+def train(parallelism: str) -> dict[str, Any]:
     rank = dist.get_rank()
     stock: Any = tiny_bert()
     stock.config.problem_type = "single_label_classification"
-    # As many labels on either rank, so that the mean of their means is the mean.
+    # Both ranks have the same number of labels, so the mean of their mean losses is the global mean.
     batches = [batch(lengths, 16, seed=i) for i, lengths in enumerate(LENGTHS)]
     unpadded = copy.deepcopy(stock)
     apply_unpadding(unpadded, 8)
-    model = shared(unpadded, way)
+    model = wrapped(unpadded, parallelism)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=EPS, weight_decay=0.01, foreach=False)
     losses, packed = [], []
     for each in batches:
@@ -67,5 +67,5 @@ def train(way: str) -> dict[str, Any]:
 
 
 def both_ways() -> dict[str, Any]:
-    """What each way compared; to be called on each of two ranks."""
-    return {way: train(way) for way in ("ddp", "fsdp")}
+    """Train both ways and return what was compared. A collective: both ranks must call it."""
+    return {parallelism: train(parallelism) for parallelism in ("ddp", "fsdp")}

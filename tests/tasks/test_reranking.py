@@ -167,7 +167,7 @@ FILES = [
     "data.train_samples=null", "data.eval_samples=null", "data.vocab_size=300", "data.max_length=14",
     "data.batch_size=8", "data.eval_batch_size=4", "trainer.progress_bar=false", "plot=false", "algorithms=null",
     "trainer.max_duration=1ep", "scheduler.warmup=1ba", "algorithms.unpadding={}", "algorithms.fused_layers={}",
-    "algorithms.fused_optimizer={}",
+    "algorithms.fused_optimizer={}", "baseline.batches=10",
 ]  # fmt: skip
 
 

@@ -138,7 +138,7 @@ def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
     said = " ".join(text.replace("#", " ").split())
     for words in (
         "1.67 times as fast",
-        "alone 1.65 times as fast, 60.9 s (start +10.0 s, step 100.0 → 50.0 ms: pays from step 203)",
+        "alone 1.65 times as fast, 60.9 s (start +10.0 s, step 100.0 → 50.0 ms: pays off from step 203)",
         "in the original YAML",
         "- tf32_matmul: it needs a GPU",
         "- lora, adafactor: not allowed",
@@ -162,7 +162,7 @@ def test_original_techniques_that_were_kept_or_taken_out_are_said_to_be() -> Non
     text = Path("x.yaml").read_text()
     assert load_config("x.yaml") == load_config("original.yaml")
     assert "The original techniques were kept: nothing was faster." in text
-    assert "- tf32_matmul: in the original YAML, but not in force here: no GPU" in text
+    assert "- tf32_matmul: in the original YAML, but cannot engage here: no GPU" in text
     assert kept.speedup is None
     without = Candidate("without sdpa_attention", removes=("sdpa_attention",))
     verdict = Verdict(without, "measured", "", Outcome("ok", "", 0.09, 1.0, 3), 90.7)

@@ -119,7 +119,7 @@ def test_what_noise_could_explain_is_not_taken() -> None:
 def test_what_saves_less_than_the_noise_is_not_even_confirmed() -> None:
     # The original run's trials differ by 9 %; the candidate, 4, saves 7 % of their mean.
     result = World(jitter=lambda trial: {2: 1.09, 4: 1.02}.get(trial, 1.0)).search(FOREACH)
-    assert result.kept_original == "nothing that was tried saved more than the noise"
+    assert result.kept_original == "no trial saved more time than the noise"
     assert result.pairs == []
 
 
@@ -237,7 +237,7 @@ def test_the_first_runs_of_the_given_set_take_a_third_of_the_budget_at_most(budg
 @pytest.mark.parametrize("wall", [1.0, 10.0, 77.0])
 def test_the_least_useful_budget_is_named_and_is_useful(wall: float) -> None:
     small = World(wall=wall)
-    with pytest.raises(ConfigError, match=r"^tune\.budget_seconds: .* give it at least \d+$") as error:
+    with pytest.raises(ConfigError, match=r"^tune\.budget_seconds: .* set at least \d+$") as error:
         small.search(FUSED, SDPA, budget_seconds=4 * wall)
     assert small.time < 2 * wall, "it is refused after the first run"
     least = float(str(error.value).rpartition(" ")[2])
@@ -250,7 +250,7 @@ def test_the_least_useful_budget_is_named_and_is_useful(wall: float) -> None:
 
 
 def test_a_budget_too_small_for_one_run_says_so_too() -> None:
-    with pytest.raises(ConfigError, match=r"tune\.budget_seconds: 7 s do not hold .* give it at least 32$"):
+    with pytest.raises(ConfigError, match=r"tune\.budget_seconds: 7 s are too short .* set at least 32$"):
         World().search(FUSED, budget_seconds=7.0)
     with pytest.raises(ConfigError, match=r"or a smaller tune\.steps$"):
         World().search(FUSED, budget_seconds=7.0, steps=40)

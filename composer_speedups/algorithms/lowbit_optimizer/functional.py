@@ -1,4 +1,4 @@
-"""torchao's AdamW with 8-bit, 4-bit or fp8 state."""
+"""Replace torch's AdamW by torchao's with 8-bit, 4-bit or fp8 state."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ def apply_lowbit_optimizer(
     min_size: int = 4096,
     compiled: bool | None = None,
 ) -> Optimizer:
-    """Put torchao's low-bit AdamW in the place of torch's.
+    """Replace torch's AdamW by torchao's low-bit AdamW.
 
     Args:
-        model: Says which parameters are embeddings; not changed.
-        optimizer: ``torch.optim.AdamW`` that has not stepped; must not step any more.
-        bits: Bits a value of either moment: 8, 4, or ``"fp8"`` (e4m3).
-        embeddings_32bit: Embeddings keep float32 state; without it, 8-bit and fp8 state makes rows that have
-            no gradient in a batch jump.
-        min_size: Parameters of fewer values keep float32 state, as do those whose number of values is no
-            multiple of the block: 256 values, 128 for 4 bits.
-        compiled: Compile the step; None (default) does on a GPU only.
+        model: The model, to find out which parameters are embeddings; not changed.
+        optimizer: A ``torch.optim.AdamW`` that has not stepped; it must not be used afterwards.
+        bits: Bits per value of each moment: 8, 4, or ``"fp8"`` (e4m3).
+        embeddings_32bit: Keep float32 state for embeddings. Otherwise, with 8-bit and fp8 state, rows without a
+            gradient in a batch make large jumps.
+        min_size: Parameters with fewer values keep float32 state. So do parameters whose number of values is not a
+            multiple of the block size: 256, or 128 for 4 bits.
+        compiled: Whether to compile the step; None (default) compiles on a GPU only.
 
     Returns:
-        The new optimizer, or ``optimizer`` if it is that already.
+        The new optimizer, or ``optimizer`` if it is already such a low-bit AdamW.
 
     Raises:
-        ValueError: Another number of bits, or an optimizer that cannot be swapped.
+        ValueError: Another number of bits, or an optimizer that cannot be replaced.
 
     Source: torchao.optim; arXiv 2110.02861 (8 bits), arXiv 2309.01507 (4 bits).
     """
     if bits not in (8, 4, "fp8"):
         raise ValueError(f"bits must be 8, 4 or 'fp8', not {bits!r}")
     if min_size < 0:
-        raise ValueError(f"min_size must not be negative, and is {min_size}")
+        raise ValueError(f"min_size must be at least 0, not {min_size}")
     label = f"torchao AdamW({bits=}, {embeddings_32bit=}, {min_size=})"
     if label_of(optimizer) == label and (before := optimizer.compiled) != compiled:  # type: ignore[attr-defined]
-        raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
+        # The label does not include ``compiled``: checkpoints save the label, and their state does not depend on it.
+        raise UnfitOptimizerError(
             f"the optimizer is torchao AdamW with compiled={before} already, and compiled={compiled} was requested",
             "swap a fresh torch.optim.AdamW",
         )

@@ -1,4 +1,4 @@
-"""torchao's AdamW with 8-bit, 4-bit or fp8 state."""
+"""The low-bit optimizer technique: torchao's AdamW with 8-bit, 4-bit or fp8 state."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _STATE_BITS = {8: 8, 4: 4, "fp8": 8}
 
 
 class LowBitOptimizer(OptimizerSwapTechnique):
-    """torchao's AdamW with 8-bit, 4-bit or fp8 state; embeddings keep float32 state.
+    """Uses torchao's AdamW with 8-bit, 4-bit or fp8 state; embeddings keep float32 state.
 
     Raises:
         TechniqueError: At INIT, without torchao, or with an optimizer that is not torch's AdamW.
-        NotEngagedError: After the first batch, when no parameter has low-bit state, or embeddings do.
+        NotEngagedError: After the first batch, if no parameter has low-bit state, or embeddings do.
     """
 
     name = "lowbit_optimizer"
@@ -34,13 +34,13 @@ class LowBitOptimizer(OptimizerSwapTechnique):
     trials = (Variant({"bits": 8}),)
 
     bits: Literal[8, 4, "fp8"] = Field(8)
-    """Bits a value of either moment; fp8 is e4m3."""
+    """Bits per value of each moment; fp8 is e4m3."""
     embeddings_32bit: bool = Field(True)
     """Keep float32 state for embeddings."""
     min_size: int = Field(4096, ge=0)
-    """Least number of values of a parameter with low-bit state."""
+    """Minimum number of values of a parameter with low-bit state."""
     compiled: bool | None = Field(None)
-    """Compile the optimizer's step; null does on a GPU only."""
+    """Compile the optimizer's step; null compiles it on a GPU only."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_package("torchao", "composer_speedups[torchao]")

@@ -1,4 +1,4 @@
-"""torchao's low-bit AdamW with a choice of parameters that keep full-precision state."""
+"""torchao's low-bit AdamW, in which selected parameters keep full-precision state."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from composer_speedups.core.operator_recorder import counted_apart
 Bits = Literal[8, 4, "fp8"]
 
 
-class _Choosing:
-    """Mixed in before a torchao optimizer: which parameters keep plain state, and whether its step is compiled."""
+class _SelectiveState:
+    """A mixin for torchao's optimizers, to select parameters with full-precision state and whether to compile."""
 
     full_precision: frozenset[int]  # ids of parameters
     min_size: int
@@ -25,18 +25,18 @@ class _Choosing:
     param_groups: list[dict[str, Any]]
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        """torchao's hook for a new state tensor; its own fixes the least size at 4096 values."""
+        """Create a state tensor; overrides torchao's method, which has a fixed minimum size of 4096 values."""
         if id(p) in self.full_precision or p.numel() < self.min_size or p.numel() % self.block_size:
             return torch.zeros_like(p)
         return self._subclass_zeros(p, signed, self.block_size)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """torchao's step, with the closure run first: the model in it compiles, or not, as it likes."""
+        """Run the closure outside of the step's compilation settings, which must not affect the model, then step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        from torchao.optim.adam import _AdamBase  # the step below torch's hooks, which run around this one
+        from torchao.optim.adam import _AdamBase  # without torch's step hooks, which run around this method
 
         compiled = self.compiled
         if compiled is None:
@@ -52,7 +52,7 @@ def _class_of(bits: Bits) -> type[torch.optim.Optimizer]:
 
     base = {8: optim.AdamW8bit, 4: optim.AdamW4bit, "fp8": optim.AdamWFp8}[bits]
     name = f"Torchao{base.__name__}"
-    return type(name, (_Choosing, base), {"__module__": __name__, "__qualname__": name})
+    return type(name, (_SelectiveState, base), {"__module__": __name__, "__qualname__": name})
 
 
 def lowbit_adamw(
@@ -64,16 +64,16 @@ def lowbit_adamw(
     compiled: bool | None = None,
     **defaults: Any,
 ) -> torch.optim.Optimizer:
-    """torchao's AdamW8bit, AdamW4bit or AdamWFp8.
+    """Return torchao's AdamW8bit, AdamW4bit or AdamWFp8.
 
     Args:
-        groups: Parameter groups, as any torch optimizer takes them.
+        groups: Parameter groups, as for any torch optimizer.
         bits: 8 (blocks of 256 values), 4 (blocks of 128) or ``"fp8"`` (e4m3, blocks of 256).
-        full_precision: Parameters whose state keeps their own dtype.
-        min_size: Parameters of fewer values, or whose number of values is no multiple of the block, keep
-            plain state too.
-        compiled: Compile the step, one graph a shape; None (default) does on a GPU, not on the CPU, where
-            the C++ compiler takes seconds a shape.
+        full_precision: Parameters whose state has the parameter's dtype.
+        min_size: Parameters with fewer values, or whose number of values is not a multiple of the block size, also
+            have state in the parameter's dtype.
+        compiled: Compile the step, with one graph per shape. None (default) compiles on a GPU, not on a CPU, where the
+            C++ compiler takes seconds per shape.
         defaults: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` as in torch's AdamW.
 
     Source: torchao.optim; Dettmers et al., arXiv 2110.02861 (8 bits); Li et al., arXiv 2309.01507 (4 bits).

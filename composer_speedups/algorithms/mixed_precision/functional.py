@@ -1,4 +1,4 @@
-"""Automatic mixed precision."""
+"""Run a model under autocast, for custom training loops."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf16") -> torch.amp.GradScaler:
-    """Run a model's ``forward`` under autocast, for training loops of your own.
+    """Run a model's ``forward`` under autocast, in your own training loop.
 
-    In a Composer Trainer use :class:`MixedPrecision`, which sets the Trainer's precision instead.
+    In a Composer Trainer, use :class:`MixedPrecision`, which sets the Trainer's precision instead.
 
     Args:
-        model: Its ``forward`` is wrapped in place; weights stay in float32.
+        model: The model, whose ``forward`` is wrapped in place; weights remain float32.
         dtype: ``"bf16"`` or ``"fp16"``; fp16 needs a GPU.
 
     Returns:
-        The gradient scaler to train with: active for fp16, and doing nothing for bf16.
+        A gradient scaler for training; it is disabled for bf16.
 
     Raises:
-        ValueError: Another dtype, or fp16 off a GPU.
+        ValueError: Another dtype, or fp16 without a GPU.
 
     Source: torch.amp.
     """

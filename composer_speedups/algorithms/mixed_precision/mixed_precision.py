@@ -1,4 +1,4 @@
-"""Automatic mixed precision."""
+"""The mixed precision technique: autocast in bf16 or fp16."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from composer_speedups.core.trainer_state import device_of, is_compiled, model_o
 
 
 class MixedPrecision(Technique):
-    """Autocast: matmuls in bf16 or fp16, weights and optimizer in float32; fp16 with loss scaling.
+    """Computes matmuls in bf16 or fp16 under autocast; weights and optimizer are float32. fp16 scales the loss.
 
-    On a GPU it sets Composer's precision. On the CPU, where Composer itself knows only fp32, ``allow_cpu`` puts
-    bf16 autocast around the model's ``forward``.
+    On a GPU, it sets Composer's precision. On a CPU, for which Composer supports only fp32, ``allow_cpu`` wraps the
+    model's ``forward`` in bf16 autocast.
 
     Raises:
-        TechniqueError: At INIT, on a GPU below compute capability 8.0 for bf16, and on the CPU but for
-            bf16 with ``allow_cpu``.
+        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, and on a CPU except for bf16 with
+            ``allow_cpu``.
     """
 
     name = "mixed_precision"
@@ -39,9 +39,9 @@ class MixedPrecision(Technique):
     )
 
     dtype: Literal["bf16", "fp16"] = Field("bf16")
-    """What matmuls compute in; fp16 needs a GPU and scales the loss."""
+    """Dtype of matmuls; fp16 needs a GPU and scales the loss."""
     allow_cpu: bool = Field(False)
-    """Engage bf16 on the CPU too, where it is slower on most chips; otherwise it is refused there."""
+    """Engage bf16 on a CPU, too, where it is slower on most chips; otherwise it is refused."""
 
     def reset(self) -> None:
         super().reset()
@@ -63,11 +63,11 @@ class MixedPrecision(Technique):
         return {"dtype": self.dtype, "precision_before": before}
 
     def watch(self, state: State) -> None:
-        """Collect the dtypes of the outputs, and in eager mode those of the first Linear and of the model inside.
+        """Record the dtypes of the outputs, and in eager mode also of the first Linear and of the inner model.
 
-        A task may turn the model's hidden states to float32, and fused layers call no Linear.
+        A task may convert the model's hidden states to float32, and fused layers do not call Linears.
         """
-        if is_compiled(state.model):  # a hook would stay in its graph
+        if is_compiled(state.model):  # a hook would become part of the compiled graph
             return
         linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
         for module in (linear, getattr(model_of(state), "model", None)):
@@ -79,7 +79,7 @@ class MixedPrecision(Technique):
         self.close()
 
     def close(self) -> None:
-        self._hook.close()  # also after a forward pass that raised
+        self._hook.close()  # still open if a forward pass raised
 
     def _note(self, outputs: Any) -> None:
         values = outputs.values() if isinstance(outputs, Mapping) else outputs
@@ -91,7 +91,7 @@ class MixedPrecision(Technique):
         wanted = str(DTYPES[self.dtype]).removeprefix("torch.")
         if wanted not in self._seen:
             raise self.not_engaged(
-                f"the forward pass gave {', '.join(sorted(self._seen)) or 'no tensor'} and no {wanted}",
+                f"the forward pass returned {', '.join(sorted(self._seen)) or 'no tensor'} and no {wanted}",
                 "look for code that changes the Trainer's precision after INIT",
             )
         evidence: dict[str, Any] = {"dtypes_seen": sorted(self._seen)}

@@ -1,4 +1,4 @@
-"""AdamW's state, and its step, in host memory."""
+"""Replace an AdamW by one whose state and step are on the CPU."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["apply_offloaded_optimizer"]
 
 
 def apply_offloaded_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Put an AdamW in the place of AdamW whose state is in host memory and whose arithmetic the CPU does.
+    """Replace an AdamW by one whose state is in host memory and whose step runs on the CPU.
 
     Args:
-        optimizer: A ``torch.optim.AdamW`` that has not stepped; not to be used any more.
+        optimizer: A ``torch.optim.AdamW`` that has not stepped; it must not be used afterwards.
 
     Returns:
-        The new optimizer, over the same parameters and groups; ``optimizer`` itself if it is this one already.
-        Parameters on the CPU work too, through buffers of their own.
+        The new optimizer with the same parameters and groups, or ``optimizer`` if it is already offloaded. Parameters
+        on the CPU are supported; they are copied to buffers, too.
 
     Raises:
         ValueError: The optimizer is not AdamW, or has stepped.
 
-    Source: ZeRO-Offload (arXiv 2101.06840), and torchao's CPUOffloadOptimizer; :mod:`.host_adamw` says why the
-    latter is not used itself.
+    Source: ZeRO-Offload (arXiv 2101.06840), and torchao's CPUOffloadOptimizer; :mod:`.host_adamw` explains why the
+    latter is not used directly.
     """
     return swap_optimizer(optimizer, "AdamW on the CPU", HostAdamW)

@@ -1,9 +1,9 @@
-"""AdamW whose state and arithmetic are on the CPU, over parameters on a GPU.
+"""AdamW with its state and step on the CPU, for parameters on a GPU.
 
-torchao's CPUOffloadOptimizer, which the idea is from, does not fit Composer's Trainer: it copies gradients to the
-CPU while the backward pass makes them, so before they are clipped, unscaled or averaged over ranks; it calls the
-closure, which holds Composer's forward and backward pass, with gradients off; and its groups and state have a form
-of their own, which Composer can neither schedule nor save.
+The idea is from torchao's CPUOffloadOptimizer, which does not work with Composer's Trainer. It copies gradients to the
+CPU during the backward pass, hence before they are clipped, unscaled or averaged over ranks. It calls the closure,
+which runs Composer's forward and backward pass, with gradients disabled. And its parameter groups and state have a
+format that Composer can neither schedule nor save.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-_CHUNK_BYTES = 2**24  # copied, then stepped, at once: large enough for the bus, small enough to overlap
+_CHUNK_BYTES = 2**24  # size of a copy and of a step: large enough to use the bus, small enough to overlap
 
 
 class HostAdamW(Optimizer):
-    """AdamW with the state in host memory; the update of one chunk overlaps with the copies of others.
+    """AdamW with its state in host memory; the update of one chunk overlaps with the copies of others.
 
-    Gradients and weights are copied to the CPU in :meth:`step`, when they are complete, and the new weights back.
-    Nothing of the weights is remembered between steps, so that loading or editing them in between is seen.
+    :meth:`step` copies the complete gradients and the weights to the CPU, and the new weights back. It does not cache
+    weights between steps, so weights that were loaded or changed in between are used.
 
     Args:
         groups: Parameter groups with ``params``, ``lr``, ``betas``, ``eps`` and ``weight_decay``.
 
     Attributes:
-        copied_bytes: Weights and gradients brought to the CPU in the last step.
+        copied_bytes: Size of the weights and gradients that the last step copied to the CPU.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -38,11 +38,11 @@ class HostAdamW(Optimizer):
         self.copied_bytes = 0
         self._buffers: dict[Tensor, tuple[Tensor, Tensor]] = {}  # weight and gradient on the host
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self.register_load_state_dict_post_hook(_to_host)  # torch puts a loaded state beside its parameters
+        self.register_load_state_dict_post_hook(_to_host)  # torch moves a loaded state to its parameters' device
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One update of every parameter that has a gradient; the new weights are on their way when it returns."""
+        """Update every parameter with a gradient; the copies of the new weights may still run when it returns."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,7 +63,7 @@ class HostAdamW(Optimizer):
         return loss
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """Parameters with gradients, in runs of one group, one device and some 16 MiB."""
+        """Yield chunks of about 16 MiB of parameters with gradients; each chunk has one group and one device."""
         for group in self.param_groups:
             chunk: list[Tensor] = []
             for parameter in group["params"]:
@@ -95,7 +95,7 @@ class HostAdamW(Optimizer):
 
     def _host(self, parameter: Tensor) -> tuple[Tensor, Tensor]:
         if parameter not in self._buffers:
-            pinned = parameter.device.type == "cuda"  # copies run beside the CPU's work only from pinned memory
+            pinned = parameter.device.type == "cuda"  # only copies of pinned memory overlap with the CPU's work
             weight, gradient = (torch.empty_like(parameter, device="cpu", pin_memory=pinned) for _ in range(2))
             self._buffers[parameter] = weight, gradient
         return self._buffers[parameter]

@@ -1,4 +1,4 @@
-"""AdamW's state, and its step, in host memory."""
+"""The offloaded optimizer technique: AdamW's state and step on the CPU."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 
 
 class OffloadedOptimizer(OptimizerSwapTechnique):
-    """AdamW's state leaves the GPU, 8 bytes a parameter, and the CPU does its step.
+    """Moves AdamW's state (8 bytes per parameter) and its step to the CPU.
 
     Raises:
-        TechniqueError: At INIT, without a GPU (but for ``allow_cpu``), with an optimizer other than AdamW, and
-            under FSDP, which offloads in its own way.
+        TechniqueError: At INIT, without a GPU (except with ``allow_cpu``), with an optimizer other than AdamW, or
+            under FSDP, which has its own offloading.
     """
 
     name = "offloaded_optimizer"
     exactness = "rounding"
     computes_on_host = True
     trials = ()
-    never_tried = "it trades time for memory, and this search is for time"
+    never_tried = "it saves memory at the cost of time, and tune optimizes time"
 
     allow_cpu: bool = Field(False)
-    """Engage in a run on the CPU too, where it saves nothing; otherwise it is refused there."""
+    """Engage in runs on a CPU, too, where it saves nothing; otherwise it is refused."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if not self.allow_cpu:
-            yield needs_cuda(context, "taking the optimizer off the GPU")
+            yield needs_cuda(context, "offloading the optimizer")
 
     def swap(self, state: State) -> Optimizer:
         return apply_offloaded_optimizer(state.optimizers[0])
@@ -43,7 +43,7 @@ class OffloadedOptimizer(OptimizerSwapTechnique):
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         elsewhere = {tensor.device.type for _, tensor in state_tensors(optimizer)} - {"cpu"}
         if elsewhere:
-            raise self.not_engaged(f"its state is on {', '.join(sorted(elsewhere))}", "leave the state where it is")
+            raise self.not_engaged(f"its state is on {', '.join(sorted(elsewhere))}", "do not move the state")
         assert isinstance(optimizer, HostAdamW)
         devices = {p.device.type for group in optimizer.param_groups for p in group["params"]}
         return {"state_on": "cpu", "weights_on": sorted(devices), "copied_bytes": optimizer.copied_bytes}

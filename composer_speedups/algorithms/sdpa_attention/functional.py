@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention in place of eager attention."""
+"""Make Hugging Face models use torch's scaled_dot_product_attention."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def apply_sdpa_attention(
     """Make the Hugging Face models inside ``model`` use torch's scaled_dot_product_attention.
 
     Args:
-        model: A PreTrainedModel, or a module that holds some; only their attention setting changes.
-        backend: ``"auto"`` lets torch choose; any other name allows that kernel alone, and torch raises
-            where it cannot run. flash takes no padding mask. A second call's replaces the first's.
+        model: A PreTrainedModel, or a module that contains some. Only their attention setting changes.
+        backend: ``"auto"`` lets torch choose the kernel; any other name allows only that kernel, and torch raises an
+            error if it cannot run. flash does not support padding masks. A second call replaces the first one's kernel.
 
     Returns:
-        Name of each model (``""`` is ``model`` itself) → the attention implementation it had before; empty, with
-        a NoEffectWarning, when there is none.
+        The previous attention implementation of each model, by name (``""`` for ``model`` itself); empty, with a
+        NoEffectWarning, if there is no Hugging Face model.
 
     Raises:
-        ValueError: An unknown backend, a model without SDPA support, or one that :func:`apply_unpadding` changed; then
-            no model is changed.
+        ValueError: An unknown backend, a model without SDPA support, or one that :func:`apply_unpadding` changed. No
+            model is changed.
 
     Source: torch.nn.functional.scaled_dot_product_attention; transformers' attention interface.
     """
@@ -55,14 +55,14 @@ def apply_sdpa_attention(
     nested = [m for module in outermost.values() for m in module.modules() if isinstance(m, PreTrainedModel)]
     for module in nested:  # all of them, before any is changed
         if module.config._attn_implementation == UNPADDED:
-            raise ValueError("the model runs unpadded, and unpadding brings its own attention; undo_unpadding it first")
+            raise ValueError("the model runs unpadded, and unpadding has its own attention; call undo_unpadding first")
         if not module._supports_sdpa:
             raise ValueError(f"{type(module).__name__} does not support scaled_dot_product_attention in transformers")
     settings = [(module.config, module.config._attn_implementation) for module in nested]
     try:
         for module in outermost.values():
             module.set_attn_implementation(implementation)
-        for module in nested:  # transformers only logs a warning for a model whose attention it cannot change
+        for module in nested:  # transformers only logs a warning if it cannot change the attention
             if (kept := module.config._attn_implementation) != implementation:
                 raise ValueError(
                     f"{type(module).__name__} keeps {kept} attention: transformers cannot change it once the model is "
@@ -76,12 +76,12 @@ def apply_sdpa_attention(
 
 
 def registered_name(backend: str) -> str:
-    """Its name in transformers, which takes any name with "flash" in it for the flash-attn package."""
+    """Return the backend's name in transformers, without "flash", which would select the flash-attn package."""
     return "sdpa" if backend == "auto" else f"sdpa_only_{backend.replace('flash', 'fa')}"
 
 
 def _register(backend: str) -> str:
-    """Register, through transformers' interface, an SDPA that allows one kernel."""
+    """Register an SDPA with only one allowed kernel in transformers' attention interface, and return its name."""
     name = registered_name(backend)
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

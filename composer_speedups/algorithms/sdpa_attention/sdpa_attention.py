@@ -1,4 +1,4 @@
-"""torch's scaled_dot_product_attention in place of eager attention."""
+"""The SDPA technique: torch's scaled_dot_product_attention in place of eager attention."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from composer_speedups.core.trainer_state import compute_dtype, device_of, is_co
 from composer_speedups.families.family import config_value
 from composer_speedups.families.stock import outermost_models
 
-_CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: whose technique changed it, and what it had before
+_CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: owner of the change, and the attention before it
 
 
 class SDPAAttention(ParityCheckedTechnique):
-    """scaled_dot_product_attention in place of eager attention, by default with the kernel torch chooses.
+    """Replaces eager attention by scaled_dot_product_attention, by default with the kernel that torch chooses.
 
     Raises:
-        TechniqueError: At INIT, when no Hugging Face model is found, when one does not support SDPA, or when the
-            backend needs a GPU; in the first batch, when the kernel cannot run on its shapes and mask (with
-            ``"warn"``, the model goes on with the attention that it had).
+        TechniqueError: At INIT, if there is no Hugging Face model, one does not support SDPA, or the backend needs a
+            GPU; in the first batch, if the kernel cannot run with its shapes and mask (with ``"warn"``, training
+            continues with the previous attention).
     """
 
     name = "sdpa_attention"
@@ -41,7 +41,7 @@ class SDPAAttention(ParityCheckedTechnique):
     gain = 1.5
 
     backend: Literal["auto", "flash", "efficient", "cudnn", "math"] = Field("auto")
-    """The one kernel allowed; auto lets torch choose."""
+    """The only allowed kernel; auto lets torch choose."""
 
     def reset(self) -> None:
         super().reset()
@@ -49,7 +49,7 @@ class SDPAAttention(ParityCheckedTechnique):
         self._seen_in = "probe"
         self._recorder: OperatorRecorder | None = None
         self._recording = ExitStack()
-        self._before: dict[PreTrainedModel, str] = {}  # what each had
+        self._before: dict[PreTrainedModel, str] = {}  # each model's previous attention
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.backend in ("flash", "efficient", "cudnn"):
@@ -58,12 +58,12 @@ class SDPAAttention(ParityCheckedTechnique):
     def engage(self, state: State) -> dict[str, Any]:
         models = outermost_models(state.model).values()
         if not models:
-            raise TechniqueError(self.name, "the model holds no Hugging Face model", "remove it")
+            raise TechniqueError(self.name, "the model has no Hugging Face model", "remove it")
         found = {module: module.config._attn_implementation or "eager" for module in models}
         with self.refusals("remove it"):
             self.reapply(state)
         for module, implementation in found.items():
-            # What an earlier Trainer's technique changed, which has not ended yet, is taken over.
+            # Take over changes of an earlier Trainer's technique that is not closed.
             earlier = vars(module).get(_CHANGED_BY)
             self._before.setdefault(module, implementation if earlier is None else earlier[1])
             vars(module)[_CHANGED_BY] = (self.owner, self._before[module])
@@ -82,13 +82,13 @@ class SDPAAttention(ParityCheckedTechnique):
 
     @property
     def compares_in_the_runs_precision(self) -> bool:
-        return self.backend != "auto"  # some kernels take 16 bits alone
+        return self.backend != "auto"  # some kernels support only 16 bits
 
     def watch(self, state: State) -> None:
-        """See which kernel the first forward pass runs.
+        """Record which kernel the first forward pass runs.
 
-        A probe of the attention function on this batch's shapes and mask comes first: it tells a kernel that
-        cannot run here from any other failure. Compiled code cannot be recorded, and there the probe decides.
+        First, a probe calls the attention function with this batch's shapes and mask, to distinguish a kernel that
+        cannot run from other errors. Compiled code cannot be recorded; there, the probe is the evidence.
         """
         if self._kernel is not None:
             return
@@ -97,7 +97,7 @@ class SDPAAttention(ParityCheckedTechnique):
             with cannot_run(self.name, reason, "use backend: auto"):
                 self._kernel = self._kernel_for(state)
         except CannotRunError as error:
-            self._go_back(error)
+            self._restore_attention(error)
             return
         if not is_compiled(state.model):
             self._recorder = self._recording.enter_context(OperatorRecorder())
@@ -107,41 +107,41 @@ class SDPAAttention(ParityCheckedTechnique):
         if self._recorder is not None:
             self._kernel, self._seen_in, self._recorder = _kernel_among(self._recorder), "forward pass", None
 
-    def _go_back(self, error: CannotRunError) -> None:
-        """Stop, or train with the attention that the model had; with eager where that was this kernel too."""
+    def _restore_attention(self, error: CannotRunError) -> None:
+        """Stop, or continue with the previous attention; if that also used this kernel, with eager attention."""
         self.unavailable(error)
         for module, before in self._before.items():
             module.set_attn_implementation("eager" if before == registered_name(self.backend) else before)
         self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
     def close(self) -> None:
-        self._recording.close()  # of a forward pass that raised
+        self._recording.close()  # still open if a forward pass raised
         super().close()
         for module in self._before:
             if self._owns(module):
                 del vars(module)[_CHANGED_BY]
 
     def _kernel_for(self, state: State) -> str | None:
-        """The kernel that this batch's shapes and mask get; None for batches and models it cannot read."""
+        """Return the kernel for this batch's shapes and mask; None for unknown kinds of batches and models."""
         model = next(iter(outermost_models(state.model).values()))
         device, config, batch = device_of(state), model.config, state.batch
-        heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config maps its own names to BERT's
+        heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config also has BERT's names
         if heads is None or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), torch.Tensor):
             return None
         ids, mask = batch["input_ids"], batch.get("attention_mask")
         if mask is not None and mask.shape != ids.shape:
             return None
         length = ids.shape[-1]
-        rows = ids.numel() // length  # a multiple-choice model's are (questions, choices), which it flattens
+        rows = ids.numel() // length  # a multiple-choice model flattens (questions, choices)
         shape = (rows, heads, length, config.hidden_size // heads)
         if mask is not None and not is_compiled(state.model) and bool(mask.all()):
-            mask = None  # as transformers does, except while tracing
+            mask = None  # like transformers, except during tracing
         if mask is not None:
             mask = mask.reshape(rows, 1, 1, length).bool().expand(rows, 1, length, length).to(device)
         function = AttentionInterface().get(config._attn_implementation)
-        if function is None:  # eager attention is no entry there
+        if function is None:  # eager attention is not registered
             return str(config._attn_implementation)
-        bidirectional: Any = SimpleNamespace(is_causal=False)  # for an attention module that does not say
+        bidirectional: Any = SimpleNamespace(is_causal=False)  # if no attention module has is_causal
         attention = next((m for m in model.modules() if hasattr(m, "is_causal")), bidirectional)
         recorder = OperatorRecorder()
         devices = [device] if device.type == "cuda" else []
@@ -155,19 +155,19 @@ class SDPAAttention(ParityCheckedTechnique):
         implementations = {m.config._attn_implementation for m in outermost_models(state.model).values()}
         if implementations != {registered_name(self.backend)}:
             raise self.not_engaged(
-                f"the model's attention is {', '.join(map(str, implementations))}", "leave it after INIT"
+                f"the model's attention is {', '.join(map(str, implementations))}", "do not change it after INIT"
             )
         if self._kernel is None:
-            raise self.not_engaged("the forward pass ran none of its kernels", "remove it for this model")
+            raise self.not_engaged("the forward pass ran no SDPA kernel", "remove it for this model")
         if self.backend not in ("auto", *self._kernel.split("_")):
             raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
         return {"kernel": self._kernel, "kernel_seen_in": self._seen_in}
 
 
 def _kernel_among(recorder: OperatorRecorder) -> str | None:
-    """The SDPA kernel among the operators that ran; None when attention was none of SDPA's."""
+    """Return the SDPA kernel among the operators that ran; None if there is none."""
     fused = [op.strip("_") for op in recorder.counts if op.startswith("_scaled_dot_product")]
     if fused:
         return fused[0]
-    # The math kernel comes apart before it is dispatched; no other attention takes this softmax.
+    # The math kernel is decomposed before dispatch; no other attention uses this softmax.
     return "scaled_dot_product_attention_math" if "_safe_softmax" in recorder.counts else None

@@ -1,6 +1,6 @@
-"""A feed-forward block made of experts, and what the experts of one model share.
+"""A feed-forward layer of experts, its router, and the load-balancing loss.
 
-Shape suffixes: T tokens (padding included), H hidden, E experts, K experts a token goes to, S = T·K slots.
+Shape suffixes: T tokens (including padding), H hidden units, E experts, K experts per token, S = T·K slots.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ class Expert(nn.Module):
 
 
 class Routing:
-    """What a forward pass of one model leaves for its loss: noted by the layers, begun and ended by hooks.
+    """The routing of a model's last forward pass: recorded by the layers, started and finished by hooks of the encoder.
 
-    The loss is computed when the encoder is done, outside of any activation checkpoint: what is recomputed in the
-    backward pass notes nothing.
+    The losses are computed after the encoder, outside of activation checkpoints. Layers that are recomputed in the
+    backward pass record nothing.
 
     Attributes:
-        balance: Layer's name → its load-balancing loss, a scalar with a gradient.
-        load: Layer's name → share of the real tokens' slots that went to each expert, shape (E,).
+        balance: Load-balancing loss of each layer by name, a scalar with a gradient.
+        load: Share of the real tokens' slots of each expert, shape (E,), by name of the layer.
     """
 
     def __init__(self) -> None:
         self.balance: dict[str, Tensor] = {}
         self.load: dict[str, Tensor] = {}
         self._mask: Tensor | None = None
-        self._noted: dict[str, tuple[Tensor, Tensor, torch.Size]] | None = None  # None outside of a pass
+        self._noted: dict[str, tuple[Tensor, Tensor, torch.Size]] | None = None  # None outside of a forward pass
 
     @torch.compiler.disable
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the encoder: every family takes its attention mask second."""
+        """Start recording. A forward pre-hook of the encoder, whose second argument is the mask in every family."""
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
         if mask is not None and mask.dim() != 2:
             raise ValueError(f"load balancing needs an attention mask of shape (rows, tokens), not {tuple(mask.shape)}")
         self.balance, self.load, self._mask, self._noted = {}, {}, mask, {}
 
     def note(self, name: str, probabilities_TE: Tensor, chosen_TK: Tensor, positions: torch.Size) -> None:
-        """A layer's routing in training; ``positions`` is the shape of its input but for the last dimension."""
+        """Record a layer's routing in training; ``positions`` is its input's shape without the last dimension."""
         if self._noted is not None and probabilities_TE.requires_grad:
             self._noted[name] = probabilities_TE, chosen_TK, positions
 
     @torch.compiler.disable
     def end(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook of the encoder."""
+        """Compute the losses and stop recording. A forward hook of the encoder."""
         for name, (probabilities_TE, chosen_TK, positions) in (self._noted or {}).items():
             real_T = self.real_tokens(positions, probabilities_TE.device)
             self.balance[name], share_E = balance_loss(probabilities_TE, chosen_TK, real_T)
@@ -68,9 +68,9 @@ class Routing:
         self._mask = self._noted = None
 
     def real_tokens(self, positions: torch.Size, device: torch.device) -> Tensor | None:
-        """Which tokens are no padding, bool (T,); None for all of them.
+        """Return which tokens are not padding, bool (T,); None if all are real.
 
-        An encoder that packs its real tokens (the unpadding technique) has them first.
+        In an encoder that packs its tokens (the unpadding technique), the real ones are first.
         """
         if self._mask is None:
             return None
@@ -80,19 +80,19 @@ class Routing:
         return torch.arange(positions.numel(), device=device) < mask_T.sum()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {}  # a model can be copied or pickled between passes; what one pass left cannot
+        return {}  # models can be copied and pickled, but tensors with a gradient function cannot
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Routing.__init__(self)
 
 
 def balance_loss(probabilities_TE: Tensor, chosen_TK: Tensor, real_T: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The load-balancing loss of one layer, and the share of slots that each expert got.
+    """Return the load-balancing loss of one layer, and each expert's share of the slots.
 
-    ``E · Σ share·probability``, over real tokens: 1 when both are uniform, E when one expert gets everything, 0
-    without a real token. Its gradient goes through the probabilities alone.
+    The loss is ``E · Σ share·probability`` over real tokens: 1 if both are uniform, E if one expert gets all slots, 0
+    without a real token. Its gradient flows only through the probabilities.
 
-    Source: Switch Transformer, arXiv 2101.03961, section 2.2; its share of tokens is here that of the T·K slots.
+    Source: Switch Transformer, arXiv 2101.03961, section 2.2, with shares of the T·K slots in place of the tokens.
     """
     tokens, experts = probabilities_TE.shape
     weight_T = probabilities_TE.new_ones(tokens) if real_T is None else real_T.to(probabilities_TE.dtype)
@@ -104,17 +104,17 @@ def balance_loss(probabilities_TE: Tensor, chosen_TK: Tensor, real_T: Tensor | N
 
 
 class SparseFeedForward(nn.Module):
-    """Experts behind a router: each token goes to the ``top_k`` that the router likes best.
+    """Experts with a router, which sends each token to its ``top_k`` most probable experts.
 
-    No expert has a capacity, so no token is dropped; the weights of a token's experts add up to one, so copies of
-    one dense block give what the block gave.
+    Experts have no capacity limit, so no token is dropped. The weights of a token's experts add up to one, so the
+    output of equal experts is that of the dense block.
 
     Args:
-        up, activation, down: The dense block; copied once for each expert.
-        experts: How many.
-        top_k: Experts a token goes to.
-        name: The layer's, under which ``routing`` keeps its loss.
-        routing: Shared by the layers of a model.
+        up, activation, down: The dense block; copied for each expert.
+        experts: Number of experts.
+        top_k: Experts per token.
+        name: Name of the layer, the key of its loss in ``routing``.
+        routing: The model's routing, shared by its layers.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class SparseFeedForward(nn.Module):
     ) -> None:
         super().__init__()
         weight = up.weight
-        # Drawn on the CPU, after nothing else was: the same choices wherever the model is.
+        # The router's weights are drawn on the CPU, and no other number is, so they do not depend on the device.
         self.router = skip_init(
             nn.Linear, up.in_features, experts, bias=False, device=weight.device, dtype=weight.dtype
         )
@@ -140,9 +140,9 @@ class SparseFeedForward(nn.Module):
         self.experts = nn.ModuleList(Expert(up, activation, down) for _ in range(experts))
         self.top_k, self.name, self.routing = top_k, name, routing
 
-    @torch.compiler.disable  # its shapes are those of the data: compiled, it would be compiled again and again
+    @torch.compiler.disable  # its shapes depend on the data, so it would be recompiled repeatedly
     def forward(self, hidden: Tensor) -> Tensor:
-        """``hidden`` (…, H) → (…, H) in the dtype the dense block would have given."""
+        """Map ``hidden`` (…, H) to (…, H), in the dtype of the dense block's output."""
         x_TH = hidden.reshape(-1, hidden.shape[-1])
         with torch.autocast(hidden.device.type, enabled=False):  # a softmax of 16-bit logits would flip choices
             probabilities_TE = F.linear(x_TH.float(), self.router.weight.float()).softmax(-1)
@@ -155,14 +155,14 @@ class SparseFeedForward(nn.Module):
         return combined_TH.view(*hidden.shape[:-1], -1)
 
     def _dispatch(self, x_TH: Tensor, chosen_TK: Tensor) -> Tensor:
-        """Each token through its experts, (T, K, H): slots sorted by expert, then one pass an expert.
+        """Run each token through its experts, (T, K, H), with slots sorted by expert and one call per expert.
 
-        An expert without a token runs on no rows: its gradients are then zero, not missing, as DDP needs them.
+        An expert without tokens is called with no rows, so its gradients are zero instead of None, as DDP requires.
         """
         chosen_S = chosen_TK.reshape(-1)
         order_S = chosen_S.argsort(stable=True)
-        rows = torch.bincount(chosen_S, minlength=len(self.experts)).tolist()  # here the host waits for the device
+        rows = torch.bincount(chosen_S, minlength=len(self.experts)).tolist()  # synchronizes with the device
         sorted_SH = x_TH.index_select(0, order_S // self.top_k)
-        outputs = [expert(part) for expert, part in zip(self.experts, sorted_SH.split(rows), strict=True)]
+        outputs = [expert(x) for expert, x in zip(self.experts, sorted_SH.split(rows), strict=True)]
         outputs_SH = torch.cat(outputs).index_select(0, order_S.argsort())
         return outputs_SH.view(*chosen_TK.shape, -1)

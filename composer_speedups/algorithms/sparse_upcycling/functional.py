@@ -1,4 +1,4 @@
-"""Feed-forward layers of a dense model become experts (sparse upcycling)."""
+"""Functions for sparse upcycling: replace feed-forward layers by experts, and load an exported model."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ def apply_sparse_upcycling(
     every: int = 2,
     top_k: int = 2,
 ) -> list[str]:
-    """Turn every n-th feed-forward layer of a model into experts, each a copy of it.
+    """Replace every n-th feed-forward layer of a model by experts, which are copies of the layer.
 
-    The outputs stay what they were, up to the rounding of weights that add up to one. In training add
-    ``load_balancing_loss(model)`` to the loss. The settings go to the model's config as ``sparse_upcycling``.
+    The outputs do not change, except for the rounding of weights that add up to one. In training, add
+    ``load_balancing_loss(model)`` to the loss. The settings are stored in the model's config as ``sparse_upcycling``.
 
     Args:
         model: A Hugging Face model of a family with BERT's or DistilBERT's feed-forward layers, or a module that
-            holds one; changed in place.
-        optimizers: Its optimizer or optimizers, where they exist: experts and router go to the groups of the
-            weights they replace.
-        experts: Experts a layer. Default 4; the paper has 32.
-        every: Layers ``every``, ``2·every``, … counted from 1 change. Default 2.
-        top_k: Experts a token goes to, at least 2. Default 2.
+            contains one; changed in place.
+        optimizers: The model's optimizer or optimizers, if they exist. Experts and routers join the parameter groups
+            of the weights that they replace.
+        experts: Experts per layer. Default 4; the paper has 32.
+        every: Layers ``every``, ``2·every``, … (counted from 1) are replaced. Default 2.
+        top_k: Experts per token, at least 2. Default 2.
 
     Returns:
-        Names of the layers changed; empty when they were experts already.
+        Names of the replaced layers; empty if they already are experts.
 
     Raises:
-        ValueError: A setting out of range, no layer to change, or experts of other settings there.
+        ValueError: A setting out of range, no layer to replace, or layers of experts with other settings.
 
-    Source: Sparse Upcycling, arXiv 2212.05055, without its capacity: no token is dropped.
+    Source: Sparse Upcycling, arXiv 2212.05055, without its capacity limit: no token is dropped.
     """
     check_settings(experts, every, top_k)
     encoder, settings = encoder_of(model), {"experts": experts, "every": every, "top_k": top_k}
@@ -63,10 +63,12 @@ def apply_sparse_upcycling(
         family = family_of(type(encoder))
         if family is not None and family.feed_forward is None:
             known = family_titles(lambda each: each.feed_forward)
-            raise ValueError(f"sparse_upcycling knows the feed-forward layers of {known}, and this is {family.title}")
+            raise ValueError(
+                f"sparse_upcycling supports the feed-forward layers of {known}, and this is {family.title}"
+            )
         raise ValueError(
-            f"the model has {len(blocks)} feed-forward layers as BERT or DistilBERT have them, and every={every} "
-            "takes none of them"
+            f"the model has {len(blocks)} feed-forward layers like BERT's or DistilBERT's, and every={every} "
+            "selects none of them"
         )
     routing = Routing()
     replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
@@ -80,26 +82,26 @@ def apply_sparse_upcycling(
 
 
 def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceClassification) -> PreTrainedModel:
-    """A model with experts from the folder that ``save_pretrained`` (or a run of train.py) left.
+    """Load a model with experts from a folder that ``save_pretrained`` or train.py wrote.
 
-    transformers' own ``from_pretrained`` would find no weights for the layers that became experts.
+    transformers' ``from_pretrained`` would not find weights for the layers that were replaced by experts.
 
     Args:
-        folder: Local; its config.json holds the settings, its safetensors files the weights.
+        folder: A local folder with a config.json, which has the settings, and safetensors files.
         auto: The auto class of the model's task. Default AutoModelForSequenceClassification.
 
     Returns:
         The model in eval mode, on the CPU, in the dtype of its weights.
 
     Raises:
-        ValueError: The folder holds no model with experts, or not all of its weights.
+        ValueError: The folder does not have a model with experts, or lacks some of its weights.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False) if files else None
     settings = getattr(config, "sparse_upcycling", None)
     if settings is None:
-        raise ValueError(f"{folder} holds no exported model with experts; load it with from_pretrained")
-    with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten below
+        raise ValueError(f"{folder} does not have an exported model with experts; load it with from_pretrained")
+    with torch.random.fork_rng(devices=[]):  # the drawn weights are overwritten below
         model: PreTrainedModel = auto.from_config(config)
         apply_sparse_upcycling(model, **settings)
     weights = {name: weight for file in files for name, weight in load_file(file).items()}
@@ -119,6 +121,6 @@ def check_settings(experts: int, every: int, top_k: int) -> None:
         raise ValueError(f"every must be at least 1, not {every}")
     if not 2 <= top_k <= experts:
         raise ValueError(
-            f"top_k must be 2 to experts={experts}, not {top_k}; the weight of a single expert would always be 1, "
-            "and the router would learn nothing from the task"
+            f"top_k must be 2 to experts={experts}, not {top_k}; with one expert per token, its weight would always be "
+            "1, and the router would get no gradient from the task"
         )

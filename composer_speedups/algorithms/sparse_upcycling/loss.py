@@ -1,4 +1,4 @@
-"""The load-balancing loss of a model's routers, and its way into a training loss."""
+"""The load-balancing loss of a model's routers, and adding it to a training loss."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForw
 
 
 def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
-    """The layers of experts in a model, first to last."""
+    """Return the layers of experts in a model, first to last."""
     return [m for m in model.modules() if isinstance(m, SparseFeedForward)]
 
 
 def load_balancing_loss(model: nn.Module) -> Tensor:
-    """The load-balancing loss of the last forward pass in training mode, summed over the layers of experts.
+    """Return the load-balancing loss of the last forward pass in training mode, summed over the layers of experts.
 
-    A layer adds 1 when its real tokens spread evenly, and up to ``experts / top_k`` when they do not. Times a
-    coefficient such as 0.01 it belongs to the loss; without it, routers tend to use a few experts only.
+    A layer's loss is 1 if its real tokens are spread evenly, and at most ``experts / top_k``. Add it to the training
+    loss with a coefficient such as 0.01; otherwise routers tend to use only a few experts.
 
     Args:
-        model: After ``apply_sparse_upcycling``.
+        model: A model changed by ``apply_sparse_upcycling``.
 
     Returns:
         A scalar with a gradient.
 
     Raises:
-        ValueError: There are no experts, or no forward pass in training mode with gradients has run.
+        ValueError: There are no experts, or there was no forward pass in training mode with gradients.
 
     Source: Switch Transformer, arXiv 2101.03961, section 2.2.
     """
@@ -37,14 +37,15 @@ def load_balancing_loss(model: nn.Module) -> Tensor:
         raise ValueError("the model has no experts; call apply_sparse_upcycling first")
     losses = list(layers[0].routing.balance.values())
     if not losses:
-        raise ValueError("the routers noted nothing: no forward pass in training mode, or one without gradients")
+        raise ValueError("the routers recorded nothing: there was no forward pass in training mode with gradients")
     return torch.stack(losses).sum()
 
 
 def add_to_loss(loss: Any, extra: Tensor) -> Any:
-    """``loss`` and a further term, in the form that a ComposerModel's loss came in.
+    """Add a term to a ComposerModel's loss and return it in the same form.
 
-    Composer takes a tensor, a list or tuple of tensors that it adds up, or a dict: its ``total``, or else its sum.
+    Composer accepts a tensor, a list or tuple of tensors (which it sums), or a dict (of which it uses ``total``, or
+    else the sum).
     """
     if isinstance(loss, dict):
         total = {"total": loss["total"] + extra} if "total" in loss else {}

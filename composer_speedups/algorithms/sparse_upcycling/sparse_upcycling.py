@@ -1,4 +1,4 @@
-"""Feed-forward layers of a dense model become experts (sparse upcycling)."""
+"""The sparse upcycling technique: feed-forward layers of a dense model are replaced by experts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from composer_speedups.core.technique import Conflict, Stage, Technique
 
 
 class SparseUpcycling(Technique):
-    """Every n-th feed-forward layer becomes experts behind a router: more parameters, not more speed.
+    """Replaces every n-th feed-forward layer by experts and a router, which adds parameters, not speed.
 
     Raises:
-        TechniqueError: At INIT, when the model has no feed-forward layers that experts are known for.
+        TechniqueError: At INIT, if the model has no supported feed-forward layers.
     """
 
     name = "sparse_upcycling"
@@ -33,32 +33,32 @@ class SparseUpcycling(Technique):
     exactness = "recipe"
     conflicts = (
         Conflict(
-            "cuda_graphs", "each layer of experts reads on the host how many tokens go where, which a capture forbids"
+            "cuda_graphs", "each layer of experts reads the tokens per expert on the host, which a capture forbids"
         ),
     )
     trials = ()
-    never_tried = "it adds parameters, and makes no step faster"
+    never_tried = "it adds parameters and does not make steps faster"
 
     experts: int = Field(4, ge=2, le=MOST_EXPERTS)
-    """Experts a layer."""
+    """Experts per layer."""
     every: int = Field(2, ge=1)
-    """Every how many layers."""
+    """Replace every n-th layer."""
     top_k: int = Field(2, ge=2)
-    """Experts a token goes to, at most all of them."""
+    """Experts per token, at most all of them."""
     load_balancing: float = Field(0.01, ge=0)
-    """Coefficient of the load-balancing loss, summed over layers; 0 leaves it out."""
+    """Coefficient of the load-balancing loss, which is summed over layers; 0 disables it."""
 
     def check_settings(self) -> None:
         check_settings(self.experts, self.every, self.top_k)
 
     def reset(self) -> None:
         super().reset()
-        self._rows: dict[str, list[int]] = {}  # by layer: rows that came out of each expert in the first batch
+        self._rows: dict[str, list[int]] = {}  # by layer: output rows of each expert in the first batch
         self._hooks = ExitStack()
-        self._reached = False  # whether the backward pass came to the load-balancing loss
-        self._losses: list[Tensor] = []  # of this batch's microbatches
-        self._balance = 0.0  # of the last batch, summed over layers
-        self._load: dict[str, Tensor] = {}  # by layer: shares of the real tokens' slots in the last microbatch
+        self._reached = False  # whether the backward pass reached the load-balancing loss
+        self._losses: list[Tensor] = []  # load-balancing losses of this batch's micro-batches
+        self._balance = 0.0  # load-balancing loss of the last batch, summed over layers
+        self._load: dict[str, Tensor] = {}  # by layer: shares of the real tokens' slots in the last micro-batch
         self._first: dict[str, Any] = {}
 
     def engage(self, state: State) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class SparseUpcycling(Technique):
             "layers": len(sparse_layers(state.model)),
             "experts": self.experts,
             "parameters_added": sum(p.numel() for p in state.model.parameters()) - before,
-            "checkpoint": "its own; an exported model loads with load_sparse_upcycling",
+            "checkpoint": "has experts; load an exported model with load_sparse_upcycling",
         }
 
     def batch_end(self, state: State) -> None:
@@ -82,10 +82,11 @@ class SparseUpcycling(Technique):
         try:
             balance = load_balancing_loss(state.model)
         except ValueError as error:
-            self.unavailable(self.not_engaged(str(error), "use checkpointing without use_reentrant, or remove it"))
+            fix = "use gradient checkpointing without use_reentrant, or remove sparse_upcycling"
+            self.unavailable(self.not_engaged(str(error), fix))
             return
         self._losses.append(balance.detach())
-        self._load = dict(sparse_layers(state.model)[0].routing.load)  # evaluation will clear it
+        self._load = dict(sparse_layers(state.model)[0].routing.load)  # evaluation clears it
         if not self.load_balancing:
             return
         if not self._verified:
@@ -96,7 +97,7 @@ class SparseUpcycling(Technique):
         self._reached = True
 
     def watch(self, state: State) -> None:
-        """Count the rows that come out of each expert, microbatch by microbatch."""
+        """Count the output rows of each expert over the micro-batches."""
         for layer in sparse_layers(state.model):
             counts = self._rows.setdefault(layer.name, [0] * len(layer.experts))
             for index, expert in enumerate(layer.experts):
@@ -118,20 +119,20 @@ class SparseUpcycling(Technique):
         return {"share_in_last_batch": self._shares()}
 
     def _check_effect(self, state: State) -> None:
-        layers, fix = sparse_layers(state.model), "leave the model and its loss as they are after INIT, or remove it"
+        layers, fix = sparse_layers(state.model), "do not change the model and its loss after INIT, or remove it"
         for layer in layers:
             used = sum(rows > 0 for rows in self._rows.get(layer.name, []))
             if used < self.top_k:
                 raise self.not_engaged(f"only {used} experts of {layer.name} ran in the first batch", fix)
         if self.load_balancing and not self._reached:
-            raise self.not_engaged("the load-balancing loss took no part in the backward pass", fix)
+            raise self.not_engaged("the load-balancing loss was not part of the backward pass", fix)
         trained = {id(p) for optimizer in state.optimizers for g in optimizer.param_groups for p in g["params"]}
         ours = [p for layer in layers for p in layer.parameters()]
-        if not state.fsdp_enabled and not trained.issuperset(map(id, ours)):  # FSDP's parameters are others
+        if not state.fsdp_enabled and not trained.issuperset(map(id, ours)):  # FSDP has other parameters
             raise self.not_engaged("the optimizer does not train the experts and their router", fix)
 
     def _shares(self) -> str:
-        """Smallest and largest share of a layer's real tokens that one expert got; even would be 1/experts."""
+        """Return the smallest and largest share of a layer's real tokens per expert; an even load is 1/experts."""
         shares = torch.stack(list(self._load.values()))
         return f"{float(shares.min()):.3f}–{float(shares.max()):.3f}"
 

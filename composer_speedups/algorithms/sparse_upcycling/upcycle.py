@@ -1,4 +1,4 @@
-"""Dense feed-forward layers, found where their family says and turned into experts in place."""
+"""Find a model's dense feed-forward layers and replace them by experts in place."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from composer_speedups.families.stock import outermost_models
 
 
 class Block(NamedTuple):
-    """A feed-forward block by the places of its first Linear, its activation and its second Linear."""
+    """A feed-forward block: the owners and attributes of its first Linear, its activation and its second Linear."""
 
-    name: str  # the layer's
+    name: str  # name of the layer
     owners: tuple[nn.Module, nn.Module, nn.Module]
     attributes: tuple[str, str, str]
 
@@ -30,9 +30,9 @@ class Block(NamedTuple):
 
 
 def find_blocks(model: nn.Module, encoder: PreTrainedModel) -> list[Block]:
-    """The feed-forward layers of a model from its first block to its last, dense or sparse already.
+    """Return the feed-forward layers of a model, first to last, whether dense or already sparse.
 
-    They are where the encoder's family has them; in an encoder of an unknown family, where any family has them.
+    They are searched where the encoder's family has them, or for an unknown family, where any family has them.
     """
     family = family_of(type(encoder))
     asked = families() if family is None else [family]
@@ -48,7 +48,7 @@ def find_blocks(model: nn.Module, encoder: PreTrainedModel) -> list[Block]:
 
 
 def _place(module: Any, path: str) -> tuple[Any, str]:
-    """The module that would hold what a path leads to, None where there is no such module, and its attribute."""
+    """Return the module that owns the last attribute of a path (None if it does not exist), and the attribute."""
     *outer, attribute = path.split(".")
     for name in outer:
         module = getattr(module, name, None)
@@ -56,14 +56,14 @@ def _place(module: Any, path: str) -> tuple[Any, str]:
 
 
 def encoder_of(model: nn.Module) -> PreTrainedModel:
-    """The Hugging Face encoder in a model: what gets the attention mask and holds the config.
+    """Return the Hugging Face encoder in a model, which has the config and receives the attention mask.
 
     Raises:
         ValueError: There is none, or it computes its feed-forward layers in chunks.
     """
     outermost = next(iter(outermost_models(model).values()), None)
     if outermost is None:
-        raise ValueError("the model holds no Hugging Face model, whose feed-forward layers could become experts")
+        raise ValueError("the model has no Hugging Face model whose feed-forward layers could be replaced by experts")
     if getattr(outermost.config, "chunk_size_feed_forward", 0):
         raise ValueError("experts need all tokens of a layer at once; set the model's chunk_size_feed_forward to 0")
     encoder = outermost.base_model
@@ -72,10 +72,10 @@ def encoder_of(model: nn.Module) -> PreTrainedModel:
 
 
 def upcycle(block: Block, routing: Routing, *, experts: int, top_k: int) -> dict[nn.Parameter, list[nn.Parameter]]:
-    """Turn one dense block into experts; returns each parameter that went → those that came for it.
+    """Replace a dense block by experts, and return the new parameters for each removed one.
 
-    The experts take the place of the first Linear, and the rest of the block becomes identities, so that the
-    layer's own forward stays, with its dropout, residual and LayerNorm.
+    The experts replace the first Linear, and identities the rest of the block. So the layer's forward is unchanged,
+    including its dropout, residual and LayerNorm.
     """
     up, activation, down = block.parts
     sparse = SparseFeedForward(up, activation, down, experts=experts, top_k=top_k, name=block.name, routing=routing)

@@ -1,4 +1,4 @@
-"""Float32 matmuls on tensor cores."""
+"""Set the precision of float32 matmuls."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["apply_tf32_matmul"]
 
 
 def apply_tf32_matmul(precision: Literal["highest", "high", "medium"] = "high") -> str:
-    """Set how float32 matmuls are computed in this process.
+    """Set the precision of float32 matmuls in this process.
 
     Args:
         precision: ``"high"`` for TF32 (10 mantissa bits), ``"medium"`` to allow bf16 (7 bits), ``"highest"``
             for plain float32.
 
     Returns:
-        The setting before; pass it back to restore it.
+        The previous setting; call the function with it to restore it.
 
     Source: torch.set_float32_matmul_precision.
     """

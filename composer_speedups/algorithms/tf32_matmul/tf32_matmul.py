@@ -1,4 +1,4 @@
-"""Float32 matmuls on tensor cores."""
+"""The TF32 technique: float32 matmuls on tensor cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from composer_speedups.core.trainer_state import device_of
 
 
 class TF32Matmul(FlagTechnique):
-    """Float32 matmuls at TF32 ("high"), or at bf16 where torch has it ("medium").
+    """Computes float32 matmuls in TF32 ("high"), or in bf16 if torch supports it ("medium").
 
     Raises:
         TechniqueError: At INIT, without a GPU of compute capability 8.0 (Ampere) or newer.
@@ -30,7 +30,7 @@ class TF32Matmul(FlagTechnique):
     trials = (Variant({"precision": "high"}),)
 
     precision: Literal["high", "medium"] = Field("high")
-    """TF32, or bf16 where torch has it."""
+    """high is TF32; medium is bf16 if torch supports it."""
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_cuda(context, "TF32", (8, 0))

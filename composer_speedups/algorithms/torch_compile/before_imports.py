@@ -1,4 +1,4 @@
-"""Start inductor's compile processes while the run's imports go on."""
+"""Start inductor's compile processes during the run's imports."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from composer_speedups.core.before_imports import PlannedRun
 
 
 def on_gpu(run: PlannedRun) -> None:
-    """Start them where inductor is the backend that will want them."""
+    """Start the processes if the run's backend is inductor."""
     if (run.algorithms["torch_compile"] or {}).get("backend", "inductor") == "inductor":
-        importlib.import_module("torch._inductor.async_compile")  # starts them as it is imported
+        importlib.import_module("torch._inductor.async_compile")  # importing it starts them

@@ -1,4 +1,4 @@
-"""A compile cache that outlives the run: inductor's folder, and torch's portable artifacts in one file beside it."""
+"""A persistent compile cache: inductor's folder, and torch's portable artifacts in a file next to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "algorithms.torch_compile.cache"
 OWN_FOLDER = "choose a folder that only you can write to (chmod 700)"
 FILE = "portable.bin"
 _MAGIC = b"composer_speedups compile cache 1\n"
-_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second itself, under the first
+_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second to a folder in the first
 _COUNTED = {  # evidence → torch's counters
     "cache_hits": [("inductor", "fxgraph_cache_hit")],
     "cache_misses": [("inductor", "fxgraph_cache_miss")],
@@ -33,22 +33,22 @@ _COUNTED = {  # evidence → torch's counters
 
 
 class CompileCache:
-    """Inductor's caches in a folder that is kept, and in a file that can be carried to another machine.
+    """Inductor's caches in a persistent folder, and in a file that can be copied to another machine.
 
-    ``folder/inductor`` is what TORCHINDUCTOR_CACHE_DIR points at while the cache is open: graphs, kernels, autotuning.
-    ``folder/portable.bin`` holds the artifacts of ``torch.compiler.save_cache_artifacts`` of the last run that compiled
-    something; it is read where ``folder/inductor`` is missing, so that a folder with this file alone is a warm cache.
-    A file that is damaged, or was made with another torch or on another device, costs one warning and is replaced.
+    While the cache is open, TORCHINDUCTOR_CACHE_DIR is ``folder/inductor``: graphs, kernels and autotuning results.
+    ``folder/portable.bin`` has the artifacts of ``torch.compiler.save_cache_artifacts`` from the last run that compiled
+    something. It is loaded if ``folder/inductor`` is missing, so a folder with only this file is a warm cache. If it is
+    damaged, or was written with another torch or on another device, a warning is raised and the file is replaced.
 
-    Artifacts hold pickles and machine code, so that both are the user's own: a folder that others can write to is
-    refused, and so is a file of theirs. Carry a file only from people whose code you would run.
+    Artifacts contain pickles and machine code. Therefore a folder that others can write to is refused, and so is a file
+    that others could have written. Use only files from people whose code you would run.
 
     Args:
-        folder: Made when the cache is opened.
-        device: The kind of device that is compiled for.
+        folder: Created when the cache is opened.
+        device: The device to compile for.
 
     Raises:
-        ConfigError: (when opened) the folder cannot be made or written to, or others can write to it.
+        ConfigError: On opening, if the folder cannot be created or written to, or others can write to it.
     """
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
@@ -58,7 +58,7 @@ class CompileCache:
         self._counts_before = _counts()
 
     def open(self) -> None:
-        """Point inductor here; where it is open already, nothing."""
+        """Make inductor use this cache; does nothing if it is already open."""
         if self._flags is not None:
             return
         try:
@@ -67,7 +67,7 @@ class CompileCache:
             inductor = make_private_folder(self.folder / "inductor", KEY, OWN_FOLDER)
         except OSError as error:
             raise ConfigError(
-                f"{KEY}: {self.folder} cannot be made ({error.strerror}); choose another folder"
+                f"{KEY}: {self.folder} cannot be created ({error.strerror}); choose another folder"
             ) from error
         self._flags = contextlib.ExitStack()
         self._flags.callback(_write_variables, {name: os.environ.get(name) for name in _VARIABLES})
@@ -80,19 +80,19 @@ class CompileCache:
             self.file_state = "not needed"
 
     def close(self) -> None:
-        """Give the process its flags and variables back."""
+        """Restore the process's flags and environment variables."""
         if self._flags is not None:
             self._flags.close()
             self._flags = None
 
     def counts(self) -> dict[str, Any]:
-        """Graphs found, graphs compiled and graphs that torch would not cache since this object was made."""
+        """Return the numbers of graphs found, compiled and not cacheable since this object was created."""
         return {name: now - self._counts_before[name] for name, now in _counts().items()} | {
             "cache_file": self.file_state
         }
 
     def save(self) -> None:
-        """Write the portable file, whole or not at all, if this run compiled something or there is none."""
+        """Write the portable file atomically if this run compiled something or there is none."""
         path = self.folder / FILE
         if self.counts()["cache_misses"] == 0 and path.exists() and self.file_state != "refused":
             return
@@ -116,10 +116,10 @@ class CompileCache:
             artifacts = _read(path, self.device)
             if torch.compiler.load_cache_artifacts(artifacts) is None:
                 raise ValueError("torch cannot read its artifacts")
-        except Exception as error:  # what unpickling and writing artifacts may raise is anyone's guess
+        except Exception as error:  # unpickling and writing artifacts may raise anything
             self.file_state = "refused"
             reason = " ".join(str(error).split()) or type(error).__name__
-            warnings.warn(f"{KEY}: {path} is not used, and compiling begins anew: {reason}", UserWarning, stacklevel=2)
+            warnings.warn(f"{KEY}: {path} is ignored, and everything is compiled: {reason}", UserWarning, stacklevel=2)
         else:
             self.file_state = "loaded"
 
@@ -129,18 +129,18 @@ def _read(path: Path, device: torch.device) -> bytes:
         raise ValueError(f"others could have written it: {problem}")
     magic, _, rest = path.read_bytes().partition(b"\n")
     if magic + b"\n" != _MAGIC:
-        raise ValueError("it is no compile cache")
+        raise ValueError("it is not a compile cache")
     line, _, artifacts = rest.partition(b"\n")
     header = json.loads(line)
     if header.pop("sha256") != hashlib.sha256(artifacts).hexdigest():
         raise ValueError("it is damaged")
     if header != (here := _made_by(device)):
-        raise ValueError(f"it was made with {_format(header)}, and this is {_format(here)}")
+        raise ValueError(f"it was written with {_format(header)}, and this is {_format(here)}")
     return artifacts
 
 
 def _made_by(device: torch.device) -> dict[str, str]:
-    """What artifacts fit: torch would find the wrong ones unusable one by one, without a word."""
+    """Return what artifacts depend on; torch would silently skip unusable artifacts one by one."""
     if device.type == "cuda":
         return {"torch": torch.__version__, "device": torch.cuda.get_device_name(device)}
     return {"torch": torch.__version__, "device": f"cpu {torch.backends.cpu.get_cpu_capability()}"}
@@ -163,14 +163,14 @@ def _write_variables(values: dict[str, str | None]) -> None:
 
 
 def folder_problem(folder: str) -> str | None:
-    """Why a folder cannot be made, or code in it trusted; None when all is well."""
+    """Return why a folder cannot be created, or its code cannot be trusted; None if there is no problem."""
     path = Path(os.path.expanduser(folder)).absolute()
     try:
         existing = next(p for p in (path, *path.parents) if p.exists())
     except OSError as error:
-        return f"{folder[:80]} cannot be looked at ({error.strerror})"
+        return f"{folder[:80]} cannot be accessed ({error.strerror})"
     if not existing.is_dir():
-        return f"{existing} is no folder"
+        return f"{existing} is not a folder"
     if not os.access(existing, os.W_OK):
         return f"{existing} cannot be written to"
     problem = others_can_write(Path(os.path.realpath(path)))
@@ -178,12 +178,12 @@ def folder_problem(folder: str) -> str | None:
 
 
 def check_default_folder() -> None:
-    """Make inductor's own folder, which has a predictable name under /tmp, before another user of the machine does.
+    """Create inductor's default folder, whose name under /tmp is predictable, before another user can.
 
     Raises:
-        ConfigError: It is another user's, or others can write to it.
+        ConfigError: It belongs to another user, or others can write to it.
     """
-    with contextlib.suppress(OSError, KeyError):  # there is no such folder, which inductor will say
+    with contextlib.suppress(OSError, KeyError):  # it cannot be created; inductor will raise the error
         default = default_cache_dir()
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
             make_own_folder(Path(default), KEY, OWN_FOLDER)

@@ -1,4 +1,4 @@
-"""torch.compile over the whole model, or over one block that its siblings reuse."""
+"""Compile a whole model, or one of its repeated blocks, whose code the other blocks reuse."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from composer_speedups.surgery.already_applied import refuse_other_settings
 __all__ = ["apply_torch_compile"]
 
 Scope = Literal["model", "blocks"]
-# Compiled module → its settings; not an attribute of the module, whose copies are not compiled.
+# Compiled module → its settings. Not an attribute of the module, because its copies are not compiled.
 _APPLIED: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -31,33 +31,34 @@ def apply_torch_compile(
 ) -> list[str]:
     """Compile a model in place, keeping its class, its parameter names and its ``state_dict``.
 
+    The code is compiled at the first call, for training and evaluation.
+
     Args:
-        model: A model, or a ComposerModel whose inner model is meant; compiled at its first call, for
-            training and evaluation alike.
-        scope: ``"model"`` compiles it whole; ``"blocks"`` compiles its repeated block (the longest ModuleList
-            of one class), and its siblings reuse the graph.
+        model: A model, or a ComposerModel, whose inner model is compiled.
+        scope: ``"model"`` compiles the whole model; ``"blocks"`` compiles its repeated block (of the longest ModuleList
+            with one class), and the other blocks reuse the graph.
         backend: One of ``torch._dynamo.list_backends()``.
-        mode: inductor's mode, such as ``"max-autotune-no-cudagraphs"``; None is its default.
-        dynamic: True for dynamic shapes, False for static, None to go dynamic after a first recompile.
+        mode: inductor's mode, such as ``"max-autotune-no-cudagraphs"``; None for the default mode.
+        dynamic: True for dynamic shapes, False for static shapes, None to use dynamic shapes after a first recompile.
 
     Returns:
-        Names of the modules compiled; none when the model was compiled with the same settings already.
+        Names of the compiled modules; empty if the model is already compiled with the same settings.
 
     Raises:
-        ValueError: An unknown scope, no repeated block for ``"blocks"``, torch is told to compile nothing, or a
-            model that is compiled with other settings, or by other code.
+        ValueError: An unknown scope, no repeated block for ``"blocks"``, compilation is disabled in torch, or the model
+            is already compiled with other settings or by other code.
 
     Source: torch.nn.Module.compile.
     """
     if (off := switched_off()) is not None:
-        raise ValueError(f"{off} is set, and torch compiles nothing; unset it")
+        raise ValueError(f"{off} is set, which disables torch.compile; unset it")
     settings = {"scope": scope, "backend": backend, "mode": mode, "dynamic": dynamic}
     targets = _targets(model, scope)
     for name, module in model.named_modules():
         if module._compiled_call_impl is not None and module in _APPLIED:
             refuse_other_settings("compiled modules", _APPLIED[module], settings)
         elif module._compiled_call_impl is not None and name in targets:
-            raise ValueError(f"{name or 'the model'} is compiled already, by other code; leave that out, or this")
+            raise ValueError(f"{name or 'the model'} is already compiled by other code; remove that, or this")
     changed = []
     for name, module in targets.items():
         if module._compiled_call_impl is None:
@@ -68,7 +69,7 @@ def apply_torch_compile(
 
 
 def switched_off() -> str | None:
-    """What tells torch to compile nothing; None when nothing does."""
+    """Return the name of the variable or flag that disables torch.compile; None if it is enabled."""
     variables = [name for name in ("TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE") if os.environ.get(name) == "1"]
     if getattr(torch._dynamo.config, "disable", False):
         variables.append("torch._dynamo.config.disable")
@@ -77,7 +78,7 @@ def switched_off() -> str | None:
 
 def _targets(model: nn.Module, scope: Scope) -> dict[str, nn.Module]:
     if scope == "model":
-        if is_composer_model(model):  # evaluation calls its forward(), not the module itself
+        if is_composer_model(model):  # evaluation calls its forward(), not __call__
             return {n: m for n, m in model.named_children() if any(True for _ in m.parameters())}
         return {"": model}
     if scope != "blocks":

@@ -1,4 +1,4 @@
-"""torch.compile over the whole model, or over one block that its siblings reuse."""
+"""The torch.compile technique, for the whole model or one repeated block."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
-_PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package it imports
+_PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package that it imports
 
 
 class TorchCompile(Technique):
-    """torch.compile over the whole model, or one block compiled once and reused by the others.
+    """Compiles the whole model, or one block whose code the other blocks reuse.
 
     Raises:
-        ValueError: A mode or a cache, which are inductor's, with another backend.
-        TechniqueError: At INIT, for an unknown backend, with TORCHDYNAMO_DISABLE or its like set, inductor without
-            Triton (GPU) or a C++ compiler, or a cache that others can write to.
+        ValueError: A mode or a cache with another backend than inductor.
+        TechniqueError: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for
+            inductor without Triton (GPU) or a C++ compiler, or for a cache that others can write to.
     """
 
     name = "torch_compile"
@@ -46,26 +46,26 @@ class TorchCompile(Technique):
     exactness = "rounding"
     gain = 1.2
     trials = (Variant({"scope": "blocks"}), Variant({"scope": "model"}))
-    not_recorded = (*Technique.not_recorded, "cache")  # a resumed run may have the folder elsewhere
+    not_recorded = (*Technique.not_recorded, "cache")  # a resumed run may use another folder
 
     scope: Literal["model", "blocks"] = Field("model")
-    """The whole model, or its repeated block: starts faster and runs a little slower."""
+    """The whole model, or its repeated block, which starts faster and runs a little slower."""
     backend: str = Field("inductor")
     """One of torch._dynamo's backends."""
     mode: str | None = Field(None)
-    """inductor's mode; null is its own default."""
+    """inductor's mode; null for its default."""
     dynamic: bool | None = Field(None)
     """Dynamic shapes; null decides after a first recompile."""
     cache: str | None = Field(None)
-    """Folder that keeps what inductor compiled for the next run; null leaves inductor's own cache where it is. Others
-    must not be able to write to either, for the run executes what it finds there."""
+    """Folder that keeps inductor's compiled code for later runs; null uses inductor's default folder. Others must not
+    be able to write to the folder, because the run executes code from it."""
 
     def check_settings(self) -> None:
         other = f"and the backend is {self.backend!r}"
         if self.mode is not None and self.backend != "inductor":
-            raise ValueError(f"mode={self.mode!r} is inductor's, {other}; leave one out")
+            raise ValueError(f"mode={self.mode!r} is a mode of inductor, {other}; remove one")
         if self.cache is not None and (self.backend != "inductor" or not self.cache):
-            raise ValueError(f"cache={self.cache!r} must be the folder of inductor's cache, {other}")
+            raise ValueError(f"cache={self.cache!r} must be a folder for inductor's cache, {other}")
 
     def reset(self) -> None:
         super().reset()
@@ -74,7 +74,9 @@ class TorchCompile(Technique):
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         off = switched_off()
-        yield Requirement(off is None, f"{off} is set, and torch compiles nothing", "unset it, or remove it")
+        yield Requirement(
+            off is None, f"{off} is set, which disables torch.compile", "unset it, or remove torch_compile"
+        )
         known = torch._dynamo.list_backends(exclude_tags=())
         yield Requirement(
             self.backend in known, f"torch has no backend {self.backend!r}", f"use one of {', '.join(known)}"
@@ -101,13 +103,13 @@ class TorchCompile(Technique):
             yield Requirement(problem is None, f"cache: {problem}", OWN_FOLDER)
             yield Requirement(
                 not torch._inductor.config.force_disable_caches,
-                "cache: inductor's caches are switched off",
-                "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, or leave cache out",
+                "cache: inductor's caches are disabled",
+                "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, or remove cache",
             )
 
     @property
     def makes_graphs(self) -> bool:
-        """Whether the compiled code replays CUDA graphs of its own."""
+        """Whether the compiled code captures and replays CUDA graphs itself."""
         return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
     @property
@@ -129,12 +131,12 @@ class TorchCompile(Technique):
         assert self._before is not None
         since = compile_counts().since(self._before)
         compiled = {n: m for n, m in model_of(state).named_modules() if m._compiled_call_impl is not None}
-        off = switched_off()  # then code compiled before proves nothing about this run
+        off = switched_off()  # if so, code compiled earlier is no evidence for this run
         reused = since.graphs == 0 and off is None and any(map(_has_compiled_code, compiled.values()))
         if not compiled or (since.graphs == 0 and not reused):
             raise self.not_engaged(
                 "the first batch ran without a compiled graph" + (f": {off} is set" if off else ""),
-                f"unset {off}" if off else "leave the model compiled after INIT, or remove it",
+                f"unset {off}" if off else "do not replace the compiled model after INIT, or remove torch_compile",
             )
         return {
             "modules": len(compiled),
@@ -164,7 +166,7 @@ class TorchCompile(Technique):
 
 
 def _has_compiled_code(module: nn.Module) -> bool:
-    """Whether dynamo holds compiled code for ``module.forward``, the instance's own if it has one, or what it wraps."""
+    """Return whether dynamo has compiled code for ``module.forward`` or a function that it wraps."""
     function: Any = inspect.unwrap(getattr(module.forward, "__func__", module.forward), stop=_is_compiled)
     return _is_compiled(function)
 

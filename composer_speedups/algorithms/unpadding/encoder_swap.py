@@ -1,4 +1,4 @@
-"""Which models can run unpadded, turning their encoders, and turning them back."""
+"""Find a model's encoders, replace their class by one that runs unpadded, and restore it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from composer_speedups.families.packed_encoder import UnpaddedEncoder
 from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 _REFUSED = {
-    Reads.PADDING: "whose loss is over padding positions too",
+    Reads.PADDING: "whose loss includes padding positions",
     Reads.DECODER: "which is a decoder",
 }
 
 
 class _Found(NamedTuple):
     encoder: Any
-    bases: list[PreTrainedModel]  # the models directly around it; ModernBERT's encoder is one itself
-    outer: list[PreTrainedModel]  # the outermost ones: several heads may share an encoder
+    bases: list[PreTrainedModel]  # the models directly around the encoder; ModernBERT's encoder is itself one
+    outer: list[PreTrainedModel]  # the outermost models; several heads may share an encoder
 
     @property
     def heads(self) -> dict[str, Reads]:
-        """Class of each outermost model → what it reads of the encoder's result."""
+        """Map the class name of each outermost model to what it reads of the encoder's result."""
         family = family_of(type(self.encoder))
         assert family is not None
         config = self.bases[0].config
@@ -35,8 +35,10 @@ class _Found(NamedTuple):
 
 
 class _MaskHook:
-    """A forward pre-hook of the model around an encoder: keeps for the encoder the mask that it was called with, and
-    whether it was asked for hidden states."""
+    """A forward pre-hook of the model around an encoder.
+
+    It passes the model's mask to the encoder, and whether hidden states were requested.
+    """
 
     def __init__(self, base: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
         self.encoder = encoder
@@ -52,7 +54,7 @@ class _MaskHook:
 
 
 class _LabelsHook:
-    """A forward pre-hook of the outermost model, and a forward hook: its labels, for the encoder, during the call."""
+    """A forward pre-hook and a forward hook of the outermost model, which pass its labels to the encoder."""
 
     def __init__(self, encoder: UnpaddedEncoder) -> None:
         self.encoder = encoder
@@ -66,15 +68,15 @@ class _LabelsHook:
 
 
 def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None = None) -> list[str]:
-    """Turn every supported encoder in ``model``; returns the names of those that were not yet.
+    """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
         pad_to_multiple_of: See :func:`apply_unpadding`.
-        owner: See :class:`UnpaddedEncoder`; takes over those that another one owns.
+        owner: See :class:`UnpaddedEncoder`. Encoders of another owner get this one.
 
     Raises:
-        ValueError: There is none, or one that cannot run unpadded; nothing is changed then.
+        ValueError: The model has no encoder, or one that cannot run unpadded. Nothing is changed.
     """
     found = _find(model)
     for each in found.values():
@@ -115,11 +117,11 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
 
 
 def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
-    """Turn encoders back to transformers' own, with the attention that they had; returns the names of those changed.
+    """Restore transformers' encoders and their previous attention, and return the names of the changed encoders.
 
     Args:
-        model: Changed in place.
-        owner: Only those that it owns; None for all.
+        model: The model; changed in place.
+        owner: Restore only the encoders of this owner; None restores all.
     """
     around = _around(model)
     names = []
@@ -169,7 +171,7 @@ def _around(model: nn.Module) -> dict[str, PreTrainedModel]:
 
 
 def _bases(around: dict[str, PreTrainedModel], name: str, encoder: nn.Module) -> list[PreTrainedModel]:
-    """The models around an encoder, outermost first; ModernBERT's is the last of its own."""
+    """Return the models around an encoder, outermost first; ModernBERT's encoder is itself the last one."""
     return [m for n, m in around.items() if m is encoder or n == "" or name.startswith(f"{n}.")]
 
 
@@ -183,8 +185,8 @@ def _find(model: nn.Module) -> dict[str, _Found]:
             bases = _bases(around, name, module)
             if not bases:
                 raise ValueError(
-                    f"unpadding needs the model around an encoder, and {name or type(module).__name__} stands alone; "
-                    "give it the model"
+                    f"unpadding needs the model around an encoder, and {name or type(module).__name__} is only the "
+                    "encoder; pass the whole model"
                 )
             first = names.setdefault(module, name)
             each = found.setdefault(first, _Found(module, [], []))
@@ -193,7 +195,7 @@ def _find(model: nn.Module) -> dict[str, _Found]:
                     models.append(model_around)
     if not found:
         kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' modules"]
-        raise ValueError(f"unpadding knows {family_titles()}, and this is {', '.join(kinds)}")
+        raise ValueError(f"unpadding supports {family_titles()}, and this is {', '.join(kinds)}")
     return found
 
 
@@ -201,21 +203,21 @@ def _check(found: _Found) -> None:
     config = found.bases[0].config
     for head, reads in found.heads.items():
         if reads in _REFUSED:
-            raise ValueError(f"unpadding cannot serve {head}, {_REFUSED[reads]}")
+            raise ValueError(f"unpadding does not support {head}, {_REFUSED[reads]}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise ValueError("unpadding cannot serve a decoder: its attention is causal or has a second input")
+        raise ValueError("unpadding does not support decoders, whose attention is causal or has a second input")
     family = family_of(type(found.encoder))
     if family is not None and family.packed_attention is not None:
         kind, modules = family.packed_attention, [*found.encoder.modules()]
         known = [m for m in modules if isinstance(m, kind) or family.has("attention", type(m))]
         if len(known) != len(blocks_of(found.encoder)) or any("forward" in vars(module) for module in known):
             raise ValueError(
-                f"unpadding cannot serve {family.title} with another attention than its {family.attention}"
+                f"unpadding does not support {family.title} with another attention than {family.attention}"
             )
     reason = None if family is None else family.refuses(found.encoder)
     if family is not None and reason is not None:
-        raise ValueError(f"unpadding cannot serve {family.title} with {reason}")
+        raise ValueError(f"unpadding does not support {family.title} with {reason}")
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("unpadding needs chunk_size_feed_forward=0: chunks need a fixed number of tokens")
     if getattr(config, "position_embedding_type", None) not in (None, "absolute"):
-        raise ValueError(f"unpadding knows absolute positions, and these are {config.position_embedding_type}")
+        raise ValueError(f"unpadding supports absolute positions, and these are {config.position_embedding_type}")

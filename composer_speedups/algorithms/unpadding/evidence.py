@@ -1,4 +1,4 @@
-"""What the first training batch's forward pass shows: layers that saw packed tokens, and how they attended."""
+"""Evidence from the first training batch's forward pass: layers that ran on packed tokens, and attention operators."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from composer_speedups.families.packed_tokens import Plan, make_plan
 
 
 class FirstForward:
-    """Watches the first forward pass.
+    """Observes the first forward pass.
 
-    Eager layers are watched through hooks and their operators recorded; a layer with a kernel of its own names it in
-    ``own_attention``. Compiled code runs neither: there the encoder says which way it went, and attention's operator is
-    that of a probe.
+    In eager code, hooks count the layers that run on packed tokens, and their operators are recorded. A layer with its
+    own kernel names it in ``own_attention``. Compiled code cannot be observed in this way: there, the encoder reports
+    whether it ran unpadded, and a probe shows the attention operator.
     """
 
     def __init__(self) -> None:
         self._encoders: Sequence[UnpaddedEncoder] = ()
-        self._watching = ExitStack()  # hooks and a recorder
+        self._watching = ExitStack()  # removes the hooks and the recorder
         self._recorder: OperatorRecorder | None = None
         self._plan: Any = None
-        self._layers = 0  # that ran on as many tokens as their plan has
-        self._ways: set[str | None] = set()
+        self._layers = 0  # number of layers that ran on as many tokens as their plan has
+        self._ran: set[str | None] = set()  # ``ran`` of each encoder
         self._operators: list[str] = []
         self._compiled = self._done = False
 
     def watch(self, state: State, encoders: Sequence[UnpaddedEncoder]) -> None:
-        """Look at the forward pass that comes next, if none was looked at before."""
+        """Observe the next forward pass, unless one was already observed."""
         if self._done:
             return
         self._done, self._encoders = True, encoders
@@ -62,9 +62,9 @@ class FirstForward:
             self._layers += 1
 
     def stop(self) -> None:
-        """The forward pass is over, or has failed."""
-        if self._done and not self._ways:
-            self._ways = {encoder.ran for encoder in self._encoders}
+        """Stop observing, after the forward pass or its failure."""
+        if self._done and not self._ran:
+            self._ran = {encoder.ran for encoder in self._encoders}
         self._watching.close()
         if self._recorder is not None:
             layers = [layer for encoder in self._encoders for layer in blocks_of(encoder)]
@@ -73,21 +73,21 @@ class FirstForward:
             self._recorder = None
 
     def failure(self) -> tuple[str, str] | None:
-        """Reason and fix, when the encoder did not run on packed tokens."""
+        """Return the reason and the fix if the encoder did not run on packed tokens, else None."""
         if self._plan == "padded":
             return self._encoders[0].padded_because
-        if self._ways != {"unpadded"}:
-            went = "padded" if "padded" in self._ways else "without its encoder"
-            return f"the first forward pass ran {went}", "leave attention and output settings as they are"
+        if self._ran != {"unpadded"}:
+            how = "padded" if "padded" in self._ran else "without its encoder"
+            return f"the first forward pass ran {how}", "do not change attention and output settings"
         layers = sum(len(blocks_of(encoder)) for encoder in self._encoders)
         if not self._compiled and self._layers < layers:
-            return f"{self._layers} of {layers} layers ran on packed tokens", "leave the encoder's layers as they are"
+            return f"{self._layers} of {layers} layers ran on packed tokens", "do not change the encoder's layers"
         if not self._operators:
-            return "no variable-length attention ran", "leave the model's attention as it is"
+            return "no variable-length attention ran", "do not change the model's attention"
         return None
 
     def evidence(self) -> dict[str, Any]:
-        """What was seen, as report.json has it."""
+        """Return the evidence for report.json."""
         found: dict[str, Any] = {
             "layers": sum(len(blocks_of(encoder)) for encoder in self._encoders),
             "attention": ", ".join(self._operators),
@@ -98,12 +98,12 @@ class FirstForward:
             tokens = int(self._plan.mask_BS.sum())
             found |= {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
             if tokens == slots:
-                found["note"] = "the first batch has no padding to leave out"
+                found["note"] = "the first batch has no padding to remove"
         return found
 
 
 def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
-    """The operators of attention over a few tokens, in the run's precision and with the model's head size."""
+    """Return the operators of attention over a few tokens, in the run's precision and with the model's head size."""
     config, device = encoder.model_config, device_of(state)
     heads = config.num_attention_heads
     plan = make_plan(torch.ones(2, 4, dtype=torch.bool, device=device), 8)

@@ -1,4 +1,4 @@
-"""The encoder runs on real tokens only."""
+"""Functions that make an encoder run on real tokens only, for models outside of a Trainer."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def apply_unpadding(
     """Make the encoder of a Hugging Face model run on real tokens only.
 
     Args:
-        model: A model of transformers of a known family (BERT, RoBERTa and others), or a module that holds some;
-            changed in place. Its parameters, their names and its ``state_dict`` stay.
-        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64:
-            matrix products over a number that is no multiple of 8 are slow.
-        compare_on: Keyword arguments of the model, with labels if it takes some: a batch on which loss, outputs and
-            gradients must be the untouched model's.
+        model: A transformers model of a supported family (BERT, RoBERTa and others), or a module that contains some;
+            changed in place. Its parameters, their names and its ``state_dict`` do not change.
+        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64, because matmuls
+            with a number of tokens that is not a multiple of 8 are slow.
+        compare_on: A batch as keyword arguments of the model, with labels if it has them. Loss, outputs and gradients
+            on it must equal the untouched model's.
 
     Returns:
-        Names of the encoders changed; those that already were are left out.
+        Names of the encoders that were changed, without those that already run unpadded.
 
     Raises:
-        ValueError: A model, head or number that it cannot serve, or a model that computes something else on
-            ``compare_on``; the model is then as it was.
+        ValueError: An unsupported model, head or number, or a model whose results on ``compare_on`` differ. The model
+            is not changed.
 
     Warns:
-        UserWarning: The model is not transformers' own in every module and was not compared: slots of padding hold
-            zeros in the last hidden state, and another head may read them.
+        UserWarning: Not every module of the model is transformers' own, and it was not compared. Padding slots of the
+            last hidden state are zeros, which another head may read.
 
-    Each forward pass then counts its tokens, and waits for the GPU to do so; :func:`plan_unpadding` takes the
-    count from a mask that is still on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
+    Each forward pass then counts its tokens, which synchronizes with the GPU. :func:`plan_unpadding` avoids that by
+    counting in a mask on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
@@ -53,11 +53,11 @@ def apply_unpadding(
         apart = compare(before, outcome_of(model, compare_on or {}), tolerance_of(model))
         if apart.beyond is not None:
             restore_encoders(model)
-            raise ValueError(f"unpadding cannot serve this model: {apart.beyond} on the given batch")
+            raise ValueError(f"unpadding does not support this model: {apart.beyond} on the given batch")
     elif changes and names:
         warnings.warn(
-            f"unpadding was not compared with the untouched model, though {changes[0]}: slots of padding hold zeros in "
-            "its last hidden state, and your own code may read them; give compare_on=a batch",
+            f"unpadding was not compared with the untouched model, though {changes[0]}: padding slots of its last "
+            "hidden state are zeros, and your own code may read them; pass a batch as compare_on",
             UserWarning,
             stacklevel=2,
         )
@@ -65,22 +65,22 @@ def apply_unpadding(
 
 
 def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequence[int] | None = None) -> None:
-    """Lay out the model's next batch, so that its forward pass need not wait for a GPU to count the tokens.
+    """Plan the packing of the model's next batch, so that its forward pass does not synchronize to count tokens.
 
     Call it before every forward pass, or never: a mask of the same shape with other values is an error.
 
     Args:
-        model: A model that :func:`apply_unpadding` changed, with one such encoder.
-        attention_mask: (B, S), or (B, texts, S) where the model gets the texts as rows; best still on the CPU. None
-            takes the plan away again.
-        counts: What the encoder's ``count`` gave for it, where that is known already.
+        model: A model with one encoder that :func:`apply_unpadding` changed.
+        attention_mask: (B, S), or (B, texts, S) if the model gets the texts as rows; preferably on the CPU. None
+            removes the plan.
+        counts: The result of the encoder's ``count`` for the mask, if already known.
 
     Raises:
         ValueError: The model has no unpadded encoder, or several, whose masks may differ.
     """
     encoders = unpadded_encoders(model)
     if len(encoders) != 1:
-        raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; apply_unpadding it first")
+        raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
     encoder = encoders[0]
     if attention_mask is None:
         encoder.plans = ()
@@ -94,5 +94,5 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:
-    """Give a model its own encoders and its attention back; returns the names of the encoders changed."""
+    """Restore a model's encoders and attention, and return the names of the changed encoders."""
     return restore_encoders(model)

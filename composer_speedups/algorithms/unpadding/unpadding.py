@@ -1,4 +1,4 @@
-"""The encoder runs on real tokens only."""
+"""The unpadding technique: the encoder runs on real tokens only."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from composer_speedups.core.technique import Conflict, Stage
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import row_counts, token_masks
 
-# Composer cuts lists in a batch into micro-batches along with its tensors, and leaves them on the host.
+# Batch entries with lists: Composer splits them into micro-batches along with the tensors, and keeps them on the host.
 _COUNTS = "unpadding_row_counts_of_"
 _KEPT = f"{_COUNTS}rows_kept_padded"
 
 
 class Unpadding(ParityCheckedTechnique):
-    """The encoder runs on real tokens only, with variable-length attention.
+    """Runs the encoder on real tokens only, with variable-length attention.
 
     Raises:
-        TechniqueError: At INIT, for a model or head that it cannot serve; in the first batch, for a model of one's own
-            that reads what is computed for padding.
+        TechniqueError: At INIT, for an unsupported model or head; in the first batch, for a custom model that reads
+            hidden states of padding.
     """
 
     name = "unpadding"
     stage = Stage.SURGERY
     exactness = "rounding"
     conflicts = (
-        Conflict("sdpa_attention", "both set the model's attention; unpadding brings its own"),
+        Conflict("sdpa_attention", "both set the model's attention; unpadding has its own"),
         Conflict(
             "torch_compile",
-            "dynamic: false and modes that capture graphs begin anew with every number of tokens",
+            "dynamic: false and modes that capture graphs recompile for every number of tokens",
             when=lambda self, other: other.makes_graphs or other.dynamic is False,
         ),
     )
     gain = 1.1
 
     pad_to_multiple_of: int = Field(64, ge=1, le=LARGEST_MULTIPLE)
-    """The number of packed tokens is a multiple of it."""
+    """Round the number of packed tokens up to a multiple of this."""
 
     def reset(self) -> None:
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
         self._first = FirstForward()
-        self._tokens = self._slots = self._padded = 0  # of all training batches
+        self._tokens = self._slots = self._padded = 0  # totals of the training batches
 
     def engage(self, state: State) -> dict[str, Any]:
         with self.refusals():
@@ -86,12 +86,12 @@ class Unpadding(ParityCheckedTechnique):
         self._forget()
 
     def batch_end(self, state: State) -> None:
-        self._forget(counts=True)  # until then the backward pass may run the forward pass again, in parts
+        self._forget(counts=True)  # not earlier, because the backward pass may recompute parts of the forward pass
 
     eval_after_forward = fit_end = batch_end
 
     def _count(self, state: State) -> list[tuple[list[int], torch.Tensor]]:
-        """Count while the batch is on the host; the last change to it is behind us."""
+        """Count tokens while the batch is on the host, after all algorithms have changed it."""
         counted, known = [], [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
         for name, mask in token_masks(state.batch).items():
             if mask.device.type != "cpu":
@@ -110,12 +110,12 @@ class Unpadding(ParityCheckedTechnique):
         return counted
 
     def _plan(self, state: State) -> int:
-        """Lay out the micro-batch on its device, from the counts that came with it.
+        """Plan the packing of the micro-batch on its device from the counts in the batch.
 
-        A mask that is not among the batch's own is counted by the encoder that meets it.
+        If a mask is not in the batch, the encoder counts its tokens.
 
         Returns:
-            How many layouts are padded.
+            Number of padded layouts.
         """
         if not isinstance(state.batch, dict):
             return 0
@@ -130,7 +130,7 @@ class Unpadding(ParityCheckedTechnique):
             if mask.ndim > 2:
                 counts = [count for sample in counts for count in sample]
             for encoder in self._encoders:
-                if isinstance(encoder, UnpaddedEncoder):  # and nobody turned it back
+                if isinstance(encoder, UnpaddedEncoder):  # it was not restored
                     kept = keep_padded and name == "attention_mask"
                     layout: Layout = "padded" if kept else encoder.layout(mask.flatten(0, -2), counts)
                     if mask.ndim > 2 and not kept:
