@@ -97,7 +97,7 @@ def test_another_call_cannot_go_on(
         run()
     before = ROWS.read_bytes()
     seen = runs_of(monkeypatch)
-    with pytest.raises(SystemExit, match=rf"had other {differs}; .*leave out resume=true"):
+    with pytest.raises(SystemExit, match=rf"had different {differs}; .*remove resume=true"):
         run("resume=true", *overrides, **changes)
     assert seen == []
     assert ROWS.read_bytes() == before
@@ -109,7 +109,7 @@ def test_other_code_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "def")
-    with pytest.raises(SystemExit, match=r"had other commit \(or uncommitted changes\)"):
+    with pytest.raises(SystemExit, match=r"had different commit \(or uncommitted changes\)"):
         run("resume=true")
 
 

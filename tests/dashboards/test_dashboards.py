@@ -95,7 +95,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
     from composer_speedups.dashboards.build import build_report
 
     report = build_report(layout(), Request(runs=["fp32"]), "team", "bert")
-    assert (report.title, report.entity, report.project) == ("Configurations side by side", "team", "bert")
+    assert (report.title, report.entity, report.project) == ("Runs side by side", "team", "bert")
     headings = [block.text for block in report.blocks if isinstance(block, reports.H2)]
     grids = [block for block in report.blocks if isinstance(block, reports.PanelGrid)]
     assert headings == SECTIONS
@@ -114,7 +114,7 @@ def test_a_dry_run_prints_the_layout(capsys: pytest.CaptureFixture[str]) -> None
     main(["bert", "runs=fp32,bf16", "dry_run=true"])
     printed = capsys.readouterr().out
     assert (
-        printed.splitlines()[0] == "workspace 'Configurations side by side' of bert: fp32, bf16, grouped by techniques"
+        printed.splitlines()[0] == "workspace 'Runs side by side' of bert: fp32, bf16, grouped by techniques"
     )
     assert as_text(layout()) in printed
     assert "  samples/s: throughput/samples_per_sec (over batches trained)" in printed.splitlines()
