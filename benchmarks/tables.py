@@ -348,16 +348,17 @@ def _works(technique: str, family: str, head: str) -> str:
 
 
 def families_short() -> list[str]:
-    """The families, and of the techniques that read a model's code those that each refuses."""
+    """The families, grouped by the techniques that they do not support, of those that depend on the model's code."""
     from composer_speedups.families.family import families as known
     from tests.helpers.refusals import TECHNIQUES, refusal_of
 
-    lines = []
+    groups: dict[str, list[str]] = defaultdict(list)
     for each in sorted(known(), key=lambda each: each.title.lower()):
         refused = [f"`{name}`" for name in TECHNIQUES if refusal_of(name, each.name, "mlm")]
-        lines.append([each.title, f"all but {', '.join(refused)}" if refused else "all"])
+        groups[f"all except {', '.join(refused)}" if refused else "all"].append(each.title)
+    lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
     names = ", ".join(f"`{name}`" for name in TECHNIQUES)
-    return [*table(["family", "techniques"], lines), "", f"All are {names}."]
+    return [*table(["families", "techniques"], lines), "", f"These techniques depend on the family: {names}."]
 
 
 # What each task reads, reports and supports, as the tests that ran recorded it
@@ -385,7 +386,14 @@ def support() -> list[str]:
         for task, way, mark in entry["claims"]
     }
     lines = [[f"`{task}`", *(found.get((task, way), "–") for way in WAYS)] for task in TASKS]
-    return [*table(["task", *WAYS], lines), "", *(f"- {way}: {what}." for way, what in WAYS.items())]
+    return table(["task", *WAYS], lines)
+
+
+def support_legend() -> list[str]:
+    """The columns of :func:`support`."""
+    from tests.helpers.support import WAYS
+
+    return [f"- {way}: {what}." for way, what in WAYS.items()]
 
 
 def _yamls_by_task() -> dict[str, list[str]]:
@@ -464,7 +472,7 @@ def starts(name: str) -> list[str]:
 
 
 def kernels(name: str) -> list[str]:
-    """The kernels of the last row with their own options, beside PyTorch's and the time of one copy."""
+    """The kernels of the last row with their default options, PyTorch's, and the time of one copy."""
     row = rows_of(name)[-1]
     lines = []
     for kernel in row["kernels"]:
@@ -472,7 +480,8 @@ def kernels(name: str) -> list[str]:
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
-    return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [{**row, "repeats": 1}])
+    columns = ["kernel", "µs", "PyTorch's", "over it", "one copy"]
+    return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
 
 
 def suite() -> list[str]:
@@ -533,7 +542,8 @@ def kinds(override: str) -> list[str]:
         ("its products alone, bf16", "gemm_floor_ms"),
     ):
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
-    return _figure(["ms per step", *rows], lines, [{**row, "repeats": 1} for row in rows.values()])
+    where = where_of(list(rows.values()))
+    return [*table(["ms per step", *rows], lines), "", f"One profile of each configuration. {where}"]
 
 
 def profiled(row: Row) -> str:
