@@ -139,7 +139,7 @@ def test_copies_of_a_compiled_model_are_not_compiled_and_take_any_settings() -> 
 def test_a_model_compiled_by_other_code_is_refused() -> None:
     model = tiny_bert()
     model.compile(backend="eager")
-    with pytest.raises(ValueError, match="the model is compiled already, by other code"):
+    with pytest.raises(ValueError, match="the model is already compiled by other code"):
         apply_torch_compile(model, backend="eager")
 
 

@@ -175,7 +175,7 @@ class _Graph:
         try:
             # Autocast's cache would reuse tensors of one replay in the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-            with _undone_when_it_fails(), autocast:
+            with _restored_on_failure(), autocast:
                 placeholders = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
@@ -205,7 +205,7 @@ class _Graph:
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
-        with _carrying(self._carries, carried), self._placeholders.in_place():
+        with _static_attributes(self._carries, carried), self._placeholders.in_place():
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
@@ -213,7 +213,7 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def _undone_when_it_fails() -> Iterator[None]:
+def _restored_on_failure() -> Iterator[None]:
     """Restore the current stream and the generator's state if a capture fails."""
     if not torch.cuda.is_available():
         yield
@@ -229,7 +229,7 @@ def _undone_when_it_fails() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _carrying(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> Iterator[None]:
+def _static_attributes(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> Iterator[None]:
     """Set the attributes to the graph's static tensors, which a replay fills, and restore them on exit."""
     before = [getattr(module, attribute) for module, attribute in carries]
     for (module, attribute), value in zip(carries, values, strict=True):

@@ -61,7 +61,7 @@ class FusedLayer(nn.Module):
 
     @property
     def own_attention(self) -> str | None:
-        """The attention kernel of the last forward pass if it was not one of PyTorch's, which can be recorded."""
+        """The layer's own attention kernel in the last forward pass, which PyTorch cannot record; None if not used."""
         return "fused_layers' own" if self.ran in ("triton", "triton, fp8") else None
 
     def parts(self) -> Any:
