@@ -506,7 +506,7 @@ def suite() -> list[str]:
     """What runs of the tests counted, the last one of each command and number of GPUs."""
     last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in every_gpus_rows("suite")}
     if not last:
-        return ["No run is kept yet: `python -m benchmarks.suite -m gpu` makes one."]
+        return ["No run is recorded yet; `python -m benchmarks.suite -m gpu` records one."]
     return table(
         ("pytest", "passed", "failed", "skipped", "minutes", "on", "date, commit"),
         (

@@ -113,9 +113,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
 def test_a_dry_run_prints_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bert", "runs=fp32,bf16", "dry_run=true"])
     printed = capsys.readouterr().out
-    assert (
-        printed.splitlines()[0] == "workspace 'Runs side by side' of bert: fp32, bf16, grouped by techniques"
-    )
+    assert printed.splitlines()[0] == "workspace 'Runs side by side' of bert: fp32, bf16, grouped by techniques"
     assert as_text(layout()) in printed
     assert "  samples/s: throughput/samples_per_sec (over batches trained)" in printed.splitlines()
 
