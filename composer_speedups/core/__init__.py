@@ -1,1 +1,1 @@
-"""What a technique is: its base class, order, requirements, evidence and errors."""
+"""The base class of techniques, and their order, requirements, evidence and errors."""

@@ -1,4 +1,4 @@
-"""CONTRIBUTING's steps, done in a temporary folder: a folder, an entry in the tests' settings, a line in the README."""
+"""CONTRIBUTING.md's steps to add a technique, in a temporary folder: its code, and its entry in the tests' settings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 from tests.helpers.forks import Fork
 
 FUNCTIONAL = '''
-"""Biases of the classification head begin at a constant."""
+"""Initialize the biases of the classification head with a constant."""
 
 from torch import nn
 
@@ -31,7 +31,7 @@ def apply_toy(model: nn.Module, value: float = 0.0) -> list[str]:
 '''
 
 CLASS = '''
-"""Biases of the classification head begin at a constant."""
+"""Initialize the biases of the classification head with a constant."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ __all__ = ["Toy"]
 
 
 class Toy(Technique):
-    """Biases of the classification head begin at a constant."""
+    """Initialize the biases of the classification head with a constant."""
 
     name = "toy"
     stage = Stage.SURGERY
     exactness = "exact"
 
     value: float = Field(0.0, ge=-1, le=1)
-    """What they begin at."""
+    """Initial value."""
 
     def reset(self) -> None:
         super().reset()
@@ -71,7 +71,7 @@ class Toy(Technique):
         return {"batches": self._batches}
 '''
 
-# The entry is put into the text of tests/helpers/settings.py, as a contributor would.
+# Inserts the entry into the source of tests/helpers/settings.py, as a contributor would.
 PLUGIN = """
 import sys
 import types
@@ -105,7 +105,7 @@ from composer_speedups import Toy
 
 
 @pytest.mark.slow
-def test_a_folder_and_an_entry_are_all_that_the_generic_tests_need(tmp_path: Path) -> None:
+def test_the_generic_tests_need_only_a_folder_and_an_entry(tmp_path: Path) -> None:
     folder = tmp_path / "more"
     (folder / "toy").mkdir(parents=True)
     for name, text in {"toy.py": CLASS, "functional.py": FUNCTIONAL, "__init__.py": "", "README.md": CARD}.items():
@@ -117,7 +117,7 @@ def test_a_folder_and_an_entry_are_all_that_the_generic_tests_need(tmp_path: Pat
     arguments += ["-k", "toy or readme_names_every", *(f"tests/core/test_{name}.py" for name in modules)]
 
     def run() -> None:
-        public_names.cache_clear()  # a fork has imported the package, and may have asked for its names
+        public_names.cache_clear()  # the forked process may have cached the names
         os.chdir(ROOT)
         sys.path.insert(0, str(tmp_path))
         sys.exit(pytest.main(arguments))
@@ -125,8 +125,8 @@ def test_a_folder_and_an_entry_are_all_that_the_generic_tests_need(tmp_path: Pat
     output = Fork(run).wait(600).stderr
     failed = set(re.findall(r"^FAILED \S*?::(\S+)", output, re.MULTILINE))
     assert failed == {
-        # What is left to write: its card, and its line in the README's table.
-        "test_a_card_has_all_its_parts_in_order[toy]",
+        # This test does not write the card and the line in the README's table.
+        "test_a_card_has_all_sections_in_order[toy]",
         "test_the_code_of_a_card_runs[toy]",
         "test_the_function_of_a_card_runs[toy]",
         "test_the_yaml_of_a_card_is_a_config[toy]",

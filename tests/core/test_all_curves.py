@@ -1,4 +1,4 @@
-"""Loss curves of 200 steps: whatever is not exact in float32 stays within its stated bound of the untouched run."""
+"""Loss curves of 200 steps: techniques that are not exact in float32 stay within their bound of the untouched run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.helpers.common import Recorder, learnable_batches, trained
 from tests.helpers.settings import Case, cases
 
-WINDOW = 20  # steps a curve is averaged over; single batches of 16 rows are too noisy to compare
+WINDOW = 20  # steps of the moving average; the loss of one batch of 16 rows is too noisy
 
 
 def inexact(*, gpu: bool) -> list[Any]:
@@ -20,26 +20,26 @@ def inexact(*, gpu: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", inexact(gpu=False))
-def test_its_loss_curve_stays_within_its_bound(case: Case) -> None:
+def test_the_loss_curve_stays_within_its_bound(case: Case) -> None:
     _check(case, gpu=False)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", inexact(gpu=True))
-def test_its_loss_curve_stays_within_its_bound_on_a_gpu(case: Case) -> None:
+def test_the_loss_curve_stays_within_its_bound_on_a_gpu(case: Case) -> None:
     _check(case, gpu=True)
 
 
 def _check(case: Case, *, gpu: bool) -> None:
     expected, actual = _reference(), _curve(case.build_all(), gpu=gpu)
     distance = float((actual - expected).abs().max())
-    assert distance <= case.entry.loss_bound, f"the loss strays {distance:.3f} from the untouched run's"
+    assert distance <= case.entry.loss_bound, f"the loss differs by {distance:.3f} from the untouched run's"
 
 
 @cache
 def _reference() -> Tensor:
     curve = _curve([])
-    assert curve[-1] < 0.6 * curve[0], "the reference must learn for its curve to tell anything"
+    assert curve[-1] < 0.6 * curve[0], "the reference run must learn"
     return curve
 
 

@@ -1,4 +1,4 @@
-"""Any order gives one run; every pair trains or is refused by name; conflicts stop before anything is built."""
+"""Combinations of techniques: their order does not matter, and every pair trains or is refused by name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build(name: str) -> Technique:
 
 
 def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
-    """The two, and what either needs beside it."""
+    """Build both techniques and those that they require."""
     found: dict[str, Technique] = {}
     for name in pair:
         entry = (ENTRIES[name].gpu or ENTRIES[name]) if gpu else ENTRIES[name]
@@ -46,7 +46,7 @@ def build_pair(pair: tuple[str, str], *, gpu: bool = False) -> list[Technique]:
     return list(found.values())
 
 
-# The tiny model's adapters have fewer values than the settings let have 8-bit state.
+# The tiny model's adapters are below the minimum size for 8-bit state.
 TOO_SMALL = {("bnb_optimizer", "lora"), ("lora", "lowbit_optimizer")}
 PAIRS = list(itertools.combinations(sorted(ENTRIES), 2))
 
@@ -83,7 +83,7 @@ def _refusal(techniques: list[Technique], context: Context) -> TechniqueError | 
 
 
 @pytest.mark.pins
-def test_all_together_in_any_order_give_one_run() -> None:
+def test_the_order_of_techniques_does_not_change_the_weights() -> None:
     names = ["sdpa_attention", "mixed_precision", "torch_compile", "fused_optimizer", "fast_layernorm"]
     results = []
     for order, kwargs in [
@@ -118,7 +118,7 @@ def test_techniques_engage_in_the_stated_order_without_passes() -> None:
     ]
 
 
-def test_techniques_close_in_the_reverse_order_and_one_that_raises_stops_no_other() -> None:
+def test_techniques_close_in_reverse_order_even_if_one_raises() -> None:
     closed: list[str] = []
 
     def note(technique: Technique) -> Technique:
@@ -126,21 +126,21 @@ def test_techniques_close_in_the_reverse_order_and_one_that_raises_stops_no_othe
             closed.append(technique.name)
             original()
             if technique.name == "sdpa_attention":
-                raise RuntimeError("no way back")
+                raise RuntimeError("cannot close")
 
         technique.close = close  # type: ignore[method-assign]
         return technique
 
     trainer = make_trainer([note(build(n)) for n in ("fused_optimizer", "sdpa_attention", "mixed_precision")])
     (closer,) = (c for c in trainer.state.callbacks if type(c).__name__ == "_TechniqueKeeper")
-    with pytest.raises(RuntimeError, match="no way back"):
+    with pytest.raises(RuntimeError, match="cannot close"):
         closer.close(trainer.state, trainer.logger)
     assert closed == ["fused_optimizer", "sdpa_attention", "mixed_precision"]
     trainer.state.callbacks.remove(closer)
     trainer.close()
 
 
-def test_a_later_trainer_undoes_what_an_earlier_one_left_in_the_reverse_order() -> None:
+def test_a_second_trainer_first_closes_the_techniques_in_reverse_order() -> None:
     closed: list[str] = []
     names = ("fused_optimizer", "sdpa_attention", "mixed_precision")
     techniques = [build(name) for name in names]
@@ -154,7 +154,7 @@ def test_a_later_trainer_undoes_what_an_earlier_one_left_in_the_reverse_order() 
     earlier.close()
 
 
-def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> None:
+def test_sort_techniques_leaves_other_algorithms_in_place() -> None:
     clipping = GradientClipping("norm", clipping_threshold=1.0)
     fused, sdpa = FusedOptimizer(), SDPAAttention()
     for event in (Event.INIT, Event.AFTER_LOAD, Event.BEFORE_FORWARD):
@@ -164,7 +164,7 @@ def test_the_pass_sorts_techniques_and_leaves_other_algorithms_in_place() -> Non
 
 
 @pytest.mark.pins
-def test_a_clash_names_both_and_the_fix() -> None:
+def test_a_conflict_names_both_techniques_and_the_fix() -> None:
     with pytest.raises(TechniqueError) as error:
         screen([FusedOptimizer(), ForEachOptimizer()], CPU)
     message = str(error.value)
@@ -176,9 +176,9 @@ def test_a_clash_names_both_and_the_fix() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
-def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[str, str]) -> None:
+def test_a_conflict_is_declared_once_and_refused_in_either_order(pair: tuple[str, str]) -> None:
     named = [c for _, _, c in conflicts_between(*map(technique_class, pair)) if c.slot is None]
-    assert len(named) <= 1, f"stated twice: {named}"
+    assert len(named) <= 1, f"declared twice: {named}"
     for reason in (conflict.why for conflict in named if conflict.when is None):
         for techniques in ([build(pair[0]), build(pair[1])], [build(pair[1]), build(pair[0])]):
             with pytest.raises(TechniqueError) as error:
@@ -186,13 +186,13 @@ def test_a_clash_is_stated_on_one_side_and_refused_in_either_order(pair: tuple[s
             assert all(name in str(error.value) for name in (*pair, reason))
 
 
-def test_a_clash_stops_an_ordinary_trainer_too() -> None:
+def test_a_conflict_stops_a_plain_composer_trainer() -> None:
     with pytest.raises(TechniqueError, match="conflicts with fused_optimizer"):
         make_trainer([FusedOptimizer(), ForEachOptimizer()])
 
 
 @pytest.mark.parametrize("technique", [FastLayerNorm, TF32Matmul])
-def test_going_on_without_is_advised_only_where_it_is_not_set(technique: Any) -> None:
+def test_on_unavailable_warn_is_suggested_only_if_it_is_not_set(technique: Any) -> None:
     with pytest.raises(
         TechniqueError, match=r"remove the technique, or set on_unavailable=warn to continue without it$"
     ):
@@ -203,7 +203,7 @@ def test_going_on_without_is_advised_only_where_it_is_not_set(technique: Any) ->
     assert warning.evidence["fix"].endswith("remove the technique")
 
 
-def test_a_requirement_is_met_by_a_technique_only_if_that_one_engages() -> None:
+def test_only_a_technique_that_engages_meets_a_requirement() -> None:
     with pytest.raises(TechniqueError, match=r"fast_layernorm: .*needs mixed precision.*add mixed_precision"):
         screen([FastLayerNorm()], CPU)
     screen([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)], CPU)
@@ -228,7 +228,7 @@ def test_warn_trains_without_the_technique_and_says_so() -> None:
     assert len([w for w in warned if "tf32" in str(w.message)]) == 1
 
 
-def test_stop_is_the_default_and_other_words_are_refused() -> None:
+def test_on_unavailable_is_stop_by_default_and_other_values_are_refused() -> None:
     with pytest.raises(TechniqueError, match=r"tf32_matmul: .*CUDA GPU.*; remove the technique"):
         make_trainer([build("tf32_matmul")])
     wrong: Any = "ignore"

@@ -1,4 +1,4 @@
-"""Every technique trains, engages with evidence, matches the untouched model, and leaves nothing behind."""
+"""Every technique trains, engages with evidence, matches the untouched model, and restores process-wide flags."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ every_technique = pytest.mark.parametrize("case", cases())
 
 
 class Run(NamedTuple):
-    """What four batches with a technique were seen to do; the Trainer is closed."""
+    """A finished run of four batches with a technique; the Trainer is closed."""
 
     case: Case
     technique: Technique
     trainer: Any
-    verified: list[tuple[int, bool]]  # batches trained, and whether training was over, at each call of verify
-    matched: list[set[Event]]  # before the first batch, and after the last
-    flags: list[dict[str, Any]]  # of the process: before, after fit, after close
+    verified: list[tuple[int, bool]]  # at each call of verify: trained batches, and whether training had ended
+    matched: list[set[Event]]  # events before the first batch and after the last
+    flags: list[dict[str, Any]]  # process-wide flags before the run, after fit and after close
 
 
 @pytest.fixture(scope="module", params=cases())
 def run(request: pytest.FixtureRequest) -> Run:
-    """The one run that all tests look at which need no other."""
+    """Train once per case, for all tests that do not need a run of their own."""
     case: Case = request.param
     techniques, verified, flags = case.build_all(), list[tuple[int, bool]](), [_process_flags()]
     technique = techniques[-1]
@@ -67,32 +67,32 @@ def _matched(technique: Technique, trainer: Any) -> set[Event]:
 
 
 @pytest.mark.pins
-def test_it_engages_and_leaves_evidence(run: Run) -> None:
+def test_a_technique_engages_with_evidence(run: Run) -> None:
     assert run.technique.engaged is True
     for key in run.case.entry.evidence:
         assert run.technique.evidence[key] not in (None, {}, []), f"no {key} in {run.technique.evidence}"
 
 
 @pytest.mark.pins
-def test_it_verifies_after_the_first_batch_and_at_the_end_and_never_else(run: Run) -> None:
+def test_verify_runs_only_after_the_first_batch_and_at_the_end(run: Run) -> None:
     assert run.verified == [(1, False), (4, True)]
 
 
-def test_it_matches_init_and_not_every_event(run: Run) -> None:
+def test_fewer_events_match_after_the_first_batch(run: Run) -> None:
     before, after = run.matched
     assert {Event.INIT, Event.BATCH_END} <= before < set(Event)
-    assert after < before, "less to do after the first batch"
+    assert after < before, "fewer events must match after the first batch"
 
 
-def test_flags_are_given_back(run: Run) -> None:
+def test_process_flags_are_restored(run: Run) -> None:
     before, after_fit, after_close = run.flags
-    assert after_fit == before, "not given back at the end of fit"
+    assert after_fit == before, "not restored at the end of fit"
     assert after_close == before
 
 
-def test_the_checkpoint_is_the_stock_one(run: Run, tmp_path: Path) -> None:
+def test_the_checkpoint_has_the_stock_parameters(run: Run, tmp_path: Path) -> None:
     if not run.case.entry.stock_checkpoint:
-        pytest.skip("its checkpoint is its library's own; see its card")
+        pytest.skip("the checkpoint's parameters are not the stock ones; see the technique's card")
     stock, model = tiny_bert().to(run.case.entry.weight_dtype), run.trainer.state.model.model
     assert {n: (p.shape, p.dtype) for n, p in model.state_dict().items()} == {
         n: (p.shape, p.dtype) for n, p in stock.state_dict().items()
@@ -116,7 +116,7 @@ def test_resuming_is_exact(run: Run, tmp_path: Path) -> None:
     torch.testing.assert_close(saved, uninterrupted, rtol=0, atol=0)
 
 
-def test_engaging_twice_changes_nothing_more(run: Run) -> None:
+def test_engaging_twice_changes_nothing(run: Run) -> None:
     twice = make_trainer(run.case.build_all(), model=tiny_bert(dropout=0.1))
     for technique in techniques_of(twice.state.algorithms):
         technique.apply(Event.INIT, twice.state, twice.logger)  # as a second Trainer on the model would
@@ -127,13 +127,13 @@ def test_engaging_twice_changes_nothing_more(run: Run) -> None:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-def test_its_tests_hold_it_to_the_exactness_that_its_class_states(gpu: bool) -> None:
+def test_the_tolerances_match_the_declared_exactness(gpu: bool) -> None:
     for case in (parameter.values[0] for parameter in cases(gpu=gpu)):
         kind, entry = case.exactness(gpu=gpu), case.entry
         assert (entry.loss_bound is not None) == (kind in ("lower_precision", "recipe")), case.id
         assert entry.dtype == entry.weight_dtype == torch.float32 or kind in ("lower_precision", "recipe"), case.id
         assert entry.weight_dtype == torch.float32 or kind == "recipe", case.id
-        assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: what is not the same is another recipe"
+        assert len(entry.same) == 4 or kind == "recipe", f"{case.id}: only a recipe may differ from the untouched model"
 
 
 @every_technique
@@ -174,10 +174,10 @@ def _check_parity(case: Case, *, gpu: bool) -> None:
 
 
 @every_technique
-def test_flags_are_given_back_by_a_run_that_fails(case: Case) -> None:
+def test_a_failed_run_restores_the_process_flags(case: Case) -> None:
     before = _process_flags()
     bad = plain_batches(1)
-    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # no such token
+    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # not in the vocabulary
     trainer = make_trainer(case.build_all(), batches=bad)
     with pytest.raises(Exception, match=r"index|Index|range"):
         trainer.fit()

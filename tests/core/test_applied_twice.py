@@ -1,4 +1,4 @@
-"""Functions called a second time: the same settings change nothing more; others are refused or take their place."""
+"""Functions called twice: equal settings change nothing; different settings are refused or replace the first ones."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import TechniqueError
 from tests.helpers.common import make_trainer, tiny_bert
 
-# Technique → the settings of a first call, those of others one at a time that a second one may not bring.
+# Technique → the settings of the first call, and the settings that a second call is refused with, one at a time.
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "adafactor": ({}, {"scale_parameter": True}),
     "bnb_optimizer": (
@@ -49,15 +49,15 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"scope": "blocks", "backend": "aot_eager", "mode": "default", "dynamic": True},
     ),
 }
-# A later call's settings take the place of an earlier one's; tests below and the technique's own look at each.
+# A later call replaces the settings; see the tests below and each technique's own tests.
 REPLACED = {"cuda_graphs", "mixed_precision", "sdpa_attention", "tf32_matmul"}
 NEEDS = {"fused_layers": apply_unpadding}
-LEFT_OUT = {"unpadding"}  # encoders that run on real tokens already keep the multiple that they have
+KEPT = {"unpadding"}  # encoders that are already unpadded keep their multiple
 
 
 def test_every_function_with_settings_is_in_one_of_the_lists() -> None:
     with_settings = {name for name in technique_names() if _settings(name)}
-    assert with_settings == set(REFUSED) | REPLACED | LEFT_OUT
+    assert with_settings == set(REFUSED) | REPLACED | KEPT
     for name, (_, others) in REFUSED.items():
         assert set(others) == _settings(name)
 
@@ -73,7 +73,7 @@ def _function(name: str) -> Callable[..., Any]:
 
 
 class Applied:
-    """A technique's function, applied once; called again with the settings of that call and others."""
+    """A technique's function after its first call; ``again`` calls it with the same settings, updated by ``others``."""
 
     def __init__(self, name: str) -> None:
         self.function, (self.settings, _) = _function(name), REFUSED[name]
@@ -93,7 +93,7 @@ class Applied:
 
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.pins
-def test_the_same_settings_change_nothing_more(name: str) -> None:
+def test_the_same_settings_change_nothing(name: str) -> None:
     applied = Applied(name)
     types, weights = [type(m) for m in applied.model.modules()], copy.deepcopy(applied.model.state_dict())
     assert applied.result
@@ -104,7 +104,7 @@ def test_the_same_settings_change_nothing_more(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "setting"), [(n, s) for n, (_, others) in REFUSED.items() for s in others])
 @pytest.mark.pins
-def test_other_settings_are_refused_by_name(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_different_settings_are_refused_by_name(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer_speedups.algorithms.fast_layernorm.functional.requirements_of", lambda *_: ())
     monkeypatch.setattr("composer_speedups.algorithms.float8_linear.functional._check_device", lambda *_: None)
     applied, value = Applied(name), REFUSED[name][1][setting]
@@ -116,7 +116,7 @@ def test_other_settings_are_refused_by_name(name: str, setting: str, monkeypatch
     assert [type(m) for m in applied.model.modules()] == types
 
 
-def test_what_stands_for_a_default_is_the_same_as_the_default() -> None:
+def test_explicit_defaults_equal_omitted_settings() -> None:
     model = tiny_bert()
     apply_lora(model)
     assert apply_lora(model, targets=["value", "query"], modules_to_save=["classifier"]) == []
@@ -125,12 +125,12 @@ def test_what_stands_for_a_default_is_the_same_as_the_default() -> None:
     assert apply_lora(everywhere, targets="all-linear") == []
     with pytest.raises(ValueError, match=r"with targets='all-linear'; to use targets=\['query', 'value'\], build"):
         apply_lora(everywhere)
-    blocks = tiny_bert()  # of two, every second and every third are the same
+    blocks = tiny_bert()  # of two blocks, every second and every third are the same
     apply_gradient_checkpointing(blocks, 2)
     assert apply_gradient_checkpointing(blocks, 3) == []
 
 
-def test_copies_of_a_compiled_model_are_not_compiled_and_take_any_settings() -> None:
+def test_copies_of_a_compiled_model_accept_any_settings() -> None:
     model = tiny_bert()
     apply_torch_compile(model, backend="eager")
     assert apply_torch_compile(copy.deepcopy(model), backend="aot_eager") == [""]
@@ -143,14 +143,14 @@ def test_a_model_compiled_by_other_code_is_refused() -> None:
         apply_torch_compile(model, backend="eager")
 
 
-def test_a_trainer_refuses_them_in_the_techniques_name() -> None:
+def test_a_trainer_refuses_different_settings_with_the_techniques_name() -> None:
     model = tiny_bert()
     apply_torch_compile(model, backend="eager")
     with pytest.raises(TechniqueError, match="torch_compile: the model already has compiled modules with backend='ea"):
         make_trainer([TorchCompile(backend="aot_eager")], model=model)
 
 
-def test_the_optimizers_own_label_does_not_hide_what_it_leaves_out() -> None:
+def test_settings_that_the_optimizers_label_omits_are_compared() -> None:
     for function, settings in ((apply_bnb_optimizer, {"paged": True}), (apply_lowbit_optimizer, {"compiled": False})):
         model = tiny_bert()
         optimizer = function(model, torch.optim.AdamW(model.parameters(), lr=1e-3), **settings)
@@ -159,10 +159,10 @@ def test_the_optimizers_own_label_does_not_hide_what_it_leaves_out() -> None:
             function(model, optimizer)
 
 
-# Those whose second call takes the first one's place.
+# Functions whose second call replaces the settings of the first.
 
 
-def test_a_second_attention_backend_or_dtype_is_in_force() -> None:
+def test_a_second_attention_backend_or_dtype_replaces_the_first() -> None:
     model = tiny_bert()
     apply_sdpa_attention(model, "math")
     assert apply_sdpa_attention(model, "auto") == {"": "sdpa_only_math"}

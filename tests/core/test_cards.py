@@ -1,4 +1,4 @@
-"""Cards and README: every part is there, the code and YAML run, and the figures are those of the rows."""
+"""Cards and README: all sections are present, the code and YAML run, and the figures match the committed rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.conftest import ROOT
 from tests.helpers.common import plain_batches, tiny_bert
 from tests.helpers.settings import ENTRIES
 
-PARTS = [
+SECTIONS = [
     "How to use",
     "What it changes",
     "Expected effect",
@@ -32,7 +32,7 @@ PARTS = [
     "Attribution",
 ]
 
-FOR_A_TINY_MODEL_ON_THE_CPU = {
+CPU_REPLACEMENTS = {
     'MixedPrecision("bf16")': 'MixedPrecision("bf16", allow_cpu=True)',
     "BnbOptimizer(bits=8)": "BnbOptimizer(bits=8, min_8bit_size=1024)",
     "Float8Linear()": "Float8Linear(emulate=True)",
@@ -51,7 +51,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 @pytest.fixture
 def names() -> dict[str, Any]:
-    """What the cards' code takes for granted."""
+    """Return the variables that the cards' code expects to exist."""
     model = HuggingFaceModel(tiny_bert(), use_logits=True)
     batch = plain_batches(1)[0]
     rows: Any = [{k: v[i % 4] for k, v in batch.items()} for i in range(8)]
@@ -60,16 +60,16 @@ def names() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", technique_names())
-def test_a_card_has_all_its_parts_in_order(name: str) -> None:
-    assert re.findall(r"^## (.*)$", card(name), re.MULTILINE) == PARTS
+def test_a_card_has_all_sections_in_order(name: str) -> None:
+    assert re.findall(r"^## (.*)$", card(name), re.MULTILINE) == SECTIONS
 
 
 @pytest.mark.parametrize("name", technique_names())
 def test_the_code_of_a_card_runs(name: str, names: dict[str, Any]) -> None:
     code = blocks(card(name), "python")
-    for shown, here in FOR_A_TINY_MODEL_ON_THE_CPU.items():
-        code = [block.replace(shown, here) for block in code]
-    assert len(code) == 2, "a Trainer and a loop of one's own"
+    for original, replacement in CPU_REPLACEMENTS.items():
+        code = [block.replace(original, replacement) for block in code]
+    assert len(code) == 2, "expected one block with a Trainer and one with a training loop"
     class_name = next(d.class_name for d in describe() if d.name == name)
     assert f"{class_name}(" in code[0]
     assert f"apply_{name}(" in code[1]
@@ -100,7 +100,7 @@ def test_the_yaml_of_a_card_is_a_config(name: str) -> None:
 
 
 @pytest.mark.parametrize("path", documents(), ids=lambda p: str(p.relative_to(ROOT)))
-def test_figures_are_those_of_the_committed_rows(path: Path) -> None:
+def test_figures_match_the_committed_rows(path: Path) -> None:
     assert render(path.read_text()) == path.read_text(), "run python -m benchmarks.render"
 
 
@@ -112,13 +112,13 @@ def test_charts_show_the_committed_rows(chart: Chart) -> None:
     assert not chart.is_stale(), "run python -m benchmarks.render"
 
 
-def test_every_image_of_rows_is_a_chart_that_is_drawn_anew() -> None:
+def test_every_png_in_the_documents_is_a_rendered_chart() -> None:
     drawn = {chart.path.name for chart in CHARTS}
     shown = {name for path in documents() for name in re.findall(r"!\[.*?\]\(.*?([\w-]+\.png)\)", path.read_text())}
     assert shown == drawn
 
 
-def test_a_figure_made_up_by_hand_would_be_noticed() -> None:
+def test_rendering_replaces_a_figure_edited_by_hand() -> None:
     text = (ROOT / "docs" / "results.md").read_text()
     assert "<!-- rows: ladder -->" in text
     first = re.search(r"\| fp32 \| 40 \| ([\d,]+)", text)
@@ -129,7 +129,7 @@ def test_a_figure_made_up_by_hand_would_be_noticed() -> None:
 
 
 def _recommended(code: str) -> dict[str, list[str]]:
-    """What the block changed of a new model."""
+    """Run the README's block on a new model and return the changes by technique."""
     names: dict[str, Any] = {"model": tiny_bert()}
     exec(code.replace("apply_recommended(model)", "changed = apply_recommended(model)"), names)
     return names["changed"]
@@ -141,7 +141,7 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
         assert f"| `{description.name}` | `{description.class_name}" in text
     code = blocks(text, "python")
     assert code
-    with pytest.warns(UserWarning, match="continuing without"):  # what needs a GPU
+    with pytest.warns(UserWarning, match="continuing without"):  # techniques that need a GPU
         exec(code[0], names)
     names["trainer"].close()
     engaged = {technique.name for technique in names["trainer"].state.algorithms if technique.engaged}
@@ -149,7 +149,7 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
     assert {"unpadding", "fused_layers"} <= _recommended(code[1]).keys()
 
 
-def test_commands_of_the_documentation_name_tests_that_are_there_and_have_the_mark() -> None:
+def test_documented_pytest_commands_name_existing_files_with_the_marker() -> None:
     commands = [
         command.split()
         for path in (*documents(), ROOT / "CONTRIBUTING.md")

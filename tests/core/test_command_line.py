@@ -1,4 +1,4 @@
-"""One grammar for the command lines of all programs: what is read, and one line for what cannot be."""
+"""The command-line parser of all programs, and its one-line errors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ class Settings:
     steps: int | None = key(None, ge=5)
     """Batches to train."""
     share: float = key(0.5, gt=0)
-    """Of the time."""
+    """Share of the time."""
     kinds: list[Literal["a", "b"]] = field(default_factory=list)
-    """What is allowed."""
+    """Allowed kinds."""
     title: str = "none"
-    """Above it."""
+    """Title of the page."""
     dry_run: bool = False
     """Whether to do nothing."""
 
 
-def test_files_words_and_pairs_are_told_apart() -> None:
+def test_config_files_words_and_overrides_are_separated() -> None:
     assert parse_command_line(["seed=3", "-f", "x.yaml", "a.b="]) == CommandLine(
         "x.yaml", [], ["seed=3", "a.b="], False
     )
@@ -55,7 +55,7 @@ def test_a_mistyped_command_line_is_refused(arguments: list[str], words: list[st
         parse_command_line(arguments, *words)
 
 
-def test_pairs_fill_a_dataclass_with_typed_values_and_the_others_are_handed_back() -> None:
+def test_read_settings_returns_the_settings_and_the_other_arguments() -> None:
     given = ["x.steps=7", "-f", "x.yaml", "x.share=1e-1", "x.kinds=[a, b]", "x.title=Größe: a, b=c", "seed=3"]
     assert read_settings(Settings, [*given, "x.dry_run=true", "x.steps=8"], "x.") == (
         Settings(8, 0.1, ["a", "b"], "Größe: a, b=c", True),
@@ -80,7 +80,7 @@ def test_pairs_fill_a_dataclass_with_typed_values_and_the_others_are_handed_back
         ("x.dry_run=yes", "x.dry_run must be true or false, not 'yes'"),
     ],
 )
-def test_a_pair_that_does_not_fit_is_one_line_that_names_it(pair: str, message: str) -> None:
+def test_an_invalid_override_is_a_one_line_error_with_its_key(pair: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_settings(Settings, [pair], "x.")
     assert str(error.value).startswith(f"command line: {message}")
@@ -89,6 +89,6 @@ def test_a_pair_that_does_not_fit_is_one_line_that_names_it(pair: str, message: 
 def test_help_has_every_key_with_its_type_default_bounds_and_doc() -> None:
     lines = keys_help(Settings, "x.").splitlines()
     assert lines[:2] == ["  x.steps: int|null = null  [>= 5]", "      Batches to train."]
-    assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Of the time."]
+    assert lines[2:4] == ["  x.share: float = 0.5  [> 0]", "      Share of the time."]
     assert lines[4] == "  x.kinds: list[a|b] = []"
     assert len(lines) == 10

@@ -1,7 +1,7 @@
-"""Composer's rules for algorithms, asked of every technique as if it were one of Composer's own.
+"""Composer's rules for algorithms, checked for every technique as if it were one of Composer's own.
 
-They restate what Composer's generic algorithm tests ask (tests/algorithms of its repository: trains twice, repr,
-idempotence, autoload), with the classes registered on ``composer.algorithms`` for the time of a test.
+The tests correspond to Composer's generic algorithm tests (tests/algorithms in its repository: trains twice, repr,
+idempotence, autoload). A fixture registers the technique classes on ``composer.algorithms``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ every_class = pytest.mark.parametrize("name", technique_names())
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every technique on composer.algorithms, and in its ``__all__``."""
+    """Add every technique to composer.algorithms and its ``__all__``."""
     classes = [technique_class(name) for name in technique_names()]
     for cls in classes:
         monkeypatch.setattr(composer.algorithms, cls.__name__, cls, raising=False)
@@ -41,7 +41,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Widening(Technique):
-    """A technique that adds a parameter, which no model without it can load."""
+    """A technique that adds a parameter, so that models without it cannot load its checkpoints."""
 
     name = "widening"
     stage = Stage.SURGERY
@@ -63,8 +63,8 @@ class Widening(Technique):
 
 @every_class
 @pytest.mark.pins
-def test_class_names_are_no_names_of_composers(name: str) -> None:
-    """Composer evaluates a recorded class name in its own namespace at resume."""
+def test_class_names_differ_from_composers(name: str) -> None:
+    """On resume, Composer evaluates the recorded class names in its own namespace."""
     composers = {
         n for n, c in vars(composer.algorithms).items() if inspect.isclass(c) and "composer.algo" in c.__module__
     }
@@ -74,7 +74,7 @@ def test_class_names_are_no_names_of_composers(name: str) -> None:
 
 @every_technique
 @pytest.mark.pins
-def test_its_repr_evaluates_where_composer_evaluates_it(case: Case) -> None:
+def test_the_repr_evaluates_in_composers_namespace(case: Case) -> None:
     technique = case.build()
     assert "at 0x" not in repr(technique)
     again = eval(f"composer.algorithms.{technique!r}", {"composer": composer})
@@ -83,23 +83,23 @@ def test_its_repr_evaluates_where_composer_evaluates_it(case: Case) -> None:
 
 
 @every_class
-def test_it_is_an_algorithm_of_composers_with_its_signatures(name: str) -> None:
+def test_a_class_is_a_composer_algorithm_with_optional_arguments(name: str) -> None:
     cls = technique_class(name)
     assert issubclass(cls, Algorithm)
     assert cls.required_on_load() is cls.changes_structure
     assert cls.__init__ is not Algorithm.__init__
     optional = list(inspect.signature(cls).parameters.values())
-    assert all(p.default is not p.empty for p in optional), "Composer's tests build it without arguments"
+    assert all(p.default is not p.empty for p in optional), "Composer's tests construct algorithms without arguments"
 
 
 @every_technique
-def test_a_second_trainer_on_its_model_and_object_changes_nothing_more(case: Case) -> None:
-    """Composer's test of idempotence hands the same object to both Trainers."""
+def test_a_second_trainer_with_the_same_model_and_technique_changes_nothing(case: Case) -> None:
+    """Composer's idempotence test passes the same object to both Trainers."""
     techniques = case.build_all()
     once = make_trainer(techniques)
     model = copy.deepcopy(once.state.model)
     types = [type(m) for m in model.modules()]
-    once.close()  # which gives some techniques' changes back
+    once.close()  # undoes some techniques' changes
     twice = make_trainer(techniques, model=model)
     assert techniques[-1].engaged is True
     assert list(twice.state.model.state_dict()) == list(model.state_dict())
@@ -109,14 +109,14 @@ def test_a_second_trainer_on_its_model_and_object_changes_nothing_more(case: Cas
 
 
 @every_technique
-def test_one_object_trains_again_and_engages_anew_in_a_second_trainer(case: Case) -> None:
-    """The second run is the same as the first, verified by its own first batch."""
+def test_a_technique_engages_again_in_a_second_trainer(case: Case) -> None:
+    """The second run matches the first, and collects evidence of its own first batch."""
     techniques = case.build_all()
     results = []
     for _ in range(2):
         trainer = make_trainer(techniques, model=tiny_bert())
         assert techniques[-1].engaged is True
-        assert not set(case.entry.evidence) <= set(techniques[-1].evidence), "evidence of the run before"
+        assert not set(case.entry.evidence) <= set(techniques[-1].evidence), "evidence of the previous run"
         trainer.fit()
         assert set(case.entry.evidence) <= set(techniques[-1].evidence)
         results.append(final_weights(trainer))
@@ -135,7 +135,7 @@ def _checkpoint(techniques: list[Algorithm], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_what_changes_the_structure_is_added_when_its_checkpoint_is_loaded(tmp_path: Path, weights_only: bool) -> None:
+def test_a_technique_that_changes_the_structure_is_added_on_load(tmp_path: Path, weights_only: bool) -> None:
     path = _checkpoint([Widening(5)], tmp_path)
     with pytest.warns(UserWarning, match=r"Automatically adding required_on_load algorithm Widening\(size=5\)"):
         trainer = make_trainer([], callbacks=[EngagementReport()], load_path=path, load_weights_only=weights_only)
@@ -146,7 +146,7 @@ def test_what_changes_the_structure_is_added_when_its_checkpoint_is_loaded(tmp_p
     trainer.close()
 
 
-def test_an_added_one_is_there_once_and_may_be_left_out(tmp_path: Path) -> None:
+def test_an_added_technique_is_not_duplicated_and_can_be_excluded(tmp_path: Path) -> None:
     path = _checkpoint([Widening(5)], tmp_path)
     trainer = make_trainer([Widening(5)], load_path=path)
     assert len(trainer.state.algorithms) == 1
@@ -156,8 +156,8 @@ def test_an_added_one_is_there_once_and_may_be_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
-def test_one_that_is_added_engages_beside_those_of_the_list(tmp_path: Path) -> None:
-    """After it was added, the lists agree; without what the checkpoint's list had, they do not."""
+def test_an_added_technique_engages_together_with_the_listed_ones(tmp_path: Path) -> None:
+    """The lists agree after the addition; they still differ if another technique of the checkpoint is missing."""
     path = _checkpoint([Widening(), FusedOptimizer()], tmp_path)
     with pytest.warns(UserWarning, match="Automatically adding"):
         trainer = make_trainer([FusedOptimizer()], callbacks=[EngagementReport()], load_path=path)
@@ -168,10 +168,8 @@ def test_one_that_is_added_engages_beside_those_of_the_list(tmp_path: Path) -> N
         make_trainer([SDPAAttention()], load_path=path)
 
 
-def test_where_it_is_not_registered_composer_skips_it_without_a_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Composer looks among its own algorithms only; our EngagementReport is what stops such a run."""
+def test_composer_silently_skips_an_unregistered_technique(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Composer searches only its own algorithms; the EngagementReport stops such a run."""
     path = _checkpoint([Widening()], tmp_path)
     monkeypatch.delattr(composer.algorithms, "Widening")
     with pytest.raises(ConfigError, match=r"techniques \[Widening\(size=3\)\] and this run has \[\]"):

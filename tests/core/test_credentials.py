@@ -1,4 +1,4 @@
-"""Credentials are masked in whatever a run writes, and changes of the config are noticed all the same."""
+"""Credentials are masked in everything that a run writes; changes of the config are still detected."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
         ("user@host, key=value and C:/sig=x", None),
     ],
 )  # fmt: skip
-def test_urls(text: str, masked: str | None) -> None:
+def test_mask_urls(text: str, masked: str | None) -> None:
     assert mask_urls(text) == (masked or text)
     assert mask_urls(mask_urls(text)) == mask_urls(text)
 
 
-def test_values_under_secret_names() -> None:
+def test_mask_values_of_secret_names() -> None:
     value = {
         "hf_token": "a",
         "apiKey": 7,
@@ -65,7 +65,7 @@ def test_values_under_secret_names() -> None:
         "tokenizer": "e",
         "keys": 3,
     }
-    assert [name for name, _, _ in schema_keys() if is_secret_name(name)] == [], "what a run needs to be written"
+    assert [name for name, _, _ in schema_keys() if is_secret_name(name)] == [], "config keys must be written unmasked"
 
 
 GIVEN = """
@@ -87,7 +87,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Config:
 
 def test_interpolations_are_written_as_given_and_read_back(given: Config) -> None:
     assert given.data.hub_name == "https://me:hunter2@host/x"
-    given.data.train_samples = 6  # as code may
+    given.data.train_samples = 6  # changed in code
     wanted = written(given)
     assert (wanted["run_name"], wanted["seed"]) == ("${oc.env:NAME}", "${data.seed}")
     assert wanted["data"]["hub_name"] == "https://me:${oc.env:PASSWORD}@host/x"
@@ -102,20 +102,20 @@ def test_interpolations_are_written_as_given_and_read_back(given: Config) -> Non
     assert load_config("whole.yaml") == given
 
 
-def test_what_was_changed_in_code_is_written_as_it_is(given: Config) -> None:
+def test_values_changed_in_code_are_written(given: Config) -> None:
     given.data.hub_name = "other"
     given.algorithms, given.loggers.wandb = {}, None
     assert (written(given)["data"]["hub_name"], written(given)["algorithms"]) == ("other", {})
     assert written(given)["loggers"]["wandb"] is None
 
 
-def test_a_masked_value_is_asked_for(given: Config) -> None:
+def test_loading_a_masked_value_is_an_error(given: Config) -> None:
     save_config(given, Path("saved.yaml"))
     with pytest.raises(ConfigError, match=r"^saved\.yaml: loggers\.wandb\.group holds <masked>, .*\$\{oc\.env:NAME\}$"):
         load_config("saved.yaml")
 
 
-def test_a_run_may_go_on_whatever_the_environment_holds_now(given: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_other_values_in_the_environment(given: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Path("stored.yaml")
     save_config(given, stored)
     check_same_run(given, stored)
@@ -136,7 +136,7 @@ def test_a_run_may_go_on_whatever_the_environment_holds_now(given: Config, monke
         ("seed=3", "seed was ${data.seed} and is 3"),
     ],
 )
-def test_a_change_is_noticed_and_named_without_credentials(
+def test_a_changed_key_is_named_without_credentials(
     given: Config, override: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTHER", "hunter2")
@@ -147,7 +147,7 @@ def test_a_change_is_noticed_and_named_without_credentials(
     assert "hunter" not in str(error.value)
 
 
-def test_the_checkpoint_that_a_run_began_with_is_compared_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_initial_checkpoint_is_compared_with_and_without_masking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("URL", "s3://u:p@host/x.pt")
     asked = load_config(None, ["checkpoint.load=${oc.env:URL}"])
     for credentials in (False, True):
@@ -157,12 +157,12 @@ def test_the_checkpoint_that_a_run_began_with_is_compared_alike(monkeypatch: pyt
 
 
 def test_errors_show_no_credentials() -> None:
-    assert str(ConfigError("data.train_file: https://u:p@host is no folder")).endswith(
-        "https://<masked>@host is no folder"
+    assert str(ConfigError("data.train_file: https://u:p@host is not a folder")).endswith(
+        "https://<masked>@host is not a folder"
     )
 
 
-def test_the_command_line_is_masked_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_is_masked_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
     given = ["train.py", "-f", "a.yaml", "data.hub_name=https://u:p@h", "x.api_key=abc", "seed=3"]
     monkeypatch.setattr(sys, "argv", given)
     with masked_command_line():
@@ -171,8 +171,8 @@ def test_the_command_line_is_masked_for_a_while(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_nothing_that_a_run_writes_holds_a_credential(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in the config, the report, nor what any logger keeps."""
+def test_a_run_writes_no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the config, the report, nor the files of any logger contain one."""
     monkeypatch.setenv("PASSWORD", "hunter2")
     arguments = [
         *("-f", QUICKSTART, *SHORT, "trainer.max_duration=1ba", "trainer.eval_batches=1", "run_name=run"),
@@ -187,13 +187,15 @@ def test_nothing_that_a_run_writes_holds_a_credential(monkeypatch: pytest.Monkey
     import wandb
 
     wandb.teardown()
-    kept: dict[str, Any] = {}
+    written_files: dict[str, Any] = {}
     for folder, _, names in os.walk("runs"):
         for name in names:
-            kept[f"{folder}/{name}"] = Path(folder, name).read_bytes()
-    assert [name for name, content in kept.items() if b"hunter" in content] == []
+            written_files[f"{folder}/{name}"] = Path(folder, name).read_bytes()
+    assert [name for name, content in written_files.items() if b"hunter" in content] == []
     for ending in ("config.yaml", "report.json", "log-rank0.txt", ".wandb"):
-        [content] = [content for name, content in kept.items() if name.endswith(ending) and "/files/" not in name]
+        [content] = [
+            content for name, content in written_files.items() if name.endswith(ending) and "/files/" not in name
+        ]
         assert b"oc.env:PASSWORD" in content, ending
         assert b"@host/x?sig=" in content, ending
-    assert json.loads(kept["runs/run/report.json"])["config"]["model"]["name"] == "${oc.env:PASSWORD}"
+    assert json.loads(written_files["runs/run/report.json"])["config"]["model"]["name"] == "${oc.env:PASSWORD}"

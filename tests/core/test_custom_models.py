@@ -1,6 +1,6 @@
-"""Models that users bring: with adapters, hooks, heads and activations of their own, shared, pruned, copied or halved.
+"""Custom models: adapters, hooks, heads, activations, shared and pruned modules, copies, other dtypes.
 
-Each is computed as it is untouched, or refused by name.
+Results match the untouched model, or the technique is refused.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def without_labels(inputs: Batch) -> Batch:
     return {name: value for name, value in inputs.items() if name != "labels"}
 
 
-def both(model: nn.Module) -> nn.Module:
-    """The model with both techniques' functions, without what they warn of."""
+def apply_both(model: nn.Module) -> nn.Module:
+    """Apply unpadding and fused_layers to the model, and ignore their warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         apply_unpadding(model, 8)
@@ -75,8 +75,8 @@ def layers_of(model: nn.Module) -> list[FusedLayer]:
     return [layer for layer in model.modules() if isinstance(layer, FusedLayer)]
 
 
-def answered(logits: Tensor, inputs: Batch) -> Tensor:
-    """Without those of slots, or of rows, that hold no token and whose label is ignored."""
+def logits_without_padding(logits: Tensor, inputs: Batch) -> Tensor:
+    """Drop the logits of slots or rows that contain no token and whose label is -100."""
     ignored = inputs["labels"] == -100 if "labels" in inputs else torch.zeros(len(logits), dtype=torch.bool)
     mask = inputs.get("attention_mask")
     if mask is None or mask.shape[: ignored.ndim] != ignored.shape or mask.ndim != 2:
@@ -84,21 +84,23 @@ def answered(logits: Tensor, inputs: Batch) -> Tensor:
     return logits[~ignored | (mask.bool() if ignored.ndim == 2 else mask.bool().any(-1))]
 
 
-def assert_same(mine: nn.Module, reference: nn.Module, inputs: Batch = INPUTS, **more: Any) -> None:
-    """Logits, loss and gradients of one batch."""
+def assert_same(changed: nn.Module, reference: nn.Module, inputs: Batch = INPUTS, **more: Any) -> None:
+    """Check that both models have the same logits, loss and gradients on one batch."""
     results = []
-    for model in (mine, reference):
+    for model in (changed, reference):
         model.zero_grad()
         outputs = model(**inputs, **more)
         outputs.loss.backward()
-        results.append((outputs.loss.detach(), answered(outputs.logits.detach(), inputs), gradients(model)))
+        results.append(
+            (outputs.loss.detach(), logits_without_padding(outputs.logits.detach(), inputs), gradients(model))
+        )
     (loss, logits, grads), (expected_loss, expected_logits, expected_grads) = results
     assert_near([loss, logits], [expected_loss, expected_logits], what="loss and logits")
     assert grads.keys() == expected_grads.keys()
     assert_near(grads, expected_grads, what="gradients")
 
 
-# What is inside a layer.
+# Changed layers.
 
 
 class OwnIntermediate(nn.Module):
@@ -120,8 +122,8 @@ def patched_forward(layer: Any) -> None:
     layer.output.forward = lambda hidden, residual: 2 * stock(hidden, residual)
 
 
-# What is done to a layer, and what is said of it.
-INSIDE: dict[str, tuple[Callable[[Any], Any], str]] = {
+# Name → function that changes a layer, and the reason why the layer is not fused.
+LAYER_CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "own activation": (
         lambda layer: layer.set_submodule("intermediate.intermediate_act_fn", nn.ReLU()),
         r"intermediate\.intermediate_act_fn is a torch ReLU instead of a transformers GELUActivation",
@@ -170,46 +172,46 @@ INSIDE: dict[str, tuple[Callable[[Any], Any], str]] = {
         r"output\.dense is a torch Sequential",
     ),
 }
-inside = pytest.mark.parametrize(("change", "said"), INSIDE.values(), ids=INSIDE)
+every_layer_change = pytest.mark.parametrize(("change", "reason"), LAYER_CHANGES.values(), ids=LAYER_CHANGES)
 
 
-@inside
-def test_a_layer_that_holds_something_else_is_not_fused(change: Callable[[Any], Any], said: str) -> None:
+@every_layer_change
+def test_changed_layers_are_not_fused(change: Callable[[Any], Any], reason: str) -> None:
     model, reference = tiny_bert(), tiny_bert()
     for each in (model, reference):
         torch.manual_seed(4)
         for layer in each.bert.encoder.layer:
             change(layer)
-    with pytest.warns(UserWarning, match=rf"though {LAYER}\.{said}"):
+    with pytest.warns(UserWarning, match=rf"though {LAYER}\.{reason}"):
         apply_unpadding(model, 8)
-    with pytest.raises(ValueError, match=rf"cannot fuse any layer: {LAYER}\.{said}"):
+    with pytest.raises(ValueError, match=rf"cannot fuse any layer: {LAYER}\.{reason}"):
         apply_fused_layers(model)
     assert not layers_of(model)
     assert_same(model, reference)
 
 
 def changed_in_one_layer(change: Callable[[Any], Any], when: str) -> Any:
-    """A model with both techniques whose first layer was changed before or after, and which computes what it should."""
+    """Change the first layer before or after applying both techniques; check the results and return the model."""
     model, reference = tiny_bert(), tiny_bert()
     if when == "after":
-        both(model)
+        apply_both(model)
     for each in (model, reference):
         torch.manual_seed(4)
         change(each.bert.encoder.layer[0])
     if when == "before":
-        both(model)
+        apply_both(model)
     assert_same(model, reference)
     return model
 
 
-@inside
-def test_only_the_changed_layer_runs_unfused(change: Callable[[Any], Any], said: str) -> None:
+@every_layer_change
+def test_only_the_changed_layer_runs_unfused(change: Callable[[Any], Any], reason: str) -> None:
     model = changed_in_one_layer(change, "before")
     assert [type(layer).__name__ for layer in model.bert.encoder.layer] == ["BertLayer", "FusedBertLayer"]
 
 
-@inside
-def test_a_change_after_fusing_is_heeded_too(change: Callable[[Any], Any], said: str) -> None:
+@every_layer_change
+def test_a_layer_changed_after_fusing_runs_unfused(change: Callable[[Any], Any], reason: str) -> None:
     model = changed_in_one_layer(change, "after")
     assert [layer.ran for layer in layers_of(model)] == ["unfused", "first tokens"]
 
@@ -229,27 +231,27 @@ def own_feed_forward(layer: Any) -> None:
 
 @pytest.mark.parametrize("change", [another_function, another_scale, own_feed_forward])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_setting_or_method_of_ones_own_is_heeded(change: Callable[[Any], None], when: str) -> None:
+def test_a_changed_setting_or_method_is_respected(change: Callable[[Any], None], when: str) -> None:
     assert layers_of(changed_in_one_layer(change, when))[-1].ran == "first tokens"
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_class_that_somebody_patched_is_heeded(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_class_is_respected(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, reference = tiny_bert(), tiny_bert()
     if when == "after":
-        both(model)
+        apply_both(model)
     stock = BertSelfOutput.forward
     monkeypatch.setattr(BertSelfOutput, "forward", lambda self, a, b: 2 * stock(self, a, b))
     if when == "before":
         with pytest.raises(ValueError, match=r"transformers BertSelfOutput\.forward was replaced in its class"):
-            both(model)
+            apply_both(model)
     assert_same(model, reference)
 
 
 @pytest.mark.filterwarnings("ignore:For backward hooks to be called", "ignore:Full backward hook is firing")
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_full_backward_hook])
-def test_hooks_of_every_module_are_heeded(register: Any) -> None:
-    model, reference = both(tiny_bert()).double(), tiny_bert().double()  # the hooks double rounding, too
+def test_global_module_hooks_are_respected(register: Any) -> None:
+    model, reference = apply_both(tiny_bert()).double(), tiny_bert().double()  # the hooks also double rounding errors
 
     def doubled(module: nn.Module, inputs: Any, outputs: Any) -> Any:
         if not isinstance(module, nn.Linear):
@@ -260,27 +262,27 @@ def test_hooks_of_every_module_are_heeded(register: Any) -> None:
     try:
         assert_same(model, reference)
         with pytest.raises(ValueError, match="cannot fuse any layer: every module has a hook"):
-            both(tiny_bert())
+            apply_both(tiny_bert())
     finally:
         handle.remove()
     assert_same(model, reference)
     assert [layer.ran for layer in layers_of(model)] == ["torch", "first tokens"]
 
 
-def twice(model: Any, fused: Any) -> None:
+def last_layer_twice(model: Any, fused: Any) -> None:
     model.bert.encoder.layer[0] = model.bert.encoder.layer[1]
 
 
-def earlier_last_one_first(model: Any, fused: Any) -> None:
+def fused_last_layer_first(model: Any, fused: Any) -> None:
     model.bert.encoder.layer[0] = copy.deepcopy(fused.bert.encoder.layer[1])
 
 
-@pytest.mark.parametrize("build", [twice, earlier_last_one_first])
-def test_a_layer_that_is_not_only_the_last_computes_every_token(build: Callable[[Any, Any], None]) -> None:
+@pytest.mark.parametrize("build", [last_layer_twice, fused_last_layer_first])
+def test_a_last_layer_that_also_runs_earlier_computes_every_token(build: Callable[[Any, Any], None]) -> None:
     model, reference = tiny_bert(), tiny_bert()
-    build(model, both(tiny_bert(seed=1)))
+    build(model, apply_both(tiny_bert(seed=1)))
     build(reference, tiny_bert(seed=1))
-    assert_same(both(model), reference)
+    assert_same(apply_both(model), reference)
 
 
 def sharp_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **_: Any) -> Any:
@@ -289,7 +291,7 @@ def sharp_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask
 
 
 @pytest.mark.parametrize("technique", [Unpadding, SDPAAttention])
-def test_attention_of_ones_own_is_not_replaced_without_a_word(technique: Any) -> None:
+def test_custom_attention_is_not_replaced_silently(technique: Any) -> None:
     AttentionInterface.register("sharp", sharp_attention)
     AttentionMaskInterface.register("sharp", eager_mask)
     model = tiny_bert()
@@ -298,18 +300,18 @@ def test_attention_of_ones_own_is_not_replaced_without_a_word(technique: Any) ->
         trained([technique()], model=model)
 
 
-def test_the_layers_own_hooks_run_and_it_is_fused() -> None:
+def test_hooks_of_a_whole_layer_run_and_it_is_fused() -> None:
     model, reference = tiny_bert(), tiny_bert()
     for each in (model, reference):
         each.bert.encoder.layer[0].register_forward_hook(lambda _m, _i, out: 2 * out)
         each.bert.encoder.layer[0].register_forward_pre_hook(lambda _m, args: (args[0] / 3, *args[1:]))
-    both(model)
+    apply_both(model)
     assert_same(model, reference)
     assert layers_of(model)[0].ran == "torch"
 
 
-@pytest.mark.parametrize("part", ["attention.self", "attention.output", "output", "output.dropout"])
-def test_dropout_of_one_part_in_eval_mode_stays_off(part: str) -> None:
+@pytest.mark.parametrize("submodule", ["attention.self", "attention.output", "output", "output.dropout"])
+def test_dropout_follows_the_mode_of_each_submodule(submodule: str) -> None:
     model, reference = tiny_bert(dropout=0.5).train(), tiny_bert(dropout=0.5).train()
     for each in (model, reference):
         each.bert.embeddings.eval()
@@ -317,13 +319,13 @@ def test_dropout_of_one_part_in_eval_mode_stays_off(part: str) -> None:
         for layer in each.bert.encoder.layer:
             for name in ("attention.self", "attention.output", "output"):
                 layer.get_submodule(name).eval()
-            layer.get_submodule(part).train()
-    both(model)
+            layer.get_submodule(submodule).train()
+    apply_both(model)
     drops = model(**INPUTS).logits, model(**INPUTS).logits
     assert not torch.equal(*drops)
     for each in (model, reference):
         for layer in each.bert.encoder.layer:
-            layer.get_submodule(part).eval()
+            layer.get_submodule(submodule).eval()
     assert model.bert.encoder.layer[0].training
     assert_same(model, reference)
 
@@ -346,7 +348,7 @@ def prefix(model: Any) -> Any:
 
 
 @pytest.mark.parametrize("adapt", [lora, ia3])
-def test_adapters_of_peft_train_unpadded_and_are_not_fused(adapt: Callable[[Any], Any]) -> None:
+def test_peft_adapters_train_unpadded_and_unfused(adapt: Callable[[Any], Any]) -> None:
     torch.manual_seed(1)
     model = adapt(tiny_bert())
     reference = copy.deepcopy(model)
@@ -358,8 +360,8 @@ def test_adapters_of_peft_train_unpadded_and_are_not_fused(adapt: Callable[[Any]
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
-def test_adapters_that_are_added_to_fused_layers_train_too() -> None:
-    model, reference = both(tiny_bert()), tiny_bert()
+def test_peft_adapters_on_fused_layers_match_the_untouched_model() -> None:
+    model, reference = apply_both(tiny_bert()), tiny_bert()
     adapted = []
     for each in (model, reference):
         torch.manual_seed(1)
@@ -367,15 +369,15 @@ def test_adapters_that_are_added_to_fused_layers_train_too() -> None:
     assert_same(*adapted)
 
 
-def test_prefixes_are_left_padded() -> None:
+def test_prefix_tuning_matches_the_untouched_model() -> None:
     torch.manual_seed(1)
     model = prefix(tiny_bert())
     reference = copy.deepcopy(model)
-    both(model)
+    apply_both(model)
     assert_same(model, reference)
 
 
-def test_peft_in_a_trainer_is_refused_by_name_and_trains_alike_without_fusing() -> None:
+def test_a_trainer_refuses_fused_layers_on_peft_and_trains_without_it() -> None:
     def weights(*techniques: Any) -> dict[str, Tensor]:
         torch.manual_seed(1)
         model = trained(techniques, model=lora(tiny_bert())).state.model
@@ -395,7 +397,7 @@ def test_peft_in_a_trainer_is_refused_by_name_and_trains_alike_without_fusing() 
     assert not fused.engaged
 
 
-# Heads, poolers, and what reads the last layer.
+# Heads, poolers and hooks that read the last layer.
 
 
 class MeanPooler(nn.Module):
@@ -403,8 +405,8 @@ class MeanPooler(nn.Module):
         return hidden_states.mean(1)
 
 
-class FirstAndLast(nn.Module):
-    """RoBERTa's head over the last slot too."""
+class FirstTwo(nn.Module):
+    """A head for RoBERTa that reads the first two slots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -415,7 +417,7 @@ class FirstAndLast(nn.Module):
 
 
 class Pooling(nn.Module):
-    """An encoder under a head of one's own: ``pool`` takes the last hidden state and the mask."""
+    """An encoder with a custom head; ``pool`` is called with the last hidden state and the mask."""
 
     def __init__(self, pool: Callable[[Tensor, Tensor], Tensor], encoder: Any = None) -> None:
         super().__init__()
@@ -444,7 +446,7 @@ def last_slot(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden[:, -1]
 
 
-class Mine(ComposerModel):
+class CustomModel(ComposerModel):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
@@ -456,9 +458,9 @@ class Mine(ComposerModel):
         return outputs["loss"]
 
 
-def test_a_direct_call_of_the_encoder_gets_every_token() -> None:
+def test_a_direct_call_of_the_encoder_returns_every_token() -> None:
     for family in FAMILIES:
-        model, reference = both(tiny_model(family)).eval(), tiny_model(family).eval()
+        model, reference = apply_both(tiny_model(family)).eval(), tiny_model(family).eval()
         inputs = without_labels(INPUTS)
         mask = inputs["attention_mask"]
         found, expected = (
@@ -472,21 +474,21 @@ def test_a_direct_call_of_the_encoder_gets_every_token() -> None:
         assert_near([found], [expected], what=f"{family}, after a call through the head")
 
 
-def test_a_forward_pass_that_fails_leaves_no_mark_on_the_encoder() -> None:
-    model = both(tiny_bert())
+def test_after_a_failed_forward_pass_the_encoder_returns_every_token() -> None:
+    model = apply_both(tiny_bert())
     with pytest.raises(ValueError, match="one of input_ids or inputs_embeds"):
         model(attention_mask=INPUTS["attention_mask"])
     assert model.bert(**without_labels(INPUTS)).last_hidden_state[0, 1:9].any()
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_pooler_of_ones_own_is_given_every_token(when: str) -> None:
+def test_a_custom_pooler_receives_every_token(when: str) -> None:
     model, reference = tiny_bert(), tiny_bert()
-    full = batch([16, 16])  # nothing is padding: the mean is over real tokens
+    full = batch([16, 16])  # without padding, the mean is over real tokens
     for each in (model, reference):
         if when == "before" or each is reference:
             each.bert.pooler = MeanPooler()
-    both(model)
+    apply_both(model)
     if when == "after":
         model.bert.pooler = MeanPooler()
     assert_same(model, reference, full)
@@ -494,43 +496,43 @@ def test_a_pooler_of_ones_own_is_given_every_token(when: str) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_classifier_of_ones_own_is_given_every_token(when: str) -> None:
+def test_a_custom_classifier_receives_every_token(when: str) -> None:
     model, reference = tiny_model("roberta"), tiny_model("roberta")
     torch.manual_seed(3)
-    head = FirstAndLast()
+    head = FirstTwo()
     reference.classifier = copy.deepcopy(head)
     if when == "before":
         model.classifier = head
-    both(model)
+    apply_both(model)
     model.classifier = head
     assert_same(model, reference)
 
 
-@pytest.mark.parametrize("place", ["bert", "bert.encoder", "bert.encoder.layer.1", "bert.pooler"])
-def test_a_hook_that_could_read_the_last_layer_is_given_every_token(place: str) -> None:
+@pytest.mark.parametrize("path", ["bert", "bert.encoder", "bert.encoder.layer.1", "bert.pooler"])
+def test_a_hook_that_can_read_the_last_layer_receives_every_token(path: str) -> None:
     seen: list[Any] = []
-    models = both(tiny_bert()).eval(), tiny_bert().eval()
+    models = apply_both(tiny_bert()).eval(), tiny_bert().eval()
     for model in models:
-        hooked = model.get_submodule(place)
-        hooked.register_forward_hook(lambda _m, args, out: seen.append(args[0] if place == "bert.pooler" else out))
+        hooked = model.get_submodule(path)
+        hooked.register_forward_hook(lambda _m, args, out: seen.append(args[0] if path == "bert.pooler" else out))
         model(**without_labels(INPUTS))
     states = [each if isinstance(each, Tensor) else each.last_hidden_state for each in seen]
     found = states[0] if states[0].shape[0] == 4 else None
-    if found is None:  # a layer's, packed
+    if found is None:  # the packed output of a layer
         assert states[0].abs().sum(-1)[0, :40].all()
         return
     mask = INPUTS["attention_mask"].bool()
     assert_near([found[mask]], [states[1][mask]])
 
 
-def gradient_alone(hidden: Tensor, mask: Tensor) -> Tensor:
-    """What padding holds changes no value, but which parameters it reaches."""
+def gradient_only(hidden: Tensor, mask: Tensor) -> Tensor:
+    """Padding changes the gradients but not the outputs."""
     every_slot = hidden.pow(2).mean(1)
     return masked_mean(hidden, mask) + every_slot - every_slot.detach()
 
 
 class Normed(Pooling):
-    """A batch norm over all slots, of which the head reads the first."""
+    """A batch norm over all slots, and a head that reads the first slot."""
 
     def __init__(self) -> None:
         super().__init__(lambda hidden, _: self.norm(hidden.transpose(1, 2))[:, :, 0])
@@ -541,21 +543,21 @@ FIRST_WITHOUT_PADDING = [batch([16, 16]), batch([16, 3])]
 
 
 @pytest.mark.parametrize(
-    ("build", "batches", "said"),
+    ("build", "batches", "message"),
     [
         (lambda: Pooling(plain_mean), [INPUTS], "the loss is .* instead of "),
         (lambda: Pooling(plain_max), [INPUTS], "the loss is .* instead of "),
         (lambda: Pooling(last_slot), [INPUTS], "the loss is .* instead of "),
-        (lambda: Pooling(gradient_alone), [INPUTS], r"the gradient of \S+ differs by [\d.]+% on the first batch"),
+        (lambda: Pooling(gradient_only), [INPUTS], r"the gradient of \S+ differs by [\d.]+% on the first batch"),
         (lambda: Pooling(plain_mean), FIRST_WITHOUT_PADDING, "the loss is .* instead of "),
         (Normed, [INPUTS], "the loss is .* instead of "),
     ],
-    ids=["mean", "max", "last slot", "gradient alone", "no padding in the first batch", "batch norm"],
+    ids=["mean", "max", "last slot", "gradient only", "no padding in the first batch", "batch norm"],
 )
-def test_a_head_that_reads_padding_is_refused(build: Callable[[], Any], batches: list[Batch], said: str) -> None:
-    trainer = make_trainer([Unpadding(8)], model=Mine(build()), batches=batches)
+def test_a_head_that_reads_padding_is_refused(build: Callable[[], Any], batches: list[Batch], message: str) -> None:
+    trainer = make_trainer([Unpadding(8)], model=CustomModel(build()), batches=batches)
     before = copy.deepcopy(trainer.state.model.state_dict())
-    differs = rf"unpadding: its result differs from the untouched model's: {said}.*check: never"
+    differs = rf"unpadding: its result differs from the untouched model's: {message}.*check: never"
     with pytest.raises(CannotRunError, match=differs):
         trainer.fit()
     assert not unpadded_encoders(trainer.state.model)
@@ -563,40 +565,40 @@ def test_a_head_that_reads_padding_is_refused(build: Callable[[], Any], batches:
     trainer.close()
 
 
-def test_parameters_that_get_no_gradient_any_more_are_counted() -> None:
+def test_compare_counts_the_parameters_that_lose_their_gradient() -> None:
     gradients = {"a": torch.ones(2), "b": torch.ones(2)}
     untouched, changed = Outcome(1.0, None, gradients), Outcome(1.0, None, {"b": torch.ones(2)})
     assert compare(untouched, changed, FLOAT32).beyond == "1 of 2 parameters get no gradient, a among them"
 
 
-def test_a_head_that_reads_real_tokens_trains_as_untouched() -> None:
-    trained([Unpadding(8)], model=Mine(Pooling(masked_mean)), batches=FIRST_WITHOUT_PADDING)
+def test_a_head_that_reads_only_real_tokens_matches_the_untouched_model() -> None:
+    trained([Unpadding(8)], model=CustomModel(Pooling(masked_mean)), batches=FIRST_WITHOUT_PADDING)
     unpadding, fused = Unpadding(8), FusedLayers()
-    found, expected = (trained(each, model=Mine(Pooling(masked_mean))) for each in ([unpadding, fused], []))
+    found, expected = (trained(each, model=CustomModel(Pooling(masked_mean))) for each in ([unpadding, fused], []))
     assert_near(final_weights(found), final_weights(expected), what="weights")
     for technique in (unpadding, fused):
         compared = technique.evidence["compared_with_untouched"]
         assert compared["loss"] < 1e-5
         assert compared["largest_gradient_difference"] < 1e-3
-        assert "a tests Mine" in compared["because"]
+        assert "a tests CustomModel" in compared["because"]
 
 
-def test_with_warn_the_model_trains_untouched_and_says_so() -> None:
+def test_with_warn_the_untouched_model_is_trained() -> None:
     techniques = Unpadding(8, on_unavailable="warn"), FusedLayers(on_unavailable="warn")
     with (
         pytest.warns(UserWarning, match="its result differs from the untouched model's"),
         pytest.warns(UserWarning, match="continuing without fused_layers"),
     ):
-        found = trained(techniques, model=Mine(Pooling(plain_mean)))
-    expected = trained(model=Mine(Pooling(plain_mean)))
+        found = trained(techniques, model=CustomModel(Pooling(plain_mean)))
+    expected = trained(model=CustomModel(Pooling(plain_mean)))
     assert_near(final_weights(found), final_weights(expected), what="weights")
     assert [technique.engaged for technique in techniques] == [False, False]
     assert "add unpadding" in techniques[1].evidence["unavailable"]
 
 
-def test_check_never_goes_on_and_always_compares_a_stock_model() -> None:
+def test_check_never_skips_the_comparison_and_always_compares_stock_models_too() -> None:
     never, stock, always = Unpadding(8, check="never"), Unpadding(8), Unpadding(8, check="always")
-    trained([never], model=Mine(Pooling(plain_mean)))
+    trained([never], model=CustomModel(Pooling(plain_mean)))
     trained([stock])
     trained([always])
     assert "compared_with_untouched" not in {*never.evidence, *stock.evidence}
@@ -605,7 +607,7 @@ def test_check_never_goes_on_and_always_compares_a_stock_model() -> None:
         Unpadding(check="maybe")  # type: ignore[arg-type]
 
 
-def test_comparing_changes_neither_gradients_nor_random_numbers_nor_modes() -> None:
+def test_the_comparison_does_not_affect_training() -> None:
     losses = []
     for check in ("always", "never"):
         recorder = Recorder()
@@ -615,8 +617,8 @@ def test_comparing_changes_neither_gradients_nor_random_numbers_nor_modes() -> N
     assert losses[0] == losses[1]
 
 
-def test_a_batch_that_does_not_fit_untouched_is_compared_in_part() -> None:
-    """Four rows are two too many, without the techniques."""
+def test_half_a_batch_is_compared_if_the_untouched_model_runs_out_of_memory() -> None:
+    """The untouched model runs out of memory with more than two rows."""
     rows: list[int] = []
 
     class Large(Pooling):
@@ -627,15 +629,15 @@ def test_a_batch_that_does_not_fit_untouched_is_compared_in_part() -> None:
             return super().forward(input_ids, attention_mask, labels)
 
     unpadding = Unpadding(8)
-    trained([unpadding], model=Mine(Large(masked_mean)), batches=[INPUTS])
+    trained([unpadding], model=CustomModel(Large(masked_mean)), batches=[INPUTS])
     assert rows == [4, 4, 2, 2, 4]
     assert "largest_gradient_difference" in unpadding.evidence["compared_with_untouched"]
     with pytest.raises(CannotRunError, match="its result differs from the untouched model's"):
-        trained([Unpadding(8)], model=Mine(Large(plain_mean)), batches=[INPUTS])
+        trained([Unpadding(8)], model=CustomModel(Large(plain_mean)), batches=[INPUTS])
 
 
-def test_a_comparison_that_cannot_be_made_is_said() -> None:
-    """A model that runs in training mode alone: eval mode, in which the comparison runs, raises."""
+def test_a_failed_comparison_is_an_error() -> None:
+    """The comparison runs in eval mode, in which this model raises."""
 
     class TrainingOnly(Pooling):
         def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **_: Any) -> Any:
@@ -644,7 +646,7 @@ def test_a_comparison_that_cannot_be_made_is_said() -> None:
             return super().forward(input_ids, attention_mask, labels)
 
     def train(technique: Any) -> None:
-        trained([technique], model=Mine(TrainingOnly(plain_mean)), batches=[INPUTS])
+        trained([technique], model=CustomModel(TrainingOnly(plain_mean)), batches=[INPUTS])
 
     with pytest.raises(
         CannotRunError, match=r"could not be compared with the untouched one \(only in training\); .*never"
@@ -657,19 +659,19 @@ def test_a_comparison_that_cannot_be_made_is_said() -> None:
     train(Unpadding(8, check="never"))
 
 
-@pytest.mark.parametrize("alone", ["eval", "predict"])
-def test_an_evaluation_or_a_prediction_alone_compares_outputs(alone: str) -> None:
+@pytest.mark.parametrize("method", ["eval", "predict"])
+def test_evaluation_or_prediction_without_training_compares_outputs(method: str) -> None:
     spec = DataSpec(DataLoader(Batches([INPUTS]), batch_size=None), get_num_samples_in_batch=lambda b: 4)
     given = Evaluator(label="eval", dataloader=spec, metric_names=[], device_eval_microbatch_size=4)
     for pool in (masked_mean, plain_mean):
-        trainer = make_trainer([Unpadding(8)], model=Mine(Pooling(pool)))
+        trainer = make_trainer([Unpadding(8)], model=CustomModel(Pooling(pool)))
         differs = pytest.raises(CannotRunError, match="its outputs differ")
         with differs if pool is plain_mean else contextlib.nullcontext():
-            getattr(trainer, alone)(given if alone == "eval" else spec)
+            getattr(trainer, method)(given if method == "eval" else spec)
         trainer.close()
 
 
-def test_the_function_compares_a_batch_where_it_is_given_one() -> None:
+def test_apply_unpadding_compares_on_a_given_batch() -> None:
     good, bad, untouched = Pooling(masked_mean), Pooling(plain_mean), Pooling(plain_mean)
     assert apply_unpadding(good, 8, compare_on=INPUTS) == ["bert.encoder"]
     with pytest.raises(ValueError, match=r"does not support this model: the loss is .* on the given batch"):
@@ -683,7 +685,7 @@ def test_the_function_compares_a_batch_where_it_is_given_one() -> None:
 
 
 class BiEncoder(ComposerModel):
-    """One encoder called twice in a forward pass, or two encoders, with masks of their own."""
+    """One encoder that each forward pass calls twice, or two encoders; every call has its own mask."""
 
     def __init__(self, encoders: int = 1) -> None:
         super().__init__()
@@ -714,20 +716,22 @@ def pairs(count: int = 3) -> list[Batch]:
 
 @pytest.mark.parametrize("encoders", [1, 2])
 @pytest.mark.parametrize("fuse", [False, True])
-def test_bi_encoders_train_as_untouched_with_a_plan_for_each_mask(encoders: int, fuse: bool) -> None:
+def test_bi_encoders_match_the_untouched_model_with_a_plan_per_mask(encoders: int, fuse: bool) -> None:
     torch.manual_seed(0)
     expected = trained(model=BiEncoder(encoders), batches=pairs())
     trainer = make_trainer(
         [Unpadding(8), *([FusedLayers()] if fuse else [])], model=BiEncoder(encoders), batches=pairs()
     )
     trainer.fit()
-    assert [each.counted for each in unpadded_encoders(trainer.state.model)] == [0] * encoders, "no batch for itself"
+    assert [each.counted for each in unpadded_encoders(trainer.state.model)] == [0] * encoders, (
+        "the forward passes must use the plans"
+    )
     trainer.close()
     assert_near(final_weights(trainer), final_weights(expected), what="weights")
 
 
-def test_a_mask_that_was_not_planned_is_laid_out_when_it_comes() -> None:
-    model, reference = both(tiny_bert()), tiny_bert()
+def test_a_mask_without_a_plan_is_planned_in_the_forward_pass() -> None:
+    model, reference = apply_both(tiny_bert()), tiny_bert()
     planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
     (encoder,) = unpadded_encoders(model)
     mask = planned["attention_mask"]
@@ -738,8 +742,8 @@ def test_a_mask_that_was_not_planned_is_laid_out_when_it_comes() -> None:
     assert encoder.counted == 1
 
 
-def test_under_no_grad_and_then_with_gradients() -> None:
-    model, reference = both(tiny_bert()), tiny_bert()
+def test_training_after_no_grad_and_inference_mode() -> None:
+    model, reference = apply_both(tiny_bert()), tiny_bert()
     with torch.no_grad():
         expected = reference(**INPUTS).logits
         assert_near([model(**INPUTS).logits], [expected])
@@ -753,7 +757,7 @@ def test_under_no_grad_and_then_with_gradients() -> None:
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_hidden_states_and_attentions_are_the_untouched_models(family: Any) -> None:
+def test_hidden_states_and_attentions_match_the_untouched_model(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)
     apply_unpadding(model, 8)
     if family in FUSED:
@@ -771,7 +775,9 @@ def test_hidden_states_and_attentions_are_the_untouched_models(family: Any) -> N
                 else (one.transpose(1, 2)[real], other.transpose(1, 2)[real])
             )
             assert_near([chosen[0]], [chosen[1]], what=key)
-    assert_same(model, reference, {**INPUTS, **inputs})  # packed again, and fused: transformers' recorders only look
+    assert_same(
+        model, reference, {**INPUTS, **inputs}
+    )  # packed and fused again: transformers' output recorders change no values
     if family in FUSED:
         assert "unfused" not in {layer.ran for layer in layers_of(model)}
 
@@ -781,7 +787,7 @@ def test_multiple_choice_packs_the_choices_of_each_row() -> None:
     config = tiny_bert().config
     model = BertForMultipleChoice._from_config(config, attn_implementation="eager")
     reference = copy.deepcopy(model)
-    both(model)
+    apply_both(model)
     rows = batch([9, 16, 3, 12, 5, 7])
     inputs = {name: rows[name].view(3, 2, 16) for name in ("input_ids", "attention_mask")} | {
         "labels": torch.tensor([0, 1, 1])
@@ -790,7 +796,7 @@ def test_multiple_choice_packs_the_choices_of_each_row() -> None:
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
-def test_a_base_model_alone_runs_unpadded_and_is_saved_as_what_it_was(tmp_path: Any) -> None:
+def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: Any) -> None:
     reference = tiny_model("modernbert").model.eval()
     model = copy.deepcopy(reference)
     with pytest.warns(UserWarning, match="ModernBertModel without a head"):
@@ -806,18 +812,18 @@ def test_a_base_model_alone_runs_unpadded_and_is_saved_as_what_it_was(tmp_path: 
     assert type(ModernBertModel.from_pretrained(tmp_path)) is ModernBertModel
 
 
-# Labels of padding.
+# Labels on padding.
 
 
 @pytest.mark.parametrize("family", UNPADDED)
 @pytest.mark.parametrize("head", [AutoModelForTokenClassification, AutoModelForMaskedLM])
-def test_labels_of_padding_count_as_they_do_untouched(family: Any, head: Any) -> None:
-    """Whoever labels padding gets the loss over padding, in a padded batch."""
+def test_labels_on_padding_match_the_untouched_model(family: Any, head: Any) -> None:
+    """A batch with labels on padding runs padded, so its loss includes them."""
     config = tiny_model(family).config
     torch.manual_seed(0)
     model = head.from_config(config, attn_implementation="eager")
     reference = copy.deepcopy(model)
-    both(model) if family in FUSED else apply_unpadding(model, 8)
+    apply_both(model) if family in FUSED else apply_unpadding(model, 8)
     ids = INPUTS["input_ids"].clamp(min=2)
     mask = INPUTS["attention_mask"].bool()
     for labels, way in ((ids % 2, "padded"), ((ids % 2).masked_fill(~mask, -100), "unpadded")):
@@ -826,9 +832,9 @@ def test_labels_of_padding_count_as_they_do_untouched(family: Any, head: Any) ->
 
 
 @pytest.mark.parametrize("family", UNPADDED)
-def test_a_row_without_a_token_that_has_a_label_counts(family: Any) -> None:
+def test_a_labelled_row_without_tokens_matches_the_untouched_model(family: Any) -> None:
     model, reference = tiny_model(family), tiny_model(family)
-    both(model) if family in FUSED else apply_unpadding(model, 8)
+    apply_both(model) if family in FUSED else apply_unpadding(model, 8)
     rows = batch([5, 0, 9])
     rows["input_ids"] = rows["input_ids"].clamp(min=2)
     (encoder,) = unpadded_encoders(model)
@@ -841,7 +847,7 @@ def test_a_row_without_a_token_that_has_a_label_counts(family: Any) -> None:
     assert_near([found], [expected])
 
 
-def test_a_planned_batch_with_labels_of_padding_is_an_error() -> None:
+def test_a_planned_batch_with_labels_on_padding_is_an_error() -> None:
     model = tiny_model("bert", "mlm")
     apply_unpadding(model, 8)
     plan_unpadding(model, INPUTS["attention_mask"])
@@ -850,7 +856,7 @@ def test_a_planned_batch_with_labels_of_padding_is_an_error() -> None:
     model(**{**INPUTS, "labels": INPUTS["input_ids"].masked_fill(INPUTS["attention_mask"] == 0, -100)})
 
 
-def test_a_trainer_leaves_batches_with_labels_of_padding_padded() -> None:
+def test_a_trainer_with_labels_on_padding_continues_without_unpadding() -> None:
     batches = [{**each, "labels": each["input_ids"]} for each in (batch([9, 16, 3]), batch([9, 16, 3]), batch([7, 16]))]
     with pytest.warns(UserWarning, match=r"the head reads padding: .* give padding the label -100"):
         found = trained([Unpadding(8, on_unavailable="warn")], model=tiny_model("bert", "mlm"), batches=batches)
@@ -858,24 +864,24 @@ def test_a_trainer_leaves_batches_with_labels_of_padding_padded() -> None:
     assert_near(final_weights(found), final_weights(expected), what="weights")
 
 
-def test_heads_that_share_an_encoder_are_all_looked_at() -> None:
-    """The first one found reads no first slot, and the second one does; rows begin with padding."""
+def test_all_heads_of_a_shared_encoder_are_considered() -> None:
+    """Rows begin with padding; the first head does not read the first slot, the second one does."""
 
     def shared() -> nn.ModuleDict:
         token, sequence = tiny_model("bert", "mlm"), tiny_bert()
         sequence.bert.encoder = token.bert.encoder
         return nn.ModuleDict({"token": token, "sequence": sequence})
 
-    mine, reference = shared(), shared()
-    both(mine)
+    changed, reference = shared(), shared()
+    apply_both(changed)
     flipped = {name: value.flip(1) for name, value in INPUTS.items() if name != "labels"}
     for name in ("token", "sequence"):
-        found, expected = (each[name](**flipped).logits for each in (mine, reference))
+        found, expected = (each[name](**flipped).logits for each in (changed, reference))
         real = flipped["attention_mask"].bool() if name == "token" else slice(None)
         assert_near([found[real]], [expected[real]], what=name)
 
 
-def test_a_loss_set_on_the_wrapper_is_compared() -> None:
+def test_a_replaced_loss_of_the_wrapper_is_a_change() -> None:
     model = HuggingFaceModel(tiny_bert(), use_logits=True)
     model.loss = lambda outputs, batch: outputs["loss"]  # type: ignore[method-assign]
     assert changes_to(model) == ["the model has its own loss"]
@@ -893,11 +899,11 @@ def test_tied_shared_and_frozen_parameters() -> None:
         first.intermediate.requires_grad_(False)
         return model
 
-    assert_same(both(shared(tiny_bert())), shared(tiny_bert()))
+    assert_same(apply_both(shared(tiny_bert())), shared(tiny_bert()))
 
 
 def test_gradient_hooks_of_parameters_run() -> None:
-    models = both(tiny_bert()), tiny_bert()
+    models = apply_both(tiny_bert()), tiny_bert()
     for model in models:
         for parameter in model.bert.encoder.layer[0].parameters():
             parameter.register_hook(lambda gradient: 2 * gradient)
@@ -905,9 +911,9 @@ def test_gradient_hooks_of_parameters_run() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_by_transformers_recomputes_the_same(reentrant: bool) -> None:
-    """With dropout on, which the recomputation must draw again."""
-    model = both(tiny_bert(dropout=0.3)).train()
+def test_gradient_checkpointing_of_transformers_recomputes_the_same(reentrant: bool) -> None:
+    """Dropout is on; the recomputation must use the same masks."""
+    model = apply_both(tiny_bert(dropout=0.3)).train()
     results = []
     for enabled in (True, False):
         if enabled:
@@ -923,7 +929,7 @@ def test_checkpointing_by_transformers_recomputes_the_same(reentrant: bool) -> N
 
 
 class Quantized(Tensor):
-    """Stands for torchao's and others' tensors, which subclass torch's."""
+    """A tensor subclass, like those of torchao."""
 
 
 @pytest.mark.parametrize("weight", [torch.zeros(32, 32, dtype=torch.int8), torch.zeros(32, 32).as_subclass(Quantized)])
@@ -932,14 +938,14 @@ def test_a_quantized_weight_is_not_fused(weight: Tensor) -> None:
     for layer in model.bert.encoder.layer:
         layer.attention.self.value.weight = nn.Parameter(weight, requires_grad=False)
     with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.value\.weight is a .* instead of a plain"):
-        both(model)
+        apply_both(model)
 
 
 # Copies, files, devices, dtypes.
 
 
-def test_a_copy_and_a_file_compute_the_same_and_apart() -> None:
-    model, reference = both(tiny_bert()), tiny_bert()
+def test_copies_and_loaded_models_match_and_are_independent() -> None:
+    model, reference = apply_both(tiny_bert()), tiny_bert()
     copied = copy.deepcopy(model)
     file = io.BytesIO()
     torch.save(model, file)
@@ -948,16 +954,16 @@ def test_a_copy_and_a_file_compute_the_same_and_apart() -> None:
     for each in (copied, loaded):
         assert_same(each, reference)
         assert [layer.ran for layer in layers_of(each)] == ["torch", "first tokens"]
-        each.bert.pooler = MeanPooler()  # its marks and plans are its own
+        each.bert.pooler = MeanPooler()  # must not affect the other models
     assert [layer.ran for layer in layers_of(model)] == [None, None]
     assert_same(model, reference)
     assert layers_of(model)[-1].ran == "first tokens"
 
 
 def test_another_dtype_and_the_meta_device() -> None:
-    model, reference = both(tiny_bert()).double(), tiny_bert().double()
+    model, reference = apply_both(tiny_bert()).double(), tiny_bert().double()
     assert_same(model, reference)
-    half = both(tiny_bert()).to(torch.bfloat16)
+    half = apply_both(tiny_bert()).to(torch.bfloat16)
     logits = half(**INPUTS).logits
     assert logits.dtype == torch.bfloat16
     assert_near([logits.float()], [reference.float()(**INPUTS).logits], dtype=torch.bfloat16)
@@ -965,10 +971,10 @@ def test_another_dtype_and_the_meta_device() -> None:
     assert layers_of(model)[0].attention.self.query.weight.is_meta
 
 
-# Giving back.
+# Undoing.
 
 
-def test_undoing_gives_everything_back() -> None:
+def test_undoing_restores_classes_attributes_and_hooks() -> None:
     for family in UNPADDED:
         model, reference = tiny_model(family), tiny_model(family)
         classes = [type(module) for module in model.modules()]
@@ -988,7 +994,7 @@ def test_undoing_gives_everything_back() -> None:
         assert_same(model, reference, inputs)
 
 
-def test_a_later_trainer_without_the_techniques_trains_the_untouched_model() -> None:
+def test_closing_a_trainer_restores_the_model() -> None:
     model = HuggingFaceModel(tiny_bert(), use_logits=True)
     trainer = make_trainer([Unpadding(8), FusedLayers()], model=model)
     trainer.fit()
@@ -1000,7 +1006,7 @@ def test_a_later_trainer_without_the_techniques_trains_the_untouched_model() -> 
     assert model.model.config._attn_implementation == "eager"
 
 
-def test_an_earlier_trainers_end_leaves_a_later_ones_changes_alone() -> None:
+def test_closing_an_earlier_trainer_keeps_the_changes_of_a_later_one() -> None:
     model = HuggingFaceModel(tiny_bert(), use_logits=True)
     earlier = make_trainer([Unpadding(8), FusedLayers()], model=model)
     later = make_trainer([Unpadding(8), FusedLayers()], model=model)
@@ -1012,14 +1018,14 @@ def test_an_earlier_trainers_end_leaves_a_later_ones_changes_alone() -> None:
     assert not layers_of(model)
 
 
-def test_what_the_function_changed_stays_changed_after_a_trainer() -> None:
+def test_closing_a_trainer_keeps_earlier_changes_of_the_function() -> None:
     hf = tiny_bert()
     apply_unpadding(hf)
     trained([Unpadding()], model=HuggingFaceModel(hf, use_logits=True))
     assert unpadded_encoders(hf)
 
 
-def test_sdpa_after_unpadding_is_refused_and_nothing_changes() -> None:
+def test_sdpa_after_unpadding_is_refused_and_the_model_is_unchanged() -> None:
     model = tiny_bert()
     apply_unpadding(model, 8)
     with pytest.raises(ValueError, match="unpadding has its own attention"):
@@ -1029,7 +1035,7 @@ def test_sdpa_after_unpadding_is_refused_and_nothing_changes() -> None:
     assert unpadded_encoders(model)[0].ran == "unpadded"
 
 
-def test_a_stock_model_around_a_base_class_of_ones_own_is_compared() -> None:
+def test_a_stock_model_with_a_custom_encoder_class_is_compared() -> None:
     class Wider(BertModel):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             outputs = super().forward(*args, **kwargs)

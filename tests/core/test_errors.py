@@ -1,4 +1,4 @@
-"""What is read from an error: its first line, and what it comes of."""
+"""Helpers for exceptions: the first line of the message, escaped control characters, and the causes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_the_first_line_of_an_error_is_never_empty(message: str, line: str) -> N
     assert first_line(ValueError(message)) == line
 
 
-def test_what_a_file_holds_neither_colours_the_terminal_nor_ends_the_line() -> None:
+def test_control_characters_in_messages_are_escaped() -> None:
     assert str(UserError("key\nof \x1b[31mred \udc80 Größe")) == r"key of \x1b[31mred \udc80 Größe"
 
 
-def test_the_causes_of_an_error_begin_with_itself_and_end_with_the_first() -> None:
+def test_causes_of_starts_with_the_error_and_ends_with_the_root_cause() -> None:
     first, second, third = OSError("disk"), RuntimeError("archive"), ValueError("checkpoint")
-    second.__context__ = first  # raised while it was handled
-    third.__cause__, third.__context__ = second, KeyError("not asked: a cause is there")
+    second.__context__ = first  # raised while handling the first
+    third.__cause__, third.__context__ = second, KeyError("ignored: __cause__ is set")
     assert list(causes_of(third)) == [third, second, first]

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, also on a full disk."""
+"""Atomic writes: files and folders appear complete or not at all, even on a full disk."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from composer_speedups.train.cli import exit_codes
 
 
 @pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that notices only when it is asked to keep what was written."""
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a full disk that reports the error only in fsync."""
 
     def fsync(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -25,7 +25,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", fsync)
 
 
-@pytest.mark.usefixtures("full")
+@pytest.mark.usefixtures("full_disk")
 def test_a_full_disk_leaves_the_old_file_and_nothing_else() -> None:
     Path("report.json").write_text("old")
     with pytest.raises(OSError, match="No space left"):
@@ -34,13 +34,13 @@ def test_a_full_disk_leaves_the_old_file_and_nothing_else() -> None:
     assert [path.name for path in Path().iterdir()] == ["report.json"]
 
 
-def test_json_has_null_where_there_is_no_number() -> None:
+def test_write_json_replaces_nan_and_infinity_with_null() -> None:
     write_json(Path("x.json"), {"a": [1.5, float("nan")], "b": {"c": (float("-inf"), "nan", None)}, "d": 2})
     assert json.loads(Path("x.json").read_text()) == {"a": [1.5, None], "b": {"c": [None, "nan", None]}, "d": 2}
     assert "NaN" not in Path("x.json").read_text()
 
 
-def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else() -> None:
+def test_a_failed_replace_folder_leaves_the_old_folder_and_nothing_else() -> None:
     Path("model").mkdir()
     Path("model/weights").write_text("old")
     with pytest.raises(FileNotFoundError), replace_folder(Path("model")) as partial:
@@ -49,7 +49,7 @@ def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else() -> None:
     assert [path.name for path in Path().iterdir()] == ["model"]
 
 
-def test_what_a_kill_left_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remove_unfinished_deletes_the_leftovers_of_a_kill(monkeypatch: pytest.MonkeyPatch) -> None:
     def kill(*_: Any) -> None:
         raise KeyboardInterrupt
 
@@ -67,7 +67,7 @@ def test_what_a_kill_left_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in Path().iterdir()] == ["mine"]
 
 
-def test_publish_takes_the_place_of_what_was_there() -> None:
+def test_publish_replaces_an_existing_file() -> None:
     Path("old").write_text("old")
     Path("new").write_text("new")
     publish(Path("new"), Path("old"))
@@ -88,7 +88,7 @@ def test_publish_takes_the_place_of_what_was_there() -> None:
 def test_a_full_disk_is_one_line_and_exit_status_1(
     error: Exception, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os._exit", sys.exit)  # of this process
+    monkeypatch.setattr("os._exit", sys.exit)  # os._exit would end this process
     with pytest.raises(SystemExit) as exited, exit_codes():
         raise error
     assert exited.value.code == 1
@@ -97,7 +97,7 @@ def test_a_full_disk_is_one_line_and_exit_status_1(
         raise RuntimeError("another error: other (os error 2)")
 
 
-def test_a_folder_that_another_process_made_first_is_kept_where_asked() -> None:
+def test_replace_folder_keeps_another_processs_folder_if_requested() -> None:
     for keep in (True, False):
         with replace_folder(Path("tokenizer"), keep_existing=keep) as partial:
             (partial / "mine").touch()

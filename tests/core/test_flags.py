@@ -1,4 +1,4 @@
-"""Process-wide flags of several Trainers in one process: each has its own while it runs, whatever the order."""
+"""Process-wide flags with several Trainers in one process: each Trainer sets its own value while it runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ current = torch.get_float32_matmul_precision
 
 
 @pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The flag exists on a CPU too, where it changes no matmul."""
+def tf32_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Allow TF32Matmul on a CPU, where the flag exists but does not change matmuls."""
     monkeypatch.setattr(TF32Matmul, "requirements", lambda *_: ())
     monkeypatch.setattr(TF32Matmul, "verify", lambda *_: {})
     yield
@@ -31,7 +31,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Seen(Callback):
-    """The flag in every forward pass."""
+    """Records the flag's values during forward passes."""
 
     def __init__(self) -> None:
         self.flags: set[str] = set()
@@ -42,7 +42,7 @@ class Seen(Callback):
 
 
 def build(kind: str, **kwargs: Any) -> tuple[Trainer, Seen]:
-    """A Trainer with TF32, or a baseline that wants it off."""
+    """Return a Trainer with TF32, or for ``off`` one with full float32, and its Seen callback."""
     seen = Seen()
     algorithms = [] if kind == "off" else [TF32Matmul(kind)]  # type: ignore[arg-type]
     baseline = [Float32Matmuls()] if kind == "off" else []
@@ -56,11 +56,11 @@ WANTED = {"high": "high", "medium": "medium", "off": "highest"}
 @pytest.mark.parametrize(
     "kinds", [("high", "off"), ("off", "high"), ("high", "medium"), ("high", "high")], ids="+".join
 )
-def test_each_fit_has_its_own_flag_in_any_order(kinds: tuple[str, str], original: str) -> None:
+def test_each_fit_uses_its_own_flag_in_any_order(kinds: tuple[str, str], original: str) -> None:
     for fitting, closing in itertools.product(([0, 1], [1, 0]), repeat=2):
         torch.set_float32_matmul_precision(original)
         pair = [build(kind, batches=plain_batches(1)) for kind in kinds]
-        assert current() == original, "a Trainer that is not running holds nothing"
+        assert current() == original, "a Trainer sets the flag only while it runs"
         for i in fitting:
             pair[i][0].fit()
             assert current() == original
@@ -72,9 +72,9 @@ def test_each_fit_has_its_own_flag_in_any_order(kinds: tuple[str, str], original
 
 @pytest.mark.parametrize("kind", ["high", "off"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_run_that_failed_leaves_its_flag_to_no_other(kind: str, first: int) -> None:
+def test_a_failed_run_does_not_affect_the_flag_of_another(kind: str, first: int) -> None:
     bad = plain_batches(1)
-    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # no such token
+    bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000  # not in the vocabulary
     torch.set_float32_matmul_precision("highest" if kind == "high" else "high")
     original = current()
     failed, _ = build(kind, batches=bad)
@@ -89,7 +89,7 @@ def test_a_run_that_failed_leaves_its_flag_to_no_other(kind: str, first: int) ->
     assert current() == original
 
 
-def test_a_trainer_that_closes_while_another_fits_takes_nothing_from_it() -> None:
+def test_closing_a_trainer_during_another_fit_keeps_the_flag() -> None:
     bad = plain_batches(1)
     bad[0]["input_ids"] = bad[0]["input_ids"] + 10_000
     failed, _ = build("high", batches=bad)
@@ -106,8 +106,8 @@ def test_a_trainer_that_closes_while_another_fits_takes_nothing_from_it() -> Non
     assert current() == "highest"
 
 
-def test_a_device_made_in_between_changes_no_run() -> None:
-    """Composer's DeviceGPU writes the flag when it is made."""
+def test_a_flag_that_changes_between_runs_does_not_affect_them() -> None:
+    """Composer's DeviceGPU sets the flag when it is created."""
     trainers = [build("high"), build("off")]
     for trainer, _ in trainers:
         torch.set_float32_matmul_precision("medium")
@@ -117,7 +117,7 @@ def test_a_device_made_in_between_changes_no_run() -> None:
     assert current() == "medium"
 
 
-def test_the_flag_itself_nests_and_survives_any_order_of_leaving() -> None:
+def test_process_flag_can_be_given_back_in_any_order() -> None:
     for order in itertools.permutations(range(3)):
         value: list[Any] = ["original"]
         flag = ProcessFlag(partial(value.__getitem__, 0), partial(value.__setitem__, 0))
@@ -127,7 +127,7 @@ def test_the_flag_itself_nests_and_survives_any_order_of_leaving() -> None:
         staying = [0, 1, 2]
         for leaving in order:
             flag.give_back(owners[leaving])
-            flag.give_back(owners[leaving])  # nothing left of it
+            flag.give_back(owners[leaving])  # the second call does nothing
             staying.remove(leaving)
             assert value[0] == (staying[-1] if staying else "original")
     owner = object()
@@ -140,7 +140,7 @@ def test_the_flag_itself_nests_and_survives_any_order_of_leaving() -> None:
     assert value[0] == "original"
 
 
-def test_train_py_keeps_float32_where_nothing_asks_for_less() -> None:
+def test_train_py_uses_full_float32_matmuls_by_default() -> None:
     torch.set_float32_matmul_precision("medium")
     short = ["trainer.max_duration=1ba", "trainer.eval_batches=1", "trainer.device=cpu"]
     assert run(*short)["numerics"]["float32_matmul_precision"] == "highest"

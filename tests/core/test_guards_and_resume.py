@@ -1,4 +1,4 @@
-"""What guards a run, across an interruption: signals, resumes, explicit checkpoints, and what a checkpoint keeps."""
+"""Guards of a run across interruptions: signals, resumes, explicit checkpoints, and guard state in checkpoints."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ NAMED = [*JOB, "checkpoint.interval=3ba", "checkpoint.keep=1"]
 
 
 @contextlib.contextmanager
-def at_ends(monkeypatch: pytest.MonkeyPatch, acts: dict[int, Callable[[State], Any]]) -> Iterator[None]:
-    """Within, each of ``acts`` is called when as many batches are trained as it stands under, before a checkpoint."""
+def at_batch_end(monkeypatch: pytest.MonkeyPatch, acts: dict[int, Callable[[State], Any]]) -> Iterator[None]:
+    """Within the context, call ``acts[n]`` after n trained batches, before a checkpoint is saved."""
 
     def batch_end(_: Any, state: State, logger: Any) -> None:
         if act := acts.get(state.timestamp.batch.value):
@@ -48,14 +48,14 @@ def names() -> list[str]:
     return [path.name for path in checkpoints_in(CHECKPOINTS)]
 
 
-def test_a_signal_saves_no_weights_that_are_no_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_does_not_save_nan_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def spoil_and_stop(state: State) -> None:
         with torch.no_grad():
             next(state.model.parameters()).fill_(float("nan"))
         stop(state)
 
     with (
-        at_ends(monkeypatch, {5: spoil_and_stop}),
+        at_batch_end(monkeypatch, {5: spoil_and_stop}),
         pytest.raises(NonFiniteError, match="which is not written") as told,
     ):
         run(*NAMED)
@@ -64,12 +64,12 @@ def test_a_signal_saves_no_weights_that_are_no_numbers(monkeypatch: pytest.Monke
     assert run(*NAMED)["training"]["batches"] == 8
 
 
-def test_a_signal_saves_no_diverged_weights_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_does_not_save_diverged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = "callbacks.divergence={smoothing: 0.0, margin: 0.0, factor: 1.0}"
     plain, climb = FinetuneModel.loss, {"by": 0.0}
     monkeypatch.setattr(FinetuneModel, "loss", lambda self, *given: plain(self, *given) + climb["by"])
     acts = {4: lambda _: climb.update(by=5.0), 5: stop}
-    with at_ends(monkeypatch, acts), pytest.raises(Interrupted) as stopped:
+    with at_batch_end(monkeypatch, acts), pytest.raises(Interrupted) as stopped:
         run(*NAMED, guard)
     assert stopped.value.code == 143
     assert "after batch 5, without a checkpoint, since the loss had climbed; the same command resumes from " in str(
@@ -79,7 +79,7 @@ def test_a_signal_saves_no_diverged_weights_and_says_so(monkeypatch: pytest.Monk
     assert names() == ["ep0-ba3-rank0.pt"]
 
 
-def test_another_rate_than_the_checkpoints_is_refused_and_weights_alone_take_it(
+def test_another_learning_rate_needs_weights_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with crash_after(5, monkeypatch):
@@ -92,7 +92,7 @@ def test_another_rate_than_the_checkpoints_is_refused_and_weights_alone_take_it(
     assert run(*given, *brief, "optimizer.lr=1e-5", "checkpoint.weights_only=true")["training"]["batches"] == 6
 
 
-def test_a_run_goes_on_though_the_checkpoint_that_it_began_with_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_after_its_initial_checkpoint_was_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
     with crash_after(5, monkeypatch):
         run(*NAMED)
     again = [*NAMED, f"checkpoint.load={CHECKPOINTS}/ep0-ba3-rank0.pt"]
@@ -105,7 +105,7 @@ def test_a_run_goes_on_though_the_checkpoint_that_it_began_with_is_pruned(monkey
 
 
 def bad_losses(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
-    """Batches whose loss is no number, by how many were trained before."""
+    """Make the loss NaN in the training batches with these indices."""
     plain, before = FinetuneModel.loss, [0]
 
     def forward_loss(self: Any, outputs: Any, batch: Any) -> Any:
@@ -119,13 +119,13 @@ def bad_losses(monkeypatch: pytest.MonkeyPatch, *bad: int) -> None:
     monkeypatch.setattr(StartupTimes, "batch_start", batch_start)
 
 
-def test_the_first_batch_after_a_resume_is_skipped_and_all_skips_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_skipped_batches_are_counted_across_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     skip = "callbacks.finite_loss.on_nonfinite=skip"
     bad_losses(monkeypatch, 2, 4)
     with crash_after(5, monkeypatch):
         run(*JOB, skip, "run_name=whole")
     whole = run(*JOB, skip, "run_name=whole", "checkpoint.autoresume=false")
-    with at_ends(monkeypatch, {4: stop}), pytest.raises(Interrupted):
+    with at_batch_end(monkeypatch, {4: stop}), pytest.raises(Interrupted):
         run(*JOB, skip)
     report = run(*JOB, skip)
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
@@ -134,7 +134,7 @@ def test_the_first_batch_after_a_resume_is_skipped_and_all_skips_are_counted(mon
     assert report["algorithms"]["fused_optimizer"]["evidence"]["operators_in_one_step"]
 
 
-def test_a_halved_micro_batch_is_kept_by_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_keeps_a_halved_micro_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, seen = FinetuneModel.forward, list[int]()
 
     def small_until_saved(self: FinetuneModel, batch: Any) -> Any:
@@ -156,8 +156,8 @@ def test_a_halved_micro_batch_is_kept_by_a_resume(monkeypatch: pytest.MonkeyPatc
     assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
 
 
-def test_shards_never_repeat_a_batch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 would train nothing from then on."""
+def test_fsdp_does_not_repeat_a_batch_after_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 would not train any parameter after a repeated batch."""
     state = make_trainer(device_train_microbatch_size=8).state
     error = torch.OutOfMemoryError("CUDA out of memory.")
     assert out_of_memory._half_of(state, 8, "halve", error) == 4

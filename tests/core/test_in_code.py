@@ -1,7 +1,7 @@
-"""In people's own code: stock Composer models, and functions on plain modules. It works, or one line names it.
+"""Techniques in users' own code: Trainers with stock Composer models, and functions on plain modules.
 
-Every technique of tests/helpers/settings.py is tried, those that need a GPU included: here they are refused. Whatever
-is refused is refused by a TechniqueError that names it (in a Trainer) or a ValueError (by a function).
+Every technique of tests/helpers/settings.py either works or is refused in one line, by a TechniqueError with its name
+(in a Trainer) or a ValueError (by a function). On a CPU, techniques that need a GPU are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import final_weights, plain_batches, tiny_config
 from tests.helpers.settings import ENTRIES, Case
 
-# The functions' own advice when there is nothing for them to do
+# Functions warn if they find nothing to change
 pytestmark = pytest.mark.filterwarnings(f"ignore::{NoEffectWarning.__module__}.{NoEffectWarning.__qualname__}")
 
 
@@ -55,7 +55,7 @@ def convnet() -> tuple[Any, Any]:
 
 
 def bert() -> tuple[Any, Any]:
-    """As users build it: no attention implementation named, no tokenizer, rows collated by the DataLoader."""
+    """Build BERT as users do: default attention implementation, no tokenizer, rows collated by the DataLoader."""
     torch.manual_seed(0)
     rows: Any = [{k: v[i] for k, v in batch.items()} for batch in plain_batches(3) for i in range(4)]
     model = AutoModelForSequenceClassification.from_config(tiny_config())
@@ -66,12 +66,12 @@ MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {"mlp": mlp, "convnet": convn
 CASES = [
     pytest.param(Case(name, tuple(arguments.items()), entry), id=Case(name, tuple(arguments.items()), entry).id)
     for name, entry in sorted(ENTRIES.items())
-    for arguments in entry.variants or entry.gpu_variants  # the latter are refused here
+    for arguments in entry.variants or entry.gpu_variants  # variants for a GPU are refused
 ]
 
 
 def train(techniques: list[Technique], model: Any, loader: Any) -> Trainer:
-    """An ordinary Trainer: stock AdamW, nothing of this package but the techniques."""
+    """Train with a plain Composer Trainer and stock AdamW; only the techniques are from this package."""
     trainer = Trainer(
         model=model,
         train_dataloader=loader,
@@ -111,8 +111,8 @@ def test_a_stock_composer_model_trains_or_the_technique_is_refused(case: Case, m
     assert all(w.isfinite().all() for w in final_weights(trainer).values())
 
 
-def test_what_makes_sense_on_a_stock_model_engages() -> None:
-    """So that refusing everything would not pass the test above."""
+def test_supported_techniques_engage_on_stock_models() -> None:
+    """Without this test, refusing everything would pass."""
     general = {"foreach_optimizer", "fused_optimizer", "mixed_precision", "torch_compile"}
     for model, names in {
         "mlp": general | {"fast_layernorm"},
@@ -126,8 +126,8 @@ def test_what_makes_sense_on_a_stock_model_engages() -> None:
         assert all(t.engaged for t in techniques), model
 
 
-def test_everything_that_runs_here_together_on_a_stock_bert() -> None:
-    """Techniques of every helper at once, as many as do not conflict; and their reverse order."""
+def test_all_compatible_techniques_train_a_stock_bert_together() -> None:
+    """Combine as many techniques as do not conflict, in reverse order."""
     together: list[Technique] = []
     for name, entry in sorted(ENTRIES.items()):
         if entry.variants and entry.stock_checkpoint and technique_class(name).exactness != "recipe":
@@ -152,8 +152,8 @@ def _with(techniques: list[Technique], another: Technique) -> list[Technique]:
 
 @pytest.mark.parametrize("kind", ["mlp", "convnet", "bert"])
 @pytest.mark.parametrize("case", CASES)
-def test_its_function_works_on_a_plain_module_or_says_why_not(case: Case, kind: str) -> None:
-    """A loop without Composer: the function, then two steps of training."""
+def test_a_function_works_on_a_plain_module_or_is_refused(case: Case, kind: str) -> None:
+    """Apply the function, then train for two steps without Composer."""
     torch.manual_seed(0)
     wrapped, loader = MODELS[kind]()
     model: Any = wrapped.model if kind == "bert" else wrapped.module
@@ -166,7 +166,7 @@ def test_its_function_works_on_a_plain_module_or_says_why_not(case: Case, kind: 
     before, refusal, result = torch.get_float32_matmul_precision(), None, None
     try:
         result = function(**{name: value for name, value in offered.items() if name in parameters})
-    except ValueError as error:  # a TechniqueError is one
+    except ValueError as error:  # the base class of TechniqueError
         refusal = str(error)
     finally:
         torch.set_float32_matmul_precision(before)

@@ -1,4 +1,4 @@
-"""Techniques whose first batches show that they cannot run: a failed run, or with "warn" one that goes on without."""
+"""Techniques that fail in the first batches: the run fails, or with ``warn`` it continues without them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.reference.tolerance import assert_near
 def test_a_failed_run_exits_with_1_and_a_bad_config_with_2(
     error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("os._exit", sys.exit)  # of this process
+    monkeypatch.setattr("os._exit", sys.exit)  # os._exit would end this process
     with pytest.raises(SystemExit) as exited, exit_codes():
         raise error
     assert exited.value.code == status
@@ -46,19 +46,24 @@ def test_a_failed_run_exits_with_1_and_a_bad_config_with_2(
 
 
 def _train(*arguments: str) -> None:
-    """With a kernel that torch has for GPUs only, let through to a CPU."""
+    """Run train.py with SDPA's requirements disabled, so that GPU-only kernels are tried on a CPU."""
     SDPAAttention.requirements = lambda *_: ()  # type: ignore[method-assign, assignment]
     with exit_codes():
         application.main(["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT, *arguments])
 
 
-@pytest.mark.parametrize(("wish", "status"), [("stop", 1), ("warn", 0)])
-def test_train_py_fails_or_goes_on(wish: str, status: int) -> None:
-    settings = ["trainer.device=cpu", "trainer.max_duration=2ba", "trainer.eval_batches=1", f"on_unavailable={wish}"]
+@pytest.mark.parametrize(("on_unavailable", "status"), [("stop", 1), ("warn", 0)])
+def test_train_py_fails_or_continues(on_unavailable: str, status: int) -> None:
+    settings = [
+        "trainer.device=cpu",
+        "trainer.max_duration=2ba",
+        "trainer.eval_batches=1",
+        f"on_unavailable={on_unavailable}",
+    ]
     settings.append("algorithms.sdpa_attention={backend: efficient}")
     done = Fork(lambda: _train(*settings)).wait()
     assert done.status == status, done.stderr[-3000:]
-    if wish == "stop":
+    if on_unavailable == "stop":
         line = done.stderr.splitlines()[-1]
         assert line.startswith("train.py: sdpa_attention: the efficient kernel cannot run on the first batch (")
         assert "Traceback" not in done.stderr
@@ -70,7 +75,7 @@ def test_train_py_fails_or_goes_on(wish: str, status: int) -> None:
 
 
 @pytest.mark.parametrize("applied_before", [False, True])
-def test_with_warn_attention_is_what_it_was(applied_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_warn_the_previous_attention_is_restored(applied_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SDPAAttention, "requirements", lambda *_: ())
     model, technique = tiny_bert(), SDPAAttention("efficient", on_unavailable="warn")
     if applied_before:
@@ -83,7 +88,7 @@ def test_with_warn_attention_is_what_it_was(applied_before: bool, monkeypatch: p
     torch.testing.assert_close(final_weights(trainer), final_weights(trained()), rtol=0, atol=0)
 
 
-def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_warn_plain_linears_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("no such kernel")
 
@@ -105,8 +110,8 @@ def test_with_warn_linears_are_plain_again(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.fixture
-def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs on a CPU, whose capture fails as one on a GPU does."""
+def failing_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enable CUDA graphs on a CPU, with a capture that fails as on a GPU."""
 
     def apply(model: Any, max_graphs: int) -> GraphedCalls:
         calls = GraphedCalls(model, model.forward, max_graphs, recorder=CannotRecord)
@@ -117,14 +122,14 @@ def no_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graphs, "apply_cuda_graphs", apply)
 
 
-@pytest.mark.usefixtures("no_capture")
-def test_a_capture_that_fails_is_a_failed_run() -> None:
+@pytest.mark.usefixtures("failing_capture")
+def test_a_failed_capture_fails_the_run() -> None:
     with pytest.raises(CannotRunError, match=r"cuda_graphs: the step cannot be captured \(operation not permitted"):
         trained([CUDAGraphs()])
 
 
-@pytest.mark.usefixtures("no_capture")
-def test_with_warn_a_capture_that_fails_leaves_the_model_its_own_forward() -> None:
+@pytest.mark.usefixtures("failing_capture")
+def test_with_warn_a_failed_capture_keeps_the_models_forward() -> None:
     technique = CUDAGraphs(on_unavailable="warn")
     with pytest.warns(UserWarning, match="continuing without cuda_graphs: the step cannot be captured"):
         trainer = trained([technique])

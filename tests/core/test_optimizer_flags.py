@@ -1,4 +1,4 @@
-"""foreach and fused: the same AdamW, other kernels; what they share with other optimizers: test_optimizer_swaps.py."""
+"""foreach_optimizer and fused_optimizer: the same AdamW with other kernels. See also test_optimizer_swaps.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from composer_speedups.core.operator_recorder import OperatorRecorder
 from tests.core.test_optimizer_swaps import grouped_adamw
 from tests.helpers.common import make_trainer, tiny_bert
 
-both = pytest.mark.parametrize("technique", [ForEachOptimizer, FusedOptimizer])
+both_techniques = pytest.mark.parametrize("technique", [ForEachOptimizer, FusedOptimizer])
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_the_function_changes_kernels_and_not_values(apply: Any, operator: str) 
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
 
 
-@both
-def test_flags_of_an_older_checkpoint_do_not_come_back(technique: Any, tmp_path: Path) -> None:
+@both_techniques
+def test_the_flags_of_a_loaded_checkpoint_are_overridden(technique: Any, tmp_path: Path) -> None:
     optimizer = grouped_adamw(model := tiny_bert())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -54,7 +54,7 @@ def test_flags_of_an_older_checkpoint_do_not_come_back(technique: Any, tmp_path:
     instance = technique()
     trainer = make_trainer([instance], model=model, optimizer=optimizer)
     optimizer.load_state_dict(plain_state)
-    assert not any(g[instance.implementation] for g in optimizer.param_groups), "what this test is about"
+    assert not any(g[instance.implementation] for g in optimizer.param_groups), "loading must reset the flags"
     instance.after_load(trainer.state)
     assert all(g[instance.implementation] for g in optimizer.param_groups)
     trainer.fit()
@@ -62,16 +62,16 @@ def test_flags_of_an_older_checkpoint_do_not_come_back(technique: Any, tmp_path:
     assert instance.evidence["operators_in_one_step"]
 
 
-@both
+@both_techniques
 def test_an_optimizer_without_the_implementation_is_refused(technique: Any) -> None:
     model = tiny_bert()
     with pytest.raises(TechniqueError, match=r"DecoupledAdamW has no .*; use torch\.optim\.AdamW"):
         make_trainer([technique()], model=model, optimizer=DecoupledAdamW(model.parameters(), lr=1e-3))
 
 
-@both
+@both_techniques
 @pytest.mark.pins
-def test_flags_taken_away_after_init_are_noticed(technique: Any) -> None:
+def test_flags_removed_after_init_are_an_error(technique: Any) -> None:
     instance = technique()
     trainer = make_trainer([instance])
     for group in trainer.state.optimizers[0].param_groups:

@@ -1,4 +1,4 @@
-"""Every optimizer technique: groups, rates and schedules survive, foreign states and optimizers are refused."""
+"""Every optimizer technique preserves parameter groups and schedules, and refuses other optimizers and their states."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ swaps_on_gpu = [c for c in cases(gpu=True) if _is_swap(c)]
 every_optimizer = pytest.mark.parametrize("case", of_optimizers)
 every_swap = pytest.mark.parametrize("case", of_swaps)
 
-approx = partial(pytest.approx, rel=1e-6)  # torchao keeps rates in float32
+approx = partial(pytest.approx, rel=1e-6)  # torchao keeps learning rates in float32
 
 CLIPPING = GradientClipping("norm", clipping_threshold=1e-3)
-SHAPE = [1.0, 0.5, 0.0, 0.0]  # of the rates of four batches, from torch's schedulers
+SHAPE = [1.0, 0.5, 0.0, 0.0]  # learning rate factors of torch's schedulers in the four batches
 
 
 def grouped_adamw(model: Any) -> torch.optim.AdamW:
@@ -54,7 +54,7 @@ def grouped_adamw(model: Any) -> torch.optim.AdamW:
 
 
 class Watch(Callback):
-    """Rates in force and weights after every batch."""
+    """Records every batch's learning rates, and the weights after it."""
 
     def __init__(self) -> None:
         self.rates: list[list[float]] = []
@@ -68,9 +68,9 @@ class Watch(Callback):
 
 
 def schedule(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Rates that are 0 from the third batch on: by Composer's scheduler, torch's, and one of torch's inside another."""
+    """Return Trainer arguments for a scheduler of this kind; the learning rate is 0 from the third batch on."""
     if kind == "composer":
-        # Composer asks before it counts a batch, and so twice for the first
+        # Composer steps schedulers before it counts the batch, so the first factor applies to two batches
         return {"schedulers": lambda state: float(int(state.timestamp.batch) == 0)}
     scheduler: Any = LambdaLR(optimizer, lambda k: SHAPE[min(3, k)])
     if kind == "sequential":
@@ -80,7 +80,7 @@ def schedule(kind: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 @cache
 def plain_run(kind: str = "composer", *, clipped: bool = False) -> tuple[Any, Watch]:
-    """What the untouched optimizer does; not to be changed."""
+    """Train with the untouched optimizer. The result is cached: do not modify it."""
     return run([CLIPPING] if clipped else [], kind)
 
 
@@ -93,7 +93,7 @@ def run(algorithms: list[Any], kind: str = "composer", **kwargs: Any) -> tuple[A
 
 @every_optimizer
 @pytest.mark.parametrize("kind", ["composer", "torch", "sequential"])
-def test_groups_and_schedules_survive(case: Case, kind: str) -> None:
+def test_parameter_groups_and_schedules_are_preserved(case: Case, kind: str) -> None:
     plain, expected = plain_run(kind)
     trainer, seen = run(case.build_all(), kind)
     groups, plain_groups = (t.state.optimizers[0].param_groups for t in (trainer, plain))
@@ -113,10 +113,10 @@ def test_groups_and_schedules_survive(case: Case, kind: str) -> None:
 
 
 def _check_effect(seen: Watch, case: Case) -> None:
-    """The rates are those that the update uses: at 0 weights stand still, before that they do not."""
+    """Check that updates use the learning rates: weights change at first, and no longer at a learning rate of 0."""
     moved = [(seen.weights[1][n] - w).abs().max() for n, w in seen.weights[0].items()]
     assert max(moved) > 1e-4
-    low = case.entry.weight_dtype != torch.float32  # a compensation still owed may change the last bit
+    low = case.entry.weight_dtype != torch.float32  # a pending Kahan compensation may change the last bit
     tolerance = {"rtol": 2**-7, "atol": 1e-6} if low else {"rtol": 0.0, "atol": 0.0}
     torch.testing.assert_close(seen.weights[3], seen.weights[1], **tolerance)
 
@@ -132,15 +132,15 @@ def test_resuming_with_groups_and_schedules_is_exact(case: Case, kind: str, tmp_
 
 
 @every_optimizer
-def test_gradients_are_clipped_before_they_are_used(case: Case) -> None:
+def test_gradients_are_clipped_before_the_optimizer_step(case: Case) -> None:
     clipped, free = (run([*clipping, *case.build_all()])[1].weights[-1] for clipping in ([CLIPPING], []))
     if "weights" in case.entry.same:
         assert_near(clipped, plain_run(clipped=True)[1].weights[-1], case.entry.dtype, "weights")
-    assert any((free[n] != w).any() for n, w in clipped.items()), "the threshold must tell"
+    assert any((free[n] != w).any() for n, w in clipped.items()), "clipping must change the weights"
 
 
 @every_swap
-def test_a_warm_up_from_zero_is_no_failure(case: Case) -> None:
+def test_a_warm_up_from_zero_is_not_an_error(case: Case) -> None:
     technique = case.build_all()[-1]
     run([*case.build_all()[:-1], technique], schedulers=LinearWithWarmupScheduler("2ba"))
     assert technique.evidence["optimizer_steps"] == 4
@@ -153,25 +153,25 @@ def test_an_optimizer_that_is_not_adamw_is_refused(case: Case) -> None:
     model = tiny_bert()
     with pytest.raises(TechniqueError, match=rf"{case.name}: torch\.optim\.sgd\.SGD is not AdamW.*; use torch"):
         make_trainer(case.build_all(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=1e-3))
-    assert {p.dtype for p in model.parameters()} == {torch.float32}, "refused after a change"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the model was changed before the refusal"
 
 
 @every_swap
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # torch notices as well
+@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step:UserWarning")  # torch's own check
 @pytest.mark.parametrize("back", ["old", "another"])
-def test_a_swap_that_something_undoes_is_noticed(case: Case, back: str) -> None:
+def test_replacing_the_swapped_optimizer_is_an_error(case: Case, back: str) -> None:
     optimizer = grouped_adamw(model := tiny_bert())
     trainer = make_trainer(case.build_all(), model=model, optimizer=optimizer)
     trainer.state.optimizers = optimizer if back == "old" else grouped_adamw(model)
-    said = "replaced optimizer is still stepping" if back == "old" else "took no step"
-    with pytest.raises(NotEngagedError, match=said):
+    message = "replaced optimizer is still stepping" if back == "old" else "took no step"
+    with pytest.raises(NotEngagedError, match=message):
         trainer.fit()
     trainer.close()
 
 
 @every_swap
 def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -> None:
-    """Composer files states by class name, and the techniques agree: only the state itself is AdamW's."""
+    """The checkpoint's class name and techniques match, so only the state itself shows that it is AdamW's."""
     if not case.entry.stock_checkpoint:
         pytest.skip("torch itself refuses a state that lacks parameters")
     trained(case.build_all(), batches=plain_batches(2), save_folder=str(tmp_path), **SAVING)
@@ -186,7 +186,7 @@ def test_the_state_of_another_optimizer_is_refused(case: Case, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("pair", itertools.combinations(OPTIMIZERS, 2), ids="+".join)
-def test_two_optimizers_clash_by_name(pair: tuple[str, str]) -> None:
+def test_two_optimizer_techniques_conflict_by_name(pair: tuple[str, str]) -> None:
     techniques = [technique_class(n)(**(ENTRIES[n].variants or ENTRIES[n].gpu_variants)[0]) for n in pair]
     with pytest.raises(TechniqueError, match=r"both set the optimizer implementation; remove .* or ") as error:
         refuse_conflicts(techniques)
@@ -205,13 +205,13 @@ def test_mixed_precision_trains_and_resumes_exactly(case: Case, precision: str, 
 
     whole = train(save_folder=str(tmp_path), **{**SAVING, "save_interval": "20ba"})
     (technique,) = [a for a in whole.state.algorithms if a.name == case.name]
-    assert technique.evidence["optimizer_steps"] > 0, "fp16's loss scale must have come down by now"
+    assert technique.evidence["optimizer_steps"] > 0, "fp16's loss scale must be low enough for steps by now"
     resumed = train(load_path=str(tmp_path / "ba20.pt"))
     torch.testing.assert_close(final_weights(resumed), final_weights(whole), rtol=0, atol=0)
 
 
 class StepsAtRateZero(Callback):
-    """What torch's distributed state dicts do to prepare for loading or saving: a step at learning rate 0."""
+    """Takes a step at learning rate 0, as torch's distributed state dicts do before loading or saving."""
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.AFTER_LOAD:
@@ -227,7 +227,7 @@ class StepsAtRateZero(Callback):
                 group["lr"] = rate
 
 
-def test_a_step_that_prepares_for_loading_is_not_counted_and_a_second_fit_goes_on_counting() -> None:
+def test_steps_before_loading_are_not_counted_and_a_second_fit_continues_counting() -> None:
     technique = technique_class("kahan_optimizer")()
     trainer = make_trainer([technique], callbacks=[StepsAtRateZero()], max_duration="2ba")
     trainer.fit()

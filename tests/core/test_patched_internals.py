@@ -1,4 +1,4 @@
-"""What of other libraries is replaced or relied on, as CONTRIBUTING.md lists it, is what it was tested with."""
+"""Internals of other libraries that the package patches or relies on have not changed; CONTRIBUTING.md lists them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ ROW = re.compile(r"^\| `([\w.]+)` \| ([\w/, ]+) \| (.+) \| (\w+) ([\d.]+) \| `(\
 ROWS = ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
 
 
-def found(name: str) -> Any:
-    """What a dotted name stands for, in a package, a module or a class."""
+def resolve(name: str) -> Any:
+    """Return the module, class or attribute with this dotted name."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         try:
@@ -36,16 +36,18 @@ def found(name: str) -> Any:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
-def test_an_internal_is_as_it_was_seen(row: tuple[str, ...]) -> None:
+def test_an_internal_has_not_changed(row: tuple[str, ...]) -> None:
     name, where, _, package, seen, expected = row
     if package in ("peft", "torchao"):
         pytest.importorskip(package)
-    assert version(package).split("+")[0] == seen, "look at what changed, then write the new version and fingerprint"
-    assert fingerprint(found(name)) == expected, f"{name} has changed: see {where}"
+    assert version(package).split("+")[0] == seen, (
+        "review what changed, then update CONTRIBUTING.md's version and fingerprint"
+    )
+    assert fingerprint(resolve(name)) == expected, f"{name} has changed: see {where}"
     assert all((ROOT / "composer_speedups" / folder).exists() for folder in where.split(", "))
 
 
-def test_the_table_has_all_that_is_compared_at_run_time() -> None:
+def test_the_table_lists_all_methods_that_are_compared_at_run_time() -> None:
     (methods,) = TESTED.values()
     listed = {name: mark for name, *_, mark in ROWS}
     assert {name: listed[f"composer.Trainer.{name}"] for name in methods} == methods
@@ -53,22 +55,22 @@ def test_the_table_has_all_that_is_compared_at_run_time() -> None:
 
 
 def one(value: int) -> int:
-    """Its doc string."""
-    return value + 1  # and a comment
+    """Docstring."""
+    return value + 1  # comment
 
 
 def two(value: int) -> int:
     return value + 2
 
 
-def test_a_fingerprint_is_of_what_is_computed() -> None:
+def test_a_fingerprint_ignores_docstrings_and_comments() -> None:
     source = composer_loop.ast.parse(composer_loop.inspect.getsource(one))
     as_written = composer_loop.ast.parse("def one(value: int) -> int:\n    return value + 1")
     assert repr(composer_loop._plain(source)) == repr(composer_loop._plain(as_written))
     assert fingerprint(one) != fingerprint(two)
 
 
-def test_another_loop_is_refused_by_its_version_and_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_training_loop_is_refused_with_version_and_method(monkeypatch: pytest.MonkeyPatch) -> None:
     from composer_speedups.algorithms.early_loss import early_loss as module
     from composer_speedups.algorithms.early_loss import functional
     from composer_speedups.distributed.host_scalars import HostCopies, Readback

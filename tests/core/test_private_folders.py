@@ -1,4 +1,4 @@
-"""Folders of what Python executes: whoever else could write there is found, and named."""
+"""Folders for code that Python executes are refused if another user could write to them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def made(*names: str, mode: int = 0o700) -> Path:
     return path
 
 
-def test_a_folder_is_made_for_its_user_alone_whatever_the_umask() -> None:
+def test_a_private_folder_has_mode_700_whatever_the_umask() -> None:
     before = os.umask(0)
     try:
         real = make_private_folder(here("a", "b"), "key", "fix")
@@ -37,13 +37,15 @@ def test_a_folder_is_made_for_its_user_alone_whatever_the_umask() -> None:
 
 
 @pytest.mark.parametrize("mode", [0o757, 0o777, 0o1777, 0o722])
-def test_one_that_others_can_write_to_is_refused_in_one_line(mode: int) -> None:
+def test_a_folder_that_others_can_write_to_is_refused_in_one_line(mode: int) -> None:
     folder = made("a", "b", mode=mode)
     with pytest.raises(ConfigError, match=rf"^key: others could put code into {folder}: .*\(mode {mode:o}\); fix$"):
         make_own_folder(folder, "key", "fix")
-    assert stat.S_IMODE(folder.stat().st_mode) == mode, "what it holds may be others' already"
+    assert stat.S_IMODE(folder.stat().st_mode) == mode, (
+        "the mode is not repaired, since others may already have written to the folder"
+    )
     below = folder / "made" / "here"
-    if mode & stat.S_ISVTX:  # as in /tmp: others cannot exchange what is not theirs
+    if mode & stat.S_ISVTX:  # as in /tmp: others cannot replace files that they do not own
         assert make_own_folder(below, "key", "fix") == below
     else:
         with pytest.raises(ConfigError, match=f"into {below}: {folder} is writable by others"):
@@ -51,7 +53,7 @@ def test_one_that_others_can_write_to_is_refused_in_one_line(mode: int) -> None:
         assert not below.parent.exists()
 
 
-def test_an_own_folder_that_others_can_only_read_keeps_its_mode_unless_it_is_to_be_private() -> None:
+def test_only_make_private_folder_removes_read_access() -> None:
     folder = made("a", mode=0o755)
     make_own_folder(folder, "key", "fix")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755
@@ -59,7 +61,7 @@ def test_an_own_folder_that_others_can_only_read_keeps_its_mode_unless_it_is_to_
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_symbolic_links_are_followed_once() -> None:
+def test_symbolic_links_are_resolved_before_the_check() -> None:
     folder = made("own")
     here("link").symlink_to(folder)
     assert make_own_folder(here("link"), "key", "fix") == folder
@@ -71,7 +73,7 @@ def test_symbolic_links_are_followed_once() -> None:
 
 
 @as_root
-def test_one_of_another_user_is_refused_and_so_is_one_below() -> None:
+def test_a_folder_of_another_user_and_folders_below_it_are_refused() -> None:
     folder = made("theirs", "mine")
     os.chown(folder, 12345, 0)
     with pytest.raises(ConfigError, match=f"into {folder}: {folder} belongs to user 12345; fix"):
@@ -86,7 +88,7 @@ def test_one_of_another_user_is_refused_and_so_is_one_below() -> None:
         make_own_folder(sticky / "planted", "key", "fix")
 
 
-def test_another_user_cannot_use_the_folder_of_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_users_folder_is_refused_for_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made("mine")
     assert others_can_write(folder) is None
     me = os.geteuid()
@@ -95,7 +97,7 @@ def test_another_user_cannot_use_the_folder_of_this_one(monkeypatch: pytest.Monk
 
 
 @as_root
-def test_a_group_may_write_where_it_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_access_of_the_users_private_group_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made("a", mode=0o775)
     os.chown(folder, 0, 0)
     monkeypatch.setattr("grp.getgrgid", lambda gid: _Group("root", gid, []))
@@ -113,7 +115,7 @@ class _Group:
         self.gr_name, self.gr_gid, self.gr_mem = name, gid, members
 
 
-def test_where_the_caches_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
     assert cache_home() == Path("/somewhere/composer_speedups")
     monkeypatch.setenv("HOME", "/home/someone")

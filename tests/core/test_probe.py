@@ -1,4 +1,4 @@
-"""What a probe makes of torch's errors: one line in the technique's name, but for want of memory."""
+"""cannot_run: torch's errors become one line with the technique's name, except running out of memory."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from composer_speedups.core.operator_recorder import cannot_run
 
 
 @pytest.mark.parametrize(
-    ("said", "shown"), [("\nno kernel\nin detail", "no kernel"), ("", "RuntimeError")], ids=["lines", "nothing"]
+    ("message", "line"), [("\nno kernel\nin detail", "no kernel"), ("", "RuntimeError")], ids=["lines", "nothing"]
 )
-def test_an_error_is_one_line_with_torchs_first(said: str, shown: str) -> None:
+def test_a_torch_error_becomes_one_line(message: str, line: str) -> None:
     with pytest.raises(TechniqueError) as raised, cannot_run("some_technique", "it cannot run", "remove it"):
-        raise RuntimeError(said)
-    assert str(raised.value) == f"some_technique: it cannot run ({shown}); remove it"
+        raise RuntimeError(message)
+    assert str(raised.value) == f"some_technique: it cannot run ({line}); remove it"
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), KeyError("input_ids")])
-def test_want_of_memory_and_mistakes_of_another_kind_stay_what_they_are(error: Exception) -> None:
+def test_out_of_memory_and_unrelated_errors_are_not_changed(error: Exception) -> None:
     with pytest.raises(type(error)) as raised, cannot_run("some_technique", "it cannot run", "remove it"):
         raise error
     assert raised.value is error

@@ -1,4 +1,4 @@
-"""apply_recommended: the model computes what it did, what cannot engage is said, and the examples run."""
+"""apply_recommended: results match the untouched model, unsupported techniques are reported, the examples run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.helpers.models import HEADS, UNPADDED, Family, Head, fit_batches, rea
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("family", UNPADDED)
 @pytest.mark.pins
-def test_logits_losses_and_gradients_are_the_untouched_models(family: Family, head: Head) -> None:
+def test_logits_losses_and_gradients_match_the_untouched_model(family: Family, head: Head) -> None:
     model = tiny_model(family, head)
     untouched = copy.deepcopy(model)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        done = apply_recommended(model)
-    assert done["unpadding"]
-    assert ("fused_layers" in done) == (not any("fused_layers is left out" in str(w.message) for w in said))
+        changes = apply_recommended(model)
+    assert changes["unpadding"]
+    assert ("fused_layers" in changes) == (not any("fused_layers is left out" in str(w.message) for w in caught))
     batches = fit_batches(untouched, awkward_batches())
     for ours, theirs in zip(real_logits(model, batches), real_logits(untouched, batches), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
@@ -42,12 +42,12 @@ def test_logits_losses_and_gradients_are_the_untouched_models(family: Family, he
     assert model.state_dict().keys() == untouched.state_dict().keys()
 
 
-def test_a_model_that_unpadding_cannot_serve_gets_sdpa_and_the_reason() -> None:
+def test_a_model_that_unpadding_does_not_support_gets_sdpa_and_a_warning() -> None:
     config = GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2, n_positions=64, pad_token_id=0)
     model: Any = GPT2ForSequenceClassification._from_config(config, attn_implementation="eager")
     with pytest.warns(UserWarning, match=r"fused_layers are left out: unpadding supports .* this is gpt2"):
-        done = apply_recommended(model)
-    assert set(done) == {"sdpa_attention"}
+        changes = apply_recommended(model)
+    assert set(changes) == {"sdpa_attention"}
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -57,16 +57,16 @@ def test_a_module_without_a_transformers_model_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain_loop", "hf_trainer", "sentence_transformers_trainer"])
-def test_an_example_trains_as_the_stock_model_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_matches_the_stock_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("sentence"):
-        pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, of the dev group")
+        pytest.importorskip("sentence_transformers", reason="needs sentence-transformers (dev group)")
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     example = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, name, example)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # those of other people's Trainers
+        warnings.simplefilter("ignore")  # warnings of other libraries' Trainers
         spec.loader.exec_module(example)
         few = ["--samples", "24", "--batch-size", "8", *(["--dropout", "0"] if name.startswith("sentence") else [])]
         ours, stock = example.main(few), example.main([*few, "--stock"])

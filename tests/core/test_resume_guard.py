@@ -1,4 +1,4 @@
-"""Resuming under other techniques than the checkpoint's is an error that names both lists."""
+"""Resuming with techniques that differ from the checkpoint's is an error that names both lists."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from composer_speedups import (
 from composer_speedups.core.errors import ConfigError
 from tests.helpers.common import SAVING, final_weights, make_trainer, trained
 
-# Composer's own hint, which comes just before our error
+# Composer's warning, just before our error
 pytestmark = pytest.mark.filterwarnings("ignore:.* is not in the state_dict")
 
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> str:
-    """Of a run with the fused optimizer and SDPA."""
+    """Return the checkpoint of a run with the fused optimizer and SDPA."""
     trained([FusedOptimizer(), SDPAAttention()], callbacks=[EngagementReport()], save_folder=str(tmp_path), **SAVING)
     return str(tmp_path / "ba2.pt")
 
@@ -38,8 +38,8 @@ def test_other_techniques_are_refused_with_both_lists(checkpoint: str) -> None:
     assert "[ForEachOptimizer(), SDPAAttention(backend='auto')]" in message
 
 
-def test_techniques_of_which_none_is_left_are_named_too(tmp_path: Path) -> None:
-    """An algorithm that the checkpoint does not know is not told of those that it does."""
+def test_replacing_all_techniques_is_refused_with_both_lists(tmp_path: Path) -> None:
+    """Composer does not pass the checkpoint's algorithms to a technique that is not among them."""
     written = [Unpadding(), FusedLayers(), FusedOptimizer()]
     trained(written, save_folder=str(tmp_path), **SAVING)
     with pytest.raises(ConfigError) as error:
@@ -53,7 +53,7 @@ def test_fewer_techniques_are_refused(checkpoint: str) -> None:
         make_trainer([FusedOptimizer()], load_path=checkpoint)
 
 
-def test_none_are_refused_where_the_engagement_report_watches(checkpoint: str) -> None:
+def test_no_techniques_are_refused_if_there_is_an_engagement_report(checkpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"this run has \[\]"):
         make_trainer([], callbacks=[EngagementReport()], load_path=checkpoint)
 
@@ -64,7 +64,7 @@ def test_techniques_on_a_plain_checkpoint_are_refused(tmp_path: Path) -> None:
         make_trainer([FusedOptimizer()], load_path=str(tmp_path / "ba2.pt"))
 
 
-def test_weights_alone_load_under_any_techniques(checkpoint: str) -> None:
+def test_weights_only_loads_with_any_techniques(checkpoint: str) -> None:
     trainer = make_trainer([ForEachOptimizer()], load_path=checkpoint, load_weights_only=True)
     saved = torch.load(checkpoint, weights_only=False)["state"]["model"]
     loaded = final_weights(trainer)
@@ -73,10 +73,10 @@ def test_weights_alone_load_under_any_techniques(checkpoint: str) -> None:
     trainer.close()
 
 
-def test_without_any_code_of_ours_in_the_trainer_nothing_can_refuse(checkpoint: str) -> None:
-    """No technique and no EngagementReport: Composer calls nothing of this package, and says nothing itself.
+def test_without_techniques_and_report_nothing_is_checked(checkpoint: str) -> None:
+    """Without a technique or an EngagementReport, Composer does not call this package, and does not warn either.
 
-    train.py always adds the report; in code of one's own it is worth adding for this alone.
+    train.py always adds the report; add it to your own Trainer for this check.
     """
     trainer = make_trainer([], load_path=checkpoint)
     assert trainer.state.timestamp.batch.value == 2
@@ -84,7 +84,7 @@ def test_without_any_code_of_ours_in_the_trainer_nothing_can_refuse(checkpoint: 
     trainer.close()
 
 
-def test_one_technique_that_stays_is_enough_to_notice_that_another_is_gone_or_new(checkpoint: str) -> None:
+def test_one_common_technique_is_enough_to_detect_removed_and_changed_ones(checkpoint: str) -> None:
     for techniques in ([SDPAAttention()], [FusedOptimizer(), SDPAAttention("math")]):
         with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer\(\), SDPAAttention"):
             make_trainer(techniques, load_path=checkpoint)

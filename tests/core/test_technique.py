@@ -1,4 +1,4 @@
-"""What the base class makes of a declaration: the constructor, its checks, and the events that a technique hears."""
+"""The base class Technique: the constructor, the checks of settings, and the events that a technique receives."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ class Toy(Technique):
 
     def reset(self) -> None:
         super().reset()
-        self.heard: list[str] = []
+        self.calls: list[str] = []
 
     def engage(self, state: State) -> dict[str, Any]:
         return {}
 
     def verify(self, state: State) -> dict[str, Any]:
-        self.heard.append("verify")
+        self.calls.append("verify")
         return {}
 
     def batch_end(self, state: State) -> None:
-        self.heard.append("batch_end")
+        self.calls.append("batch_end")
 
     def fit_end(self, state: State) -> None:
-        self.heard.append("fit_end")
+        self.calls.append("fit_end")
 
     def eval_before_forward(self, state: State) -> None:
-        self.heard.append("eval_before_forward")
+        self.calls.append("eval_before_forward")
 
     def watch(self, state: State) -> None:
-        self.heard.append("watch")
+        self.calls.append("watch")
 
 
-def test_the_signature_is_that_of_the_declaration() -> None:
+def test_the_constructor_follows_the_declared_settings() -> None:
     parameters = inspect.signature(Toy).parameters
     assert {n: p.default for n, p in parameters.items()} == {
         "count": 4, "share": 0.5, "kind": None, "names": None, "on_unavailable": "stop"
@@ -86,20 +86,20 @@ def test_the_signature_is_that_of_the_declaration() -> None:
         ({"count": 8, "kind": 8}, "count=8 and kind=8 cannot go together"),
     ],
 )
-def test_a_value_that_does_not_fit_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+def test_an_invalid_setting_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         Toy(**settings)
 
 
 @pytest.mark.parametrize("final", ["match", "apply", "run_event"])
-def test_a_technique_that_listens_in_a_way_of_its_own_is_refused(final: str) -> None:
+def test_overriding_match_apply_or_run_event_is_refused(final: str) -> None:
     with pytest.raises(
         TypeError, match=rf"Listener\.{final} would never be called: match and apply are final.*batch_end"
     ):
         type("Listener", (Toy,), {final: lambda *_: True})
 
 
-def test_it_hears_the_events_whose_methods_it_defines_and_no_others() -> None:
+def test_a_technique_receives_only_the_events_it_has_methods_for() -> None:
     toy = Toy()
     trainer = make_trainer([toy], batches=plain_batches(3))
     always = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
@@ -108,24 +108,24 @@ def test_it_hears_the_events_whose_methods_it_defines_and_no_others() -> None:
     assert {event for event in Event if toy.match(event, trainer.state)} == always | own | first
     trainer.fit()
     assert {event for event in Event if toy.match(event, trainer.state)} == always | own
-    assert toy.heard == ["watch", "batch_end", "verify", "batch_end", "batch_end", "verify", "fit_end"]
+    assert toy.calls == ["watch", "batch_end", "verify", "batch_end", "batch_end", "verify", "fit_end"]
     trainer.fit(duration="1ba")
-    assert toy.heard[7:] == ["batch_end", "verify", "fit_end"], "at the end of each fit()"
+    assert toy.calls[7:] == ["batch_end", "verify", "fit_end"], "at the end of each fit()"
     trainer.close()
 
 
-def test_a_technique_not_in_force_hears_nothing_but_the_end_of_what_it_changed() -> None:
+def test_a_technique_that_is_not_engaged_receives_only_fit_end() -> None:
     toy = Toy()
     trainer = make_trainer([toy])
     toy.engaged = False
-    heard = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
-    assert {event for event in Event if toy.match(event, trainer.state)} == heard
+    received = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
+    assert {event for event in Event if toy.match(event, trainer.state)} == received
     trainer.fit()
     trainer.close()
-    assert toy.heard == ["fit_end"]
+    assert toy.calls == ["fit_end"]
 
 
-def test_a_postponed_verification_comes_a_batch_later() -> None:
+def test_a_postponed_verification_runs_one_batch_later() -> None:
     class Postponed(Toy):
         def batch_end(self, state: State) -> None:
             super().batch_end(state)
@@ -134,7 +134,7 @@ def test_a_postponed_verification_comes_a_batch_later() -> None:
 
     toy = Postponed()
     trained([toy], batches=plain_batches(3))
-    assert toy.heard == ["watch", "batch_end", "watch", "batch_end", "verify", "batch_end", "verify", "fit_end"]
+    assert toy.calls == ["watch", "batch_end", "watch", "batch_end", "verify", "batch_end", "verify", "fit_end"]
 
 
 def test_a_conflict_may_depend_on_the_settings_of_both() -> None:

@@ -1,4 +1,4 @@
-"""The functions of the techniques are for any training loop: they are imported, and called, without Composer."""
+"""The techniques' functions work in any training loop: they can be imported and called without Composer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from composer_speedups.core.catalogue import public_names
 from tests.conftest import ROOT
 
-# apply_early_loss changes a Composer Device, which nobody has without Composer.
+# apply_early_loss changes a Composer Device, so it needs Composer.
 FUNCTIONS = sorted(n for n, m in public_names().items() if m.endswith(".functional") and n != "apply_early_loss")
 
 PROGRAM = """
@@ -21,7 +21,7 @@ import json, sys, warnings
 class Deny:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "composer":
-            raise ImportError(f"{name} is not here")
+            raise ImportError(f"{name} is not installed")
 
 sys.meta_path.insert(0, Deny())
 import composer_speedups
@@ -64,5 +64,5 @@ def loaded() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "calls"])
-def test_it_needs_no_composer(name: str, loaded: dict[str, Any]) -> None:
+def test_a_function_does_not_need_composer(name: str, loaded: dict[str, Any]) -> None:
     assert loaded[name] is True

@@ -1,4 +1,4 @@
-"""DeBERTa's variants, what it has that cannot run on packed tokens, and the distances that its attention sees."""
+"""DeBERTa-v2/v3: model variants, refused settings, and the relative distances of its attention."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "projections of positions of their own": {"share_att_key": False},
+    "separate position projections": {"share_att_key": False},
     "relative embeddings without a norm": {"norm_rel_ebd": "none"},
-    "absolute positions too": {"position_biased_input": True},
-    "the new head of masked LM": {"legacy": False},
+    "with absolute positions": {"position_biased_input": True},
+    "new masked-LM head": {"legacy": False},
     "no buckets": {"position_buckets": -1},
-    "distances beyond the furthest": {"position_buckets": -1, "max_relative_positions": 5},
+    "distances beyond the maximum": {"position_buckets": -1, "max_relative_positions": 5},
     "projected embeddings": {"embedding_size": 16},
 }
 
 
 @pytest.mark.parametrize("head", ["classification", "mlm"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_gives_the_untouched_models_values(variant: str, head: Any) -> None:
+def test_a_variant_matches_the_untouched_model(variant: str, head: Any) -> None:
     reference = tiny_model("deberta_v2", head, **VARIANTS[variant]).train()
     model, inputs = copy.deepcopy(reference), draw("deberta_v2", head, "right padding")
     apply_unpadding(model, 8, compare_on=inputs)
@@ -42,7 +42,7 @@ def test_a_variant_gives_the_untouched_models_values(variant: str, head: Any) ->
     assert ran == ["torch", "first tokens" if head == "classification" else "torch"]
 
 
-def test_positions_matter_and_their_table_gets_its_gradient() -> None:
+def test_relative_embeddings_affect_the_logits_and_get_a_gradient() -> None:
     reference = tiny_model("deberta_v2", "mlm").train()
     inputs = draw("deberta_v2", "mlm", "right padding")
     without, model = copy.deepcopy(reference), copy.deepcopy(reference)
@@ -64,18 +64,18 @@ def test_positions_matter_and_their_table_gets_its_gradient() -> None:
         ({"relative_attention": False}, r"^unpadding does not support DeBERTa-v2/v3 with other positions than"),
     ],
 )
-def test_what_cannot_run_on_packed_tokens_is_refused_and_left_alone(settings: dict[str, Any], error: str) -> None:
+def test_unsupported_settings_are_refused_and_the_model_is_unchanged(settings: dict[str, Any], error: str) -> None:
     model = tiny_model("deberta_v2", **settings)
     with pytest.raises(ValueError, match=error):
         apply_unpadding(model)
     assert not unpadded_encoders(model)
 
 
-def test_an_encoder_called_by_itself_gives_all_hidden_states_as_untouched() -> None:
+def test_an_encoder_called_directly_returns_all_hidden_states() -> None:
     model = tiny_model("deberta_v2")
     reference = copy.deepcopy(model).deberta.encoder
     apply_unpadding(model, 8)
-    model(**draw("deberta_v2", "classification", "right padding"))  # which asks for none
+    model(**draw("deberta_v2", "classification", "right padding"))  # does not request hidden states
     hidden, mask = torch.randn(3, 9, 32), (torch.arange(9) < torch.tensor([[9], [4], [1]])).long()
     found, expected = (each(hidden, mask) for each in (model.deberta.encoder, reference))
     assert len(found.hidden_states) == len(expected.hidden_states) == 3
@@ -86,15 +86,15 @@ def test_an_encoder_called_by_itself_gives_all_hidden_states_as_untouched() -> N
 
 
 @pytest.mark.parametrize(("buckets", "furthest"), [(6, 80), (256, 512), (-1, 20)])
-def test_entries_are_those_that_transformers_looks_up(buckets: int, furthest: int) -> None:
+def test_entries_match_the_relative_positions_of_transformers(buckets: int, furthest: int) -> None:
     width, span = 150, buckets if buckets > 0 else furthest
     entries = _entries(256, buckets, furthest, torch.device("cpu"))
     slots = torch.zeros(1, width, 1)
     distances = build_relative_position(slots, slots, buckets, furthest)[0]
     expected = (distances + span).clamp(0, 2 * span - 1)
-    place = torch.arange(width)
-    torch.testing.assert_close(entries[place[:, None] - place + 256].long(), expected)
-    assert (entries.diff() >= 0).all(), "the kernel sums over the distances of an entry, which lie side by side"
+    positions = torch.arange(width)
+    torch.testing.assert_close(entries[positions[:, None] - positions + 256].long(), expected)
+    assert (entries.diff() >= 0).all(), "the kernel sums over an entry's distances, which must be contiguous"
 
 
 def test_rows_with_holes() -> None:

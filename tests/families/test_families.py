@@ -1,4 +1,4 @@
-"""Each family's file says where transformers has what, and nothing else in the package names transformers' classes."""
+"""Family files: their paths and settings match transformers' models, and no other file names transformers' classes."""
 
 from __future__ import annotations
 
@@ -30,46 +30,46 @@ PACKAGE = Path(composer_speedups.__file__).parent
 every_family = pytest.mark.parametrize("name", EVERY)
 
 
-def test_every_family_has_an_entry_in_the_tests_settings() -> None:
+def test_every_family_is_in_the_lists_of_test_models() -> None:
     assert {family.name for family in families()} == {*EVERY, *ENCODERS}
     assert {family.name for family in families() if family.parts is not None} == {*FUSED, *COPIES}
 
 
-def known(name: str) -> Any:
+def get_family(name: str) -> Any:
     family = family_named(name)
     assert family is not None
     return family
 
 
-def playing(model: nn.Module, role: str) -> list[nn.Module]:
+def modules_with_role(model: nn.Module, role: str) -> list[nn.Module]:
     return [m for m in model.modules() if (family := family_of(type(m))) is not None and family.has(role, type(m))]
 
 
 @every_family
-def test_a_family_is_what_its_file_says(name: Family) -> None:
-    model, family = tiny_model(name, layers=3), known(name)
+def test_a_family_file_matches_the_model(name: Family) -> None:
+    model, family = tiny_model(name, layers=3), get_family(name)
     assert family_of(type(model)) is family
-    (encoder,), layers, (embeddings,) = (playing(model, role) for role in ("encoder", "layer", "embeddings"))
+    (encoder,), layers, (embeddings,) = (modules_with_role(model, role) for role in ("encoder", "layer", "embeddings"))
     assert [*blocks_of(encoder)] == layers == [*repeated_blocks(model).values()]
     assert isinstance(next(m for m in embeddings.modules() if isinstance(m, nn.Embedding)), nn.Embedding)
     linears = {key.split(".")[-1] for key, m in layers[0].named_modules() if isinstance(m, nn.Linear)}
     assert linears.issuperset(family.query_and_value)
     keys = ("hidden", "inner", "heads", "embedding", "activation", "attention_dropout", "hidden_dropout")
     assert all(config_value(model.config, key) is not None for key in keys)
-    assert all(getattr(family, key) in model.config.to_dict() for key in keys), "as config.json has them"
+    assert all(getattr(family, key) in model.config.to_dict() for key in keys), "config.json has these keys"
 
 
 @pytest.mark.parametrize("name", [*FUSED, *COPIES])
-def test_the_modules_of_a_block_are_all_that_it_has(name: Family) -> None:
-    model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), known(name)
-    block = playing(model, "layer")[0]
+def test_parts_and_dropouts_cover_the_whole_block(name: Family) -> None:
+    model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), get_family(name)
+    block = modules_with_role(model, "layer")[0]
     parts = family.parts(block)
     assert {id(p) for p in parts.parameters()} == {id(p) for p in block.parameters()}
     assert (parts.up.out_features, parts.heads) == (64, 2)
-    if family.gated:  # attention's weights are dropped by no module
+    if family.gated:  # attention dropout is not a module
         assert [each[1].p for each in family.dropouts(block)] == [0.3, 0.3, 0.2]
     held = {each[1] for each in family.dropouts(block) if each is not None and isinstance(each[1], nn.Module)}
-    if family.position_table is not None:  # dropped of its argument
+    if family.position_table is not None:  # applied to the relative embeddings, an argument of the block
         held.add(block.attention.self.pos_dropout)
     assert held == {m for m in block.modules() if isinstance(m, nn.Dropout)}
     if family.gated or family.position_table is not None:
@@ -90,22 +90,22 @@ def _has(module: nn.Module, path: str) -> bool:
 
 @every_family
 @pytest.mark.parametrize("head", HEADS)
-def test_what_the_usual_heads_read(name: Family, head: Any) -> None:
-    model, family = tiny_model(name, head, classifier_pooling="cls"), known(name)
+def test_tokens_that_the_usual_heads_read(name: Family, head: Any) -> None:
+    model, family = tiny_model(name, head, classifier_pooling="cls"), get_family(name)
     expected = {"classification": Reads.FIRST_TOKEN, "mlm": Reads.LABELLED_TOKENS}[head]
     assert family.reads(type(model).__name__, model.config) is expected
     assert family.reads("MyOwnModel", model.config) is Reads.UNKNOWN
     assert family.reads("BertForQuestionAnswering", model.config) is Reads.PADDING
 
 
-def test_heads_of_single_families() -> None:
-    electra, modernbert = known("electra"), known("modernbert")
+def test_tokens_that_family_specific_heads_read() -> None:
+    electra, modernbert = get_family("electra"), get_family("modernbert")
     assert electra.reads("ElectraForPreTraining", None) is Reads.REAL_TOKENS
     pooled = tiny_model("modernbert", classifier_pooling="mean")
     assert modernbert.reads(type(pooled).__name__, pooled.config) is Reads.REAL_TOKENS
 
 
-def test_the_blocks_of_a_known_encoder_come_before_a_longer_list_and_others_are_found_by_length() -> None:
+def test_repeated_blocks_prefers_a_known_encoder_to_the_longest_module_list() -> None:
     class Mine(nn.Module):
         def __init__(self, encoder: nn.Module) -> None:
             super().__init__()
@@ -117,18 +117,18 @@ def test_the_blocks_of_a_known_encoder_come_before_a_longer_list_and_others_are_
     assert len(repeated_blocks(Mine(nn.Linear(2, 2)))) == 7
 
 
-def test_an_unknown_family_is_none_and_a_subclass_plays_no_role() -> None:
+def test_unknown_families_and_subclasses() -> None:
     assert family_named("gpt2") is None
     assert family_of(nn.Linear) is None
-    bert = known("bert")
+    bert = get_family("bert")
     assert family_of(type("Mine", (BertModel,), {})) is bert
     layer = type(BertModel(BertConfig(num_hidden_layers=1)).encoder.layer[0])
     assert bert.has("layer", layer)
     assert not bert.has("layer", type("BertLayer", (layer,), {"__module__": __name__}))
 
 
-def named(tree: ast.AST) -> set[str]:
-    """Every name, attribute, imported name and whole string in a module, and the modules that it imports."""
+def names_in(tree: ast.AST) -> set[str]:
+    """Return all names, attributes, string constants, imported names and imported modules of a syntax tree."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
@@ -142,10 +142,10 @@ def named(tree: ast.AST) -> set[str]:
     return found
 
 
-_ELSEWHERE = {"tasks": {"Transformer"}}  # sentence-transformers has a class of DistilBERT's name
+_ALLOWED = {"tasks": {"Transformer"}}  # a class of sentence-transformers, and also one of DistilBERT
 
 
-def test_nothing_but_a_familys_file_names_its_classes() -> None:
+def test_only_the_family_file_names_the_classes_of_a_family() -> None:
     classes: set[str] = set()
     for name in (*EVERY, *ENCODERS):
         modeling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
@@ -156,21 +156,21 @@ def test_nothing_but_a_familys_file_names_its_classes() -> None:
         str(path.relative_to(PACKAGE)): found
         for path in PACKAGE.rglob("*.py")
         if path.parent.name != "families" or path.stem not in (*EVERY, *ENCODERS)
-        if (found := (named(ast.parse(path.read_text())) & classes) - _ELSEWHERE.get(path.parent.name, set()))
+        if (found := (names_in(ast.parse(path.read_text())) & classes) - _ALLOWED.get(path.parent.name, set()))
     }
     assert not wrong
 
 
 @every_family
 @pytest.mark.parametrize("side", ["right", "left"])
-def test_positions_are_those_that_the_embeddings_count(name: Family, side: str) -> None:
-    """For RoBERTa and its kin, from the ids that are no padding."""
+def test_positions_match_the_embeddings_default(name: Family, side: str) -> None:
+    """RoBERTa-like embeddings count only ids that are not padding."""
     if name in ("modernbert", "deberta_v2"):
-        pytest.skip("its positions are rotations, or distances, inside attention")
-    (embeddings,) = playing(tiny_model(name), "embeddings")
+        pytest.skip("positions are applied inside attention")
+    (embeddings,) = modules_with_role(tiny_model(name), "embeddings")
     padding = 0 if embeddings.word_embeddings.padding_idx is None else embeddings.word_embeddings.padding_idx
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, padding, padding]]).flip(-1 if side == "left" else ())
-    counted = known(name).positions(embeddings, ids)
+    counted = get_family(name).positions(embeddings, ids)
     torch.testing.assert_close(embeddings(ids), embeddings(ids, position_ids=counted), rtol=0, atol=0)
     assert not torch.equal(embeddings(ids), embeddings(ids, position_ids=counted.flip(-1)))
     padded = name in ("roberta", "xlm_roberta", "camembert", "mpnet")
@@ -179,7 +179,7 @@ def test_positions_are_those_that_the_embeddings_count(name: Family, side: str) 
 
 def test_albert_with_several_groups_of_several_layers() -> None:
     model = tiny_model("albert", layers=4, num_hidden_groups=2, inner_group_num=2)
-    (encoder,) = playing(model, "encoder")
+    (encoder,) = modules_with_role(model, "encoder")
     assert len(repeated_blocks(model)) == len(blocks_of(encoder)) == 2
     reference = copy.deepcopy(model)
     assert apply_unpadding(model, 8) == ["albert.encoder"]
@@ -189,7 +189,7 @@ def test_albert_with_several_groups_of_several_layers() -> None:
     assert [recomputations(block) for block in blocks_of(encoder)] == [2, 0]
 
 
-def test_mpnets_bias_matters_and_gets_its_gradient() -> None:
+def test_mpnets_relative_bias_affects_the_logits_and_gets_a_gradient() -> None:
     reference = tiny_model("mpnet", "mlm")
     inputs = masked_batch(draw_mask("holes", 4), "mlm")
     without, model = copy.deepcopy(reference), copy.deepcopy(reference)
@@ -202,7 +202,7 @@ def test_mpnets_bias_matters_and_gets_its_gradient() -> None:
     assert not torch.allclose(values(without, inputs)["logits"], expected["logits"], atol=1e-2)
 
 
-def test_another_attention_in_mpnet_is_refused_and_left_alone() -> None:
+def test_custom_attention_in_mpnet_is_refused_and_the_model_is_unchanged() -> None:
     model = tiny_model("mpnet")
     attention = model.mpnet.encoder.layer[1].attention
     attention.attn.__class__ = type("Mine", (type(attention.attn),), {})

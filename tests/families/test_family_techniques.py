@@ -1,6 +1,6 @@
-"""Every technique on every family: the untouched model's outputs and gradients for every input, or refused by name.
+"""Every technique on every family: outputs and gradients match the untouched model, or the technique is refused.
 
-Models without dropout, of two layers; tests/helpers/refusals.py has the table of what is refused.
+The models have two layers and no dropout. tests/helpers/refusals.py lists the expected refusals.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ TYPED = {family for family in EVERY if family not in ("distilbert", "mpnet", "mo
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Matrices this small gain nothing from a second one."""
+    """Use one thread; more do not speed up matrices this small."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def _one_thread() -> Iterator[None]:
 
 
 class MeanPooled(nn.Module):
-    """Somebody's own head on a bare encoder."""
+    """A custom mean-pooling head on a bare encoder."""
 
     def __init__(self, encoder: Any) -> None:
         super().__init__()
@@ -83,43 +83,43 @@ def untouched(family: Family, head: str) -> Any:
     return MeanPooled(tiny_model(family, "tokens").base_model).train()
 
 
-def draw(family: Family, head: str, given: str) -> Batch:
-    """Four rows of 12 slots: right padding, unless it is said otherwise."""
-    generator = torch.Generator().manual_seed(INPUTS.index(given))
+def draw(family: Family, head: str, input_kind: str) -> Batch:
+    """Return a batch of 4 rows of width 12, right-padded unless ``input_kind`` says otherwise."""
+    generator = torch.Generator().manual_seed(INPUTS.index(input_kind))
     model = untouched(family, head)
     config = (model.encoder if head == "pooling" else model).config
     mask = (torch.arange(WIDTH) < LENGTHS).long()
-    if given == "left padding":
+    if input_kind == "left padding":
         mask = mask.flip(-1)
-    elif given == "holes":
+    elif input_kind == "holes":
         mask = (torch.rand(ROWS, WIDTH, generator=generator) < 0.6).long()
         mask[:, 0] = 1
-    elif given in ("no padding", "no mask"):
+    elif input_kind in ("no padding", "no mask"):
         mask[:] = 1
-    elif given == "a row of padding":
+    elif input_kind == "a row of padding":
         mask[2] = 0
     ids = torch.randint(2, VOCABULARY, mask.shape, generator=generator).masked_fill(mask == 0, config.pad_token_id)
     inputs: Batch = {"input_ids": ids, "attention_mask": mask}
-    if given == "token types":
+    if input_kind == "token types":
         inputs["token_type_ids"] = torch.randint(0, 2, mask.shape, generator=generator)
-    elif given == "position ids":
+    elif input_kind == "position ids":
         inputs["position_ids"] = torch.randint(2, 80, mask.shape, generator=generator)
-    elif given == "embeddings":
+    elif input_kind == "embeddings":
         del inputs["input_ids"]
         width = config.embedding_size if family in ("albert", "electra") else 32
         inputs["inputs_embeds"] = torch.randn(ROWS, WIDTH, width, generator=generator)
-    elif given == "4-D mask":
+    elif input_kind == "4-D mask":
         added = torch.zeros(ROWS, 1, WIDTH, WIDTH)
         inputs["attention_mask"] = added.masked_fill(mask[:, None, None, :] == 0, torch.finfo(added.dtype).min)
-    elif given == "no mask":
+    elif input_kind == "no mask":
         del inputs["attention_mask"]
-    elif given == "hidden states and attentions":
+    elif input_kind == "hidden states and attentions":
         inputs |= {"output_hidden_states": True, "output_attentions": True}  # type: ignore[dict-item]
     if head in ("mlm", "tokens"):
-        asked = (mask == 1) & ((torch.arange(WIDTH) % 3 == 0) | (head == "tokens"))
-        inputs["labels"] = (ids if head == "mlm" else ids % 2).masked_fill(~asked, -100)
+        labelled = (mask == 1) & ((torch.arange(WIDTH) % 3 == 0) | (head == "tokens"))
+        inputs["labels"] = (ids if head == "mlm" else ids % 2).masked_fill(~labelled, -100)
     elif head == "answering":
-        real = (mask * torch.arange(1, WIDTH + 1)).argmax(-1)  # the last real token
+        real = (mask * torch.arange(1, WIDTH + 1)).argmax(-1)  # position of the last real token
         inputs |= {"start_positions": mask.argmax(-1), "end_positions": real}
     else:
         inputs["labels"] = torch.randint(0, 2, (ROWS,), generator=generator).masked_fill(mask.sum(-1) == 0, -100)
@@ -131,39 +131,41 @@ def draw(family: Family, head: str, given: str) -> Batch:
 ids_and_mask = ("input_ids", "attention_mask")
 
 
-def real(values: Tensor, mask: Tensor) -> Tensor:
-    """Of slots and rows with a token: (B, S, …), (B, A, S, S), or (B, …)."""
+def select_real(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the values of real tokens, or of rows with one. Shapes: (B, S, …), (B, heads, S, S) or (B, …)."""
     if values.ndim == 4:
         values = values.transpose(1, 2)
     return values[mask] if values.shape[:2] == mask.shape else values[mask.any(-1)]
 
 
-def outcome(model: Any, inputs: Batch, given: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs of real tokens or rows, and gradients."""
+def outcome(model: Any, inputs: Batch, input_kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Run forward and backward; return the outputs of real tokens or rows, and the gradients."""
     model.zero_grad()
-    model.train(given != "eval mode")
-    with torch.set_grad_enabled(given != "eval mode"):
+    model.train(input_kind != "eval mode")
+    with torch.set_grad_enabled(input_kind != "eval mode"):
         output = model(**inputs)
     mask = inputs.get("attention_mask", torch.ones(ROWS, WIDTH))
     mask = mask[:, 0, 0] == 0 if mask.is_floating_point() and mask.ndim == 4 else mask.bool()
-    if mask.ndim == 3:  # of choices; each row's logits are read
+    if mask.ndim == 3:  # multiple choice: (B, choices, S)
         mask = mask.any(1)
     found = {"loss": output["loss"].detach()}
     for name in ("logits", "start_logits", "end_logits"):
         if output.get(name) is not None:
-            found[name] = real(output[name].detach(), mask)
+            found[name] = select_real(output[name].detach(), mask)
     for name in ("hidden_states", "attentions"):
         for i, each in enumerate(output.get(name) or ()):
             if each is not None:
-                found[f"{name}.{i}"] = real(each.detach(), mask)
-    if given != "eval mode":
+                found[f"{name}.{i}"] = select_real(each.detach(), mask)
+    if input_kind != "eval mode":
         output["loss"].backward()
     return found, gradients(model)
 
 
 @cache
-def expected_of(family: Family, head: str, given: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    return outcome(copy.deepcopy(untouched(family, head)), draw(family, head, given), given)  # recorders stay hooked
+def expected_of(family: Family, head: str, input_kind: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    return outcome(
+        copy.deepcopy(untouched(family, head)), draw(family, head, input_kind), input_kind
+    )  # transformers leaves hooks
 
 
 def fuse(model: Any, inputs: Batch) -> None:
@@ -184,7 +186,7 @@ APPLY: dict[str, Callable[[Any, Batch], Any]] = {
 
 
 class Watch:
-    """What shows that a technique was at work in a forward and backward pass."""
+    """Checks that a technique took effect in a forward and backward pass."""
 
     def __init__(self, technique: str, model: Any) -> None:
         self.technique, self.model = technique, model
@@ -197,55 +199,59 @@ class Watch:
     def _count(self, kind: Any) -> int:
         return sum(isinstance(module, kind) for module in self.model.modules())
 
-    def check(self, family: Family, head: str, given: str) -> None:
-        padded = given in left_padded(family, head)
+    def check(self, family: Family, head: str, input_kind: str) -> None:
+        padded = input_kind in left_padded(family, head)
         if self.technique in ("unpadding", "fused_layers"):
             assert [each.ran for each in unpadded_encoders(self.model)] == ["padded" if padded else "unpadded"]
         if self.technique == "fused_layers":
             last = "first tokens" if head == "classification" else "torch"
             ran = [module.ran for module in self.model.modules() if isinstance(module, FusedLayer)]
-            assert ran == (["stock"] * 2 if padded else ["torch", last]), given
+            assert ran == (["stock"] * 2 if padded else ["torch", last]), input_kind
         elif self.technique == "sdpa_attention":
-            # The math kernel comes apart before it is dispatched; no other attention takes this softmax.
+            # The math kernel is decomposed before dispatch; no other attention uses this softmax.
             ran = [name for name in self.operators.counts if "scaled_dot_product" in name or name == "_safe_softmax"]
             assert ran
         elif self.technique == "fast_layernorm":
             plain = sum(type(module) is nn.LayerNorm for module in untouched(family, head).modules())
             assert self._count(LowPrecisionLayerNorm) == plain > 0
         elif self.technique == "gradient_checkpointing":
-            assert self._recomputed() - self.recomputed == (0 if given == "eval mode" else 2)
+            assert self._recomputed() - self.recomputed == (0 if input_kind == "eval mode" else 2)
         elif self.technique == "torch_compile":
             since = compile_counts().since(self.compiled)
-            assert since.failed == 0 or given == "hidden states and attentions", (
-                "transformers' recorders are not compiled"
+            assert since.failed == 0 or input_kind == "hidden states and attentions", (
+                "compilation failed; only transformers' output recorders may prevent it"
             )
-            assert all(map(_has_compiled_code, repeated_blocks(self.model).values())), "now, or by an earlier test"
+            assert all(map(_has_compiled_code, repeated_blocks(self.model).values())), (
+                "a block was compiled neither now nor by an earlier test"
+            )
         elif self.technique == "lora":
             assert adapted_layers(self.model)
         elif self.technique == "sparse_upcycling":
             sparse = [module for module in self.model.modules() if isinstance(module, SparseFeedForward)]
             assert len(sparse) == 2
-            assert len(sparse[0].routing.load) == (0 if given == "eval mode" else 2)
+            assert len(sparse[0].routing.load) == (0 if input_kind == "eval mode" else 2)
 
 
 def as_dense(model: Any, family: Family, found: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients of experts under the names of the layers that they stand for: weights of a token's experts add up to
-    one, and so do the gradients of their copies."""
+    """Return the gradients under the names of the dense model, with the experts of a layer summed up.
+
+    A token's routing weights add up to one, so the gradients of identical experts add up to the dense gradient.
+    """
     up, _, down = family_named(family).feed_forward  # type: ignore[union-attr, misc]
-    for place, sparse in model.named_modules():
+    for path, sparse in model.named_modules():
         if isinstance(sparse, SparseFeedForward):
-            router = found.pop(f"{place}.router.weight")
-            assert router.abs().max() < 1e-4, "copies give the same, whichever is chosen"
-            names = {"up": place, "down": place.removesuffix(up) + down}
+            router = found.pop(f"{path}.router.weight")
+            assert router.abs().max() < 1e-4, "identical experts give the router no gradient"
+            names = {"up": path, "down": path.removesuffix(up) + down}
             for part in ("up.weight", "up.bias", "down.weight", "down.bias"):
                 name, _, kind = part.partition(".")
-                parts = [found.pop(f"{place}.experts.{i}.{part}") for i in range(len(sparse.experts))]
+                parts = [found.pop(f"{path}.experts.{i}.{part}") for i in range(len(sparse.experts))]
                 found[f"{names[name]}.{kind}"] = torch.stack(parts).sum(0)
     return found
 
 
-def of_adapters(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What the gradients of adapters that start at zero, and of copied heads, are made of the dense model's."""
+def adapter_gradients(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Compute the expected gradients of zero-initialized adapters and copied heads from the dense model's."""
     made: dict[str, Tensor] = {}
     for name, layer in adapted_layers(model).items():
         first = layer.lora_A[ADAPTER].weight.detach()
@@ -253,32 +259,32 @@ def of_adapters(model: Any, expected: dict[str, Tensor]) -> dict[str, Tensor]:
         made[f"{name}.lora_B.{ADAPTER}.weight"] = layer.scaling[ADAPTER] * expected[f"{name}.weight"] @ first.T
     copied = {name for name, _ in trained_copies(model).items()}
     for name, gradient in expected.items():
-        for place in copied:
-            if name.startswith(f"{place}."):
-                made[name.replace(place, f"{place}.modules_to_save.{ADAPTER}", 1)] = gradient
-    if isinstance(model, MeanPooled):  # its own head is none of the model that adapters go into
+        for path in copied:
+            if name.startswith(f"{path}."):
+                made[name.replace(path, f"{path}.modules_to_save.{ADAPTER}", 1)] = gradient
+    if isinstance(model, MeanPooled):  # its head is outside the model that gets adapters
         made |= {name: gradient for name, gradient in expected.items() if name.startswith("top.")}
     return made
 
 
-def check(model: Any, technique: str, family: Family, head: str, given: str) -> None:
-    inputs, watch = draw(family, head, given), Watch(technique, model)
-    with watch.operators if technique == "sdpa_attention" else nullcontext():  # dynamo leaves its code alone in such
-        values, found = outcome(model, inputs, given)
-    expected, wanted = expected_of(family, head, given)
-    if technique == "sdpa_attention":  # transformers gives none
+def check(model: Any, technique: str, family: Family, head: str, input_kind: str) -> None:
+    inputs, watch = draw(family, head, input_kind), Watch(technique, model)
+    with watch.operators if technique == "sdpa_attention" else nullcontext():  # dynamo does not compile in this context
+        values, found = outcome(model, inputs, input_kind)
+    expected, wanted = expected_of(family, head, input_kind)
+    if technique == "sdpa_attention":  # transformers returns no attentions with SDPA
         expected = {name: value for name, value in expected.items() if not name.startswith("attentions")}
-    what = f"{technique} on {family} with {head} and {given}"
+    what = f"{technique} on {family} with {head} and {input_kind}"
     assert_near(values, expected, what=what)
-    if given != "eval mode":
+    if input_kind != "eval mode":
         found = as_dense(model, family, found) if technique == "sparse_upcycling" else found
-        wanted = of_adapters(model, wanted) if technique == "lora" else wanted
+        wanted = adapter_gradients(model, wanted) if technique == "lora" else wanted
         assert_near(found, wanted, what=f"gradients of {what}")
-    watch.check(family, head, given)
+    watch.check(family, head, input_kind)
 
 
 def applied(technique: str, family: Family, head: str) -> Any:
-    """A copy of the untouched model with the technique; None where the table has a refusal, which is then seen."""
+    """Return a copy of the untouched model with the technique, or None after checking that it is refused."""
     model = copy.deepcopy(untouched(family, head))
     refused = refusal_of(technique, family, head)
     if refused is None:
@@ -291,40 +297,45 @@ def applied(technique: str, family: Family, head: str) -> Any:
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("family", EVERY)
-def test_every_input_gives_the_untouched_models_values(family: Family, technique: str) -> None:
+def test_every_input_matches_the_untouched_model(family: Family, technique: str) -> None:
     for head in ("mlm", "classification") if technique != "torch_compile" else ("mlm",):  # compiling takes seconds
-        torch.compiler.reset()  # each model of a class is compiled anew, up to a limit
+        torch.compiler.reset()  # dynamo limits the recompilations of a class
         model = applied(technique, family, head)
         if model is None:
             continue
-        for given in INPUTS:
-            if (given == "token types" and family not in TYPED) or (technique, family, head, given) in UNDEFINED:
+        for input_kind in INPUTS:
+            if (input_kind == "token types" and family not in TYPED) or (
+                technique,
+                family,
+                head,
+                input_kind,
+            ) in UNDEFINED:
                 continue
-            if (family, given) in FAILING:
+            if (family, input_kind) in FAILING:
                 with pytest.raises(RuntimeError, match="must match the size"):
-                    untouched(family, head)(**draw(family, head, given))
+                    untouched(family, head)(**draw(family, head, input_kind))
                 with pytest.raises((RuntimeError, ValueError)):
-                    model(**draw(family, head, given))
+                    model(**draw(family, head, input_kind))
                 continue
-            refused = refusal_of(technique, family, head, given)
+            refused = refusal_of(technique, family, head, input_kind)
             if refused is None:
-                check(model, technique, family, head, given)
+                check(model, technique, family, head, input_kind)
             else:
                 with pytest.raises(ValueError, match=refused.error):
-                    model(**draw(family, head, given))
+                    model(**draw(family, head, input_kind))
 
 
 @pytest.mark.parametrize("technique", TECHNIQUES)
 @pytest.mark.parametrize("family", EVERY)
-def test_every_head_gives_the_untouched_models_values(family: Family, technique: str) -> None:
+def test_every_head_matches_the_untouched_model(family: Family, technique: str) -> None:
     for head in HEADS:
-        if head != "mlm" and (head != "classification" or technique == "torch_compile"):  # the test above has those
+        if head != "mlm" and (head != "classification" or technique == "torch_compile"):  # covered by the test above
             model = applied(technique, family, head)
             if model is not None and (technique, family, head, "right padding") not in UNDEFINED:
                 check(model, technique, family, head, "right padding")
 
 
-def test_every_line_of_the_table_refuses_something() -> None:
+def test_every_refusal_in_the_table_is_used() -> None:
     combinations = product(TECHNIQUES, (*EVERY, *ENCODERS), HEADS, INPUTS)
     assert {refusal_of(*each) for each in combinations} == {None, *REFUSALS}
     assert {family for line in REFUSALS for family in line.families} <= {*EVERY, *ENCODERS}

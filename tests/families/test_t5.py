@@ -1,4 +1,4 @@
-"""T5's encoder: every technique with the heads that it has, and every input; models with its decoder are refused."""
+"""T5's encoder: every technique with every supported head and input; models with the decoder are refused."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from tests.reference.tolerance import assert_near
 __all__ = ["_one_thread"]  # a fixture of that module
 pytestmark = pytest.mark.pins
 HEADS = ("tokens", "pooling")
-GIVEN = [given for given in INPUTS if given not in ("token types", "position ids")]  # which it does not take
+INPUT_KINDS = [
+    input_kind for input_kind in INPUTS if input_kind not in ("token types", "position ids")
+]  # which T5 does not accept
 
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("technique", TECHNIQUES)
-def test_every_input_gives_the_untouched_models_values_or_it_is_refused(technique: str, head: str) -> None:
+def test_every_input_matches_the_untouched_model_or_is_refused(technique: str, head: str) -> None:
     torch.compiler.reset()
     model = applied(technique, "t5", head)
     if model is None:
         return
-    for given in GIVEN if technique != "torch_compile" or head == "tokens" else ("right padding",):
-        if head == "pooling" and given in ("no mask", "4-D mask"):  # its own module reads a mask of tokens
+    for input_kind in INPUT_KINDS if technique != "torch_compile" or head == "tokens" else ("right padding",):
+        if head == "pooling" and input_kind in ("no mask", "4-D mask"):  # the pooling head needs a 2-D mask
             continue
-        check(model, technique, "t5", head, given)
+        check(model, technique, "t5", head, input_kind)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_planned_batches_of_both_feed_forward_layers(gated: bool) -> None:
-    settings = {"is_gated_act": True, "dense_act_fn": "gelu_new"} if gated else {}  # as of feed_forward_proj=gated-gelu
+def test_planned_batches_with_both_kinds_of_feed_forward(gated: bool) -> None:
+    settings = {"is_gated_act": True, "dense_act_fn": "gelu_new"} if gated else {}  # feed_forward_proj=gated-gelu
     model = tiny_model("t5", "tokens", **settings)
     kinds = {type(each.layer[-1].DenseReluDense).__name__ for each in repeated_blocks(model).values()}
     assert kinds == {"T5DenseGatedActDense" if gated else "T5DenseActDense"}
@@ -52,7 +54,7 @@ def test_planned_batches_of_both_feed_forward_layers(gated: bool) -> None:
     assert_near(found[1], expected[1])
 
 
-def test_dropout_draws_the_same_numbers_where_nothing_is_padded() -> None:
+def test_dropout_masks_are_the_same_without_padding() -> None:
     inputs = draw("t5", "tokens", "no padding")
     found = []
     for packs in (False, True):
@@ -65,7 +67,7 @@ def test_dropout_draws_the_same_numbers_where_nothing_is_padded() -> None:
     assert_near(found[1][1], found[0][1])
 
 
-def test_the_model_and_its_class_come_back() -> None:
+def test_undo_unpadding_restores_the_model() -> None:
     model = untouched("t5", "tokens")
     names, kind = [*model.state_dict()], type(model.transformer.encoder)
     assert apply_unpadding(model) == ["transformer.encoder"]

@@ -24,10 +24,10 @@ from composer_speedups.kernels import Shape
 from tests.core.test_custom_models import (
     INPUTS,
     BiEncoder,
-    Mine,
+    CustomModel,
     Pooling,
-    both,
-    inside,
+    apply_both,
+    every_layer_change,
     last_slot,
     masked_mean,
     pairs,
@@ -129,19 +129,19 @@ def test_it_trains_under_composer(with_graphs: bool) -> None:
         assert graphs.evidence["graphs"] >= 1
 
 
-@inside
+@every_layer_change
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, said: str, when: str) -> None:
+def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, reason: str, when: str) -> None:
     """The untouched layers run the kernels; in bf16 the error is at most about three times the padded model's."""
     stock, ours = tiny_bert(), tiny_bert()
     model: Any
     for model in (stock, ours):
         torch.manual_seed(4)
         if when == "after" and model is ours:
-            both(model)
+            apply_both(model)
         change(model.bert.encoder.layer[0])
         if when == "before" and model is ours:
-            both(model)
+            apply_both(model)
         model.cuda()
     inputs = {name: value.cuda() for name, value in INPUTS.items()}
     exact, theirs = (values(stock, inputs, dtype) for dtype in (None, torch.bfloat16))
@@ -156,7 +156,7 @@ def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, sa
 def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: bool) -> None:
     fused, graphs = FusedLayers(), CUDAGraphs()
     algorithms = [fused, Unpadding(), MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
-    trainer = make_trainer(algorithms, model=Mine(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
+    trainer = make_trainer(algorithms, model=CustomModel(Pooling(masked_mean)), batches=plain_batches(6), gpu=True)
     trainer.fit()
     trainer.close()
     assert fused.evidence["compared_with_untouched"]["largest_gradient_difference"] < 2e-3
@@ -168,7 +168,7 @@ def test_your_own_model_is_compared_and_trains_with_the_kernels(with_graphs: boo
 @pytest.mark.parametrize("pool", [plain_mean, plain_max, last_slot])
 def test_a_head_that_reads_padding_is_refused(pool: Any) -> None:
     algorithms = [FusedLayers(), Unpadding(), MixedPrecision("bf16"), CUDAGraphs()]
-    trainer = make_trainer(algorithms, model=Mine(Pooling(pool)), gpu=True)
+    trainer = make_trainer(algorithms, model=CustomModel(Pooling(pool)), gpu=True)
     with pytest.raises(CannotRunError, match="unpadding: its result differs from the untouched model's"):
         trainer.fit()
     trainer.close()
@@ -189,7 +189,7 @@ def test_bi_encoders_train_with_a_plan_for_each_mask(encoders: int, with_graphs:
 
 
 def test_the_functions_handle_two_masks_on_a_gpu() -> None:
-    stock, ours = BiEncoder().cuda(), both(BiEncoder().cuda())
+    stock, ours = BiEncoder().cuda(), apply_both(BiEncoder().cuda())
     for each in pairs(3):
         inputs = {name: value.cuda() for name, value in each.items()}
         with torch.no_grad():

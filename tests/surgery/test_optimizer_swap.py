@@ -1,4 +1,4 @@
-"""The swap itself, on bare optimizers: what is carried over, what is refused, what the evidence sees."""
+"""swap_optimizer on bare optimizers: preserved settings, refused optimizers, schedulers, and evidence of steps."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ pytestmark = pytest.mark.pins
 
 
 class OtherAdamW(AdamW):
-    """AdamW under another name."""
+    """AdamW with another class name."""
 
 
 class NoGradAdamW(AdamW):
-    """Calls its closure with gradients off, as some libraries' optimizers do."""
+    """Runs its closure without gradients, as the optimizers of some libraries do."""
 
     def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
@@ -42,8 +42,8 @@ class NoGradAdamW(AdamW):
         return loss
 
 
-class LazyAdamW(AdamW):
-    """Takes steps that change nothing."""
+class NoOpAdamW(AdamW):
+    """Its steps do not change any parameter."""
 
     def step(self, closure: Any = None) -> Any:
         return None if closure is None else closure()
@@ -68,7 +68,7 @@ def closure(model: nn.Module, optimizer: Optimizer) -> Any:
     return compute
 
 
-def test_groups_keep_their_settings_parameters_and_the_users_own_keys() -> None:
+def test_parameter_groups_keep_settings_parameters_and_custom_keys() -> None:
     model = linear()
     frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
     groups: list[Any] = [
@@ -85,14 +85,14 @@ def test_groups_keep_their_settings_parameters_and_the_users_own_keys() -> None:
     assert [len(g["params"]) for g in new.param_groups] == [2, 1, 0]
     assert new.param_groups[0]["params"][0] is model.weight
     assert new.param_groups[0]["name"] == "matrices"
-    assert new.param_groups[0]["foreach"] is False, "the implementation is the new optimizer's own"
+    assert new.param_groups[0]["foreach"] is False, "the new optimizer chooses the implementation"
     before = copy.deepcopy(model.state_dict())
     new.step(closure(model, new))
     assert all((model.state_dict()[n] != w).any() for n, w in before.items())
     assert frozen.eq(0).all()
 
 
-def test_swapping_twice_gives_the_same_optimizer_and_to_a_third_is_refused() -> None:
+def test_a_second_swap_is_a_no_op_and_a_swap_to_a_third_optimizer_is_refused() -> None:
     new = swapped(AdamW(linear().parameters()))
     assert swapped(new) is new
     assert label_of(new) == "other"
@@ -109,7 +109,7 @@ def _stepped(optimizer: Optimizer) -> Optimizer:
 
 
 @pytest.mark.parametrize(
-    ("build", "said"),
+    ("build", "message"),
     [
         (lambda p: torch.optim.SGD(p, lr=1.0), r"torch\.optim\.sgd\.SGD is not AdamW.*; use torch\.optim\.AdamW"),
         (OtherAdamW, "OtherAdamW is not AdamW"),
@@ -123,21 +123,21 @@ def _stepped(optimizer: Optimizer) -> Optimizer:
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), "complex64 parameters"),
     ],
 )
-def test_what_would_be_lost_is_refused(build: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said) as error:
+def test_optimizers_whose_settings_or_state_would_be_lost_are_refused(build: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
         swapped(build(list(linear().parameters())))
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("cls", [Adam, DecoupledAdamW])
-def test_optimizers_that_amount_to_adamw_keep_their_trajectory(cls: Any) -> None:
+def test_optimizers_equivalent_to_adamw_keep_their_trajectory(cls: Any) -> None:
     settings = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.0 if cls is Adam else 0.02}
     trained = []
     for swap in (False, True):
         model = linear()
         optimizer = cls(model.parameters(), **settings)
         optimizer = swapped(optimizer) if swap else optimizer
-        for rate in (1e-2, 5e-3, 1e-3):  # a schedule, under which DecoupledAdamW's decay is lr / initial_lr
+        for rate in (1e-2, 5e-3, 1e-3):  # DecoupledAdamW scales its decay by lr / initial_lr
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step(closure(model, optimizer))
         trained.append(model.state_dict())
@@ -147,7 +147,7 @@ def test_optimizers_that_amount_to_adamw_keep_their_trajectory(cls: Any) -> None
 
 
 @pytest.mark.parametrize("positional", [True, False])
-def test_closures_run_with_gradients_on(positional: bool) -> None:
+def test_closures_run_with_gradients_enabled(positional: bool) -> None:
     model = linear()
     new = swapped(AdamW(model.parameters(), weight_decay=0.0), cls=NoGradAdamW)
     before = model.weight.detach().clone()
@@ -157,7 +157,7 @@ def test_closures_run_with_gradients_on(positional: bool) -> None:
     assert (model.weight != before).all()
 
 
-def test_a_foreign_state_is_refused_and_its_own_is_not() -> None:
+def test_load_state_dict_refuses_the_state_of_another_optimizer() -> None:
     old = AdamW((model := linear()).parameters())
     foreign = copy.deepcopy(old.state_dict())
     new = swapped(old)
@@ -170,12 +170,12 @@ def test_a_foreign_state_is_refused_and_its_own_is_not() -> None:
         new.load_state_dict(third)
     new.load_state_dict(own)
     check_label(new, "other")
-    new.param_groups[0]["swapped_to"] = "third"  # as load_state_dict without hooks would
+    new.param_groups[0]["swapped_to"] = "third"  # as load_state_dict without its hooks does
     with pytest.raises(ValueError, match="belongs to third"):
         check_label(new, "other")
 
 
-def test_torch_schedulers_move_over_with_those_inside_them() -> None:
+def test_attach_schedulers_moves_torch_schedulers_and_their_inner_schedulers() -> None:
     old = AdamW((model := linear()).parameters(), lr=1.0)
     inner = [ConstantLR(old, 0.5, 1), StepLR(old, 1, 0.1)]
     chained = ChainedScheduler(inner)
@@ -184,14 +184,14 @@ def test_torch_schedulers_move_over_with_those_inside_them() -> None:
     assert new.param_groups[0]["lr"] == 0.5
     assert attach_schedulers([chained, foreign], old, new) == ["ChainedScheduler", "ConstantLR", "StepLR"]
     assert attach_schedulers([chained], old, new) == []
-    assert new.param_groups[0]["lr"] == 0.5, "attaching sets no rate"
+    assert new.param_groups[0]["lr"] == 0.5, "attaching must not change the learning rate"
     new.step(closure(model, new))
-    chained.step()  # torch would warn, and so fail this test, if it thought that no optimizer had stepped
+    chained.step()  # torch warns, which fails this test, if it has not seen the optimizer step
     assert new.param_groups[0]["lr"] == pytest.approx(0.1)
     assert old.param_groups[0]["lr"] == 0.5
 
 
-def test_a_scheduler_that_cycles_betas_needs_an_optimizer_that_has_them() -> None:
+def test_a_scheduler_that_cycles_betas_is_refused_for_an_optimizer_without_betas() -> None:
     old = AdamW(linear().parameters())
     scheduler = OneCycleLR(old, 1e-3, total_steps=4)
     new = swapped(old)
@@ -200,13 +200,13 @@ def test_a_scheduler_that_cycles_betas_needs_an_optimizer_that_has_them() -> Non
         attach_schedulers([scheduler], old, new)
 
 
-def test_the_watch_sees_steps_that_move_nothing() -> None:
-    for cls, expected in ((OtherAdamW, 2), (LazyAdamW, 0)):
+def test_step_watch_counts_the_parameters_that_moved() -> None:
+    for cls, expected in ((OtherAdamW, 2), (NoOpAdamW, 0)):
         model = linear()
         new = swapped(AdamW(model.parameters(), lr=0.0), cls=cls)
         watch = StepWatch(new)
         new.step(closure(model, new))
-        assert (watch.steps, watch.moved) == (1, None), "at a rate of 0 nothing can be said"
+        assert (watch.steps, watch.moved) == (1, None), "unknown at a learning rate of 0"
         new.param_groups[0]["lr"] = 1e-3
         new.step(closure(model, new))
         assert (watch.steps, watch.moved, watch.watched) == (2, expected, 2)
@@ -215,29 +215,29 @@ def test_the_watch_sees_steps_that_move_nothing() -> None:
         assert watch.steps == 2
 
 
-def test_the_state_is_counted_with_its_dtypes() -> None:
+def test_state_bytes_and_state_dtypes() -> None:
     model = linear()
     new = swapped(AdamW(model.parameters()))
     new.step(closure(model, new))
-    assert state_bytes(new) == 15 * 8 + 2 * 4  # two moments an element, a step count a parameter
+    assert state_bytes(new) == 15 * 8 + 2 * 4  # two moments per element, one step count per parameter
     assert state_dtypes(new) == {"exp_avg": ["float32"], "exp_avg_sq": ["float32"]}
 
 
-class Lazy(AdafactorOptimizer):
-    """The technique around an optimizer that does nothing."""
+class NoOpTechnique(AdafactorOptimizer):
+    """Swaps in NoOpAdamW."""
 
     def swap(self, state: Any) -> Optimizer:
-        return swapped(state.optimizers[0], cls=LazyAdamW)
+        return swapped(state.optimizers[0], cls=NoOpAdamW)
 
 
-def test_an_optimizer_that_moves_nothing_stops_the_run() -> None:
-    trainer = make_trainer([Lazy()])
+def test_an_optimizer_that_moves_no_parameter_stops_the_run() -> None:
+    trainer = make_trainer([NoOpTechnique()])
     with pytest.raises(NotEngagedError, match="a step of other moved no parameter"):
         trainer.fit()
     trainer.close()
 
 
-def test_sharded_parameters_and_several_optimizers_are_refused() -> None:
+def test_fsdp_and_several_optimizers_are_refused() -> None:
     trainer = make_trainer()
     trainer.state.optimizers = [AdamW(linear().parameters()), AdamW(linear().parameters())]
     with pytest.raises(TechniqueError, match="there are 2 optimizers; give the Trainer one"):

@@ -1,4 +1,4 @@
-"""Parameters that change place in an optimizer: groups, names and moments go where they should."""
+"""replace_parameters: new parameters take over the group, name and moments of the old ones."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ def parameters(count: int) -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("untrained", ["no group", "first group"])
-def test_new_parameters_take_the_place_of_old_ones(untrained: Any) -> None:
-    kept, copied, split, left, outside, *new = parameters(9)
+def test_new_parameters_replace_old_ones(untrained: Any) -> None:
+    kept, copied, split, removed, outside, *new = parameters(9)
     groups: list[dict[str, Any]] = [
         {"params": [("kept", kept), ("copied", copied)], "lr": 1.0},
-        {"params": [("split", split), ("left", left)], "lr": 2.0},
+        {"params": [("split", split), ("removed", removed)], "lr": 2.0},
     ]
     optimizer = torch.optim.AdamW(groups)
-    for p in (kept, copied, split, left):
+    for p in (kept, copied, split, removed):
         p.grad = torch.ones(2)
     optimizer.step()
     moments = {p: optimizer.state[p] for p in (kept, copied)}
     old_groups = list(optimizer.param_groups)
-    replacements = {copied: [new[0]], split: new[1:3], left: [], outside: [new[3]]}
+    replacements = {copied: [new[0]], split: new[1:3], removed: [], outside: [new[3]]}
     names = {p: f"new{i}" for i, p in enumerate(new)}
-    for _ in range(2):  # the second time changes nothing
+    for _ in range(2):  # the second call changes nothing
         replace_parameters([optimizer], replacements, names, for_untrained=untrained)
         assert all(a is b for a, b in zip(optimizer.param_groups, old_groups, strict=True))
         more = [new[3]] if untrained == "first group" else []
