@@ -1,12 +1,12 @@
 """python -m benchmarks.micro [rows=128] [longest=256] [hidden=768] [heads=12] [dropout=0.1] [KERNEL.OPTION=N,N …]
 
-Times each kernel of fused_layers by itself in bf16, beside PyTorch's own operators for the same work and beside the
-time that reading its inputs and writing its outputs once would take at the speed of a large copy. Prints Markdown, and
-appends a row to benchmarks/results/<gpu>/micro.jsonl.
+Times each kernel of fused_layers separately in bf16, compared with PyTorch's operators for the same work, and with the
+time to read its inputs and write its outputs once at the rate of a large copy. Prints Markdown, and appends a row to
+benchmarks/results/<gpu>/micro.jsonl.
 
-The rows have lengths of IMDB's reviews. Kernels are ``attention``, ``queries`` and ``keys`` (the two of attention's
-backward pass), ``norm_backward`` and ``gelu_backward``; their options are those that the modules name (ROWS, COLUMNS,
-num_warps, num_stages, maxnreg), and several numbers are tried one after another: ``attention.num_stages=1,2``.
+The rows have the lengths of IMDB's reviews. Kernels are ``attention``, ``queries`` and ``keys`` (the two kernels of
+attention's backward pass), ``norm_backward`` and ``gelu_backward``. Their options are the constants of their modules
+(ROWS, COLUMNS, num_warps, num_stages, maxnreg), and several values are tried in turn: ``attention.num_stages=1,2``.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_of
 from composer_speedups.train.environment import environment
 
-# Of 8,000 reviews in tokens of bert-base-uncased's vocabulary, at every 32nd part from the shortest to the longest.
+# Quantiles of the lengths of 8,000 reviews, in tokens of bert-base-uncased's vocabulary, from the shortest to the
+# longest.
 _QUANTILES = (
     13, 74, 96, 120, 140, 150, 156, 161, 168, 175, 182, 189, 197, 206, 215, 225, 236,
     247, 261, 276, 294, 313, 333, 356, 385, 417, 452, 496, 555, 636, 761, 943, 2467,
 )  # fmt: skip
-_PLACES = {  # kernel → the case that shows it, its module of composer_speedups.kernels, its options there
+_PLACES = {  # kernel → its case, its module of composer_speedups.kernels, its options in that module
     "attention": ("attention", "attention", "_FORWARD"),
     "queries": ("attention_backward", "attention", "_QUERIES"),
     "keys": ("attention_backward", "attention", "_KEYS"),
@@ -52,7 +53,7 @@ class Settings(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One kernel: its call, PyTorch's, and what it has to move and to multiply."""
+    """A kernel: its call, PyTorch's equivalent, and the bytes and operations it needs."""
 
     name: str
     ours: Callable[[], Any]
@@ -62,14 +63,14 @@ class Case(NamedTuple):
 
 
 def lengths(rows: int, longest: int) -> list[int]:
-    """Lengths of a batch, spread as IMDB's are."""
+    """Lengths of a batch, distributed as IMDB's."""
     at = (np.arange(rows) + 0.5) / rows
     spread = np.interp(at, np.linspace(0, 1, len(_QUANTILES)), _QUANTILES)
     return [min(int(length), longest) for length in spread]
 
 
 class Product(NamedTuple):
-    """A Linear's matrix product."""
+    """The matrix product of a Linear layer."""
 
     inputs: int
     outputs: int
@@ -77,13 +78,13 @@ class Product(NamedTuple):
 
 
 def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = None) -> list[Product]:
-    """Those of every Linear in the model's repeated blocks, in order.
+    """The products of every Linear in the model's repeated blocks, in order.
 
     Args:
-        model: Of transformers, or around one.
-        tokens: Rows of each.
-        first_tokens: Of the last block, where it computes only these but for keys and values; None where it computes
-            all, like the others.
+        model: A transformers model, or a module around one.
+        tokens: Number of rows of each product.
+        first_tokens: Number of rows in the last block if it computes only first tokens, except for keys and values;
+            None if it computes all.
     """
     blocks = list(repeated_blocks(model).values())
     found = []
@@ -108,7 +109,7 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
 def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.dtype, repeats: int = 10) -> float:
     """Seconds of one step's products: forward, input gradient and weight gradient of each.
 
-    Every layer has weights of its own, as in a step; the best of three passes of ``repeats`` steps counts.
+    Every layer has its own weights, as in a step. The best of three passes of ``repeats`` steps is returned.
     """
     shapes = {(each.rows, width) for each in products for width in (each.inputs, each.outputs)}
     rows = {shape: torch.randn(*shape, device=device, dtype=dtype) for shape in shapes}
@@ -139,10 +140,10 @@ def gemm_floor(products: Sequence[Product], device: torch.device, dtype: torch.d
 
 
 def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[str, list[int]]]]:
-    """Settings, and numbers to try by kernel and option.
+    """Settings, and values to try by kernel and option.
 
     Raises:
-        SystemExit: One line that names the argument.
+        SystemExit: Names the argument.
     """
     settings, tried = Settings(), {}  # type: ignore[var-annotated]
     for argument in arguments:
@@ -156,12 +157,12 @@ def read_arguments(arguments: Sequence[str]) -> tuple[Settings, dict[str, dict[s
                 settings = settings._replace(**{name: kind(value)})
         except (AttributeError, TypeError, ValueError):
             known = ", ".join([*Settings._fields, *(f"{kernel}.OPTION" for kernel in _PLACES)])
-            raise SystemExit(f"{argument}: takes numbers for {known}") from None
+            raise SystemExit(f"{argument}: expected integers for one of {known}") from None
     return settings, tried
 
 
 def microseconds(call: Callable[[], Any], repeats: int = 30) -> float:
-    """Of one call on the GPU: the median of five times ``repeats`` calls."""
+    """Duration of one call on the GPU: the median of five times ``repeats`` calls."""
     for _ in range(3):
         call()
     found = []
@@ -177,7 +178,7 @@ def microseconds(call: Callable[[], Any], repeats: int = 30) -> float:
 
 
 def copied_per_microsecond(size: int = 2**30) -> float:
-    """Bytes that a large copy reads and writes."""
+    """Bytes per microsecond that a large copy reads and writes."""
     source = torch.empty(size, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * size / microseconds(lambda: target.copy_(source), 5)
@@ -237,7 +238,7 @@ def cases(settings: Settings) -> list[Case]:
 def _tries(
     found: Sequence[Case], tried: dict[str, dict[str, list[int]]]
 ) -> Iterator[tuple[Case, dict[str, int], float]]:
-    """Every case as it is, then with each combination of a kernel's options."""
+    """Every case with its default options, then with each combination of a kernel's options."""
     for case in found:
         yield case, {}, microseconds(case.ours)
     for kernel, options in tried.items():
@@ -286,7 +287,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def markdown(row: Row) -> list[str]:
-    """A row as a table."""
+    """Format a row as a table."""
     lines = []
     for kernel in row["kernels"]:
         options = " ".join(f"{name}={number}" for name, number in kernel["options"].items())

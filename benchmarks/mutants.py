@@ -1,21 +1,21 @@
 """python -m benchmarks.mutants PACKAGE [sample=40] [seed=1] [jobs=2]: mutation testing of one package.
 
 A mutant is a module with one change by an operator of Cosmic Ray: another comparison, number, arithmetic or boolean
-operator, a loop without iterations, a decorator removed. The tests of the module run against each mutant of a random
-sample, in a copy of the repository. Cosmic Ray is not among the development dependencies:
+operator, a loop without iterations, a removed decorator. The tests of the module run against each mutant of a random
+sample, in a copy of the repository. Cosmic Ray is not a development dependency:
 
     uv run --with "cosmic-ray>=8.7,<9" python -m benchmarks.mutants callbacks
 
-Each mutant's tests run in a process forked from one that has imported torch, Composer and transformers, and nothing of
-this package, so that a mutant costs what its tests cost. Tests marked ``gpu`` or ``long`` are left out.
+Each mutant's tests run in a process forked from one that has imported torch, Composer and transformers, but nothing of
+this package, so that a mutant takes only as long as its tests. Tests marked ``gpu`` or ``long`` are not run.
 
-The outcomes are ``killed`` (a test failed), ``timed_out`` (after three times the time of the unchanged module and 20 s
-more), ``survived`` (all tests passed) and ``not_run`` (all passed, and none of them runs the changed line on a CPU). A
-row in ``results/cpu/mutants.jsonl`` has the counts and the mutants that survived or were not run. ``again=true`` tries
-those of the package's last row against the code and tests as they are now.
+The outcomes are ``killed`` (a test failed), ``timed_out`` (after three times the duration with the unchanged module
+plus 20 s), ``survived`` (all tests passed) and ``not_run`` (all passed, and none of them runs the changed line on a
+CPU). A row in ``results/cpu/mutants.jsonl`` has the counts and the mutants that survived or were not run.
+``again=true`` repeats those of the package's last row with the current code and tests.
 
 PACKAGE is ``kernels``, ``algorithms``, ``checkpoints`` or ``callbacks``. Sampling draws a location first and then one
-of its operators, since Cosmic Ray has eleven operators for each arithmetic operation. Annotations are not mutated.
+of its operators, because Cosmic Ray has eleven operators for each arithmetic operation. Annotations are not mutated.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ PACKAGES = {
     "checkpoints": "composer_speedups/train/checkpoints",
     "callbacks": "composer_speedups/callbacks",
 }
-_TESTS = {  # beside the files that are named after the module or its folder
+_TESTS = {  # in addition to files named after the module or its folder
     "kernels/compile_ahead": ["kernels/test_fused_compile.py"],
     "kernels/": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
     "train/checkpoints/": [
@@ -77,12 +77,13 @@ _TESTS = {  # beside the files that are named after the module or its folder
     "callbacks/optimizer_monitor": ["train/test_console.py"],
 }
 _PRELOADED = "torch torch._dynamo transformers composer composer.loggers triton numpy pytest torchmetrics datasets"
-Job = tuple[Any, str, str, Sequence[str], float]  # its name, module, the module's code, its tests, seconds at most
+# its name, its module, the module's code, its tests, timeout in seconds
+Job = tuple[Any, str, str, Sequence[str], float]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One change of a module. ``changed`` is the lines that differ, as ``diff`` shows them."""
+    """One change of a module. ``changed`` lists the lines that differ, in the format of ``diff``."""
 
     module: str
     line: int
@@ -91,7 +92,7 @@ class Mutant:
 
 
 class Tree:
-    """A copy of the repository in which one module at a time is another."""
+    """A copy of the repository in which one module at a time is replaced."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._written = folder, int(time.time())
@@ -105,7 +106,7 @@ class Tree:
     def write(self, module: str, code: str) -> None:
         path = self.folder / module
         path.write_text(code)
-        self._written += 2  # bytecode is told apart by whole seconds
+        self._written += 2  # bytecode is invalidated by modification times in whole seconds
         os.utime(path, (self._written, self._written))
 
 
@@ -114,7 +115,7 @@ def modules_of(package: str) -> list[str]:
 
 
 def tests_of(module: str) -> list[str]:
-    """The test files of a module, by its name, its folder's, and ``_TESTS``."""
+    """The test files of a module: those named after it or its folder, and those in ``_TESTS``."""
     within = module.removeprefix("composer_speedups/").removesuffix(".py")
     area, *_, stem = within.split("/")
     name = within.split("/")[1] if area == "algorithms" else stem
@@ -124,7 +125,8 @@ def tests_of(module: str) -> list[str]:
 
 
 def locations(code: str) -> dict[tuple[Any, Any], list[tuple[str, int]]]:
-    """Where Cosmic Ray can change the code: (start, end) → operators by name, and which of their occurrences."""
+    """The locations that Cosmic Ray can change: (start, end) → operators by name, and the indices of their
+    occurrences."""
     from cosmic_ray.ast import ast_nodes, get_ast
     from cosmic_ray.plugins import get_operator, operator_names
 
@@ -151,7 +153,7 @@ def _annotations(tree: ast.AST) -> Iterator[tuple[tuple[int, int], tuple[int, in
 
 
 def drawn(package: str, sample: int, seed: int) -> list[tuple[Mutant, str]]:
-    """A sample of a package's mutants, with the module's code under each."""
+    """Draw a sample of a package's mutants, with the module's code for each."""
     from cosmic_ray.mutating import mutate_code
     from cosmic_ray.plugins import get_operator
 
@@ -166,7 +168,7 @@ def drawn(package: str, sample: int, seed: int) -> list[tuple[Mutant, str]]:
             break
         try:
             mutated = mutate_code(codes[module], get_operator(operator)(), occurrence)
-        except AttributeError:  # Cosmic Ray's exception replacer knows no dotted names
+        except AttributeError:  # Cosmic Ray's exception replacer does not support dotted names
             continue
         if mutated is None or not _compiles(mutated):
             continue
@@ -188,7 +190,7 @@ def _changed(code: str, mutated: str) -> str:
 
 
 def anew(mutants: Sequence[dict[str, Any]]) -> list[tuple[Mutant, str]]:
-    """Earlier mutants in the code as it is now; those whose line was changed since are left out, and named."""
+    """Earlier mutants applied to the current code; those whose line has changed since are left out and named."""
     found = []
     for each in mutants:
         code = (ROOT / each["module"]).read_text().splitlines()
@@ -196,7 +198,7 @@ def anew(mutants: Sequence[dict[str, Any]]) -> list[tuple[Mutant, str]]:
         new = [line[2:] for line in each["changed"].splitlines() if line.startswith("+ ")]
         at = [i for i in range(len(code)) if [line.strip() for line in code[i : i + len(old)]] == old]
         if not at:
-            print(f"left out, its line is another by now: {each['module']}:{each['line']}", flush=True)
+            print(f"left out, because its line has changed: {each['module']}:{each['line']}", flush=True)
             continue
         first = min(at, key=lambda i: abs(i + 1 - each["line"]))
         spaces = code[first][: len(code[first]) - len(code[first].lstrip())]
@@ -221,7 +223,7 @@ def reaching(code: str, line: int) -> str | None:
 
 
 class Lane:
-    """A tree and the process that runs tests in it, forked from this one."""
+    """A tree, and the process that runs tests in it, forked from this one."""
 
     def __init__(self, folder: Path) -> None:
         self.tree, self._pid, self._until, self._began = Tree(folder), 0, 0.0, 0.0
@@ -248,7 +250,7 @@ class Lane:
             import pytest
 
             options = ["-x", "-q", "-m", "not gpu and not long", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            preloaded = "ignore::pytest.PytestAssertRewriteWarning"  # plugins' modules among them
+            preloaded = "ignore::pytest.PytestAssertRewriteWarning"  # including modules of plugins
             status = int(pytest.main([*options, "-W", preloaded, *tests]))
         except BaseException:
             traceback.print_exc()
@@ -258,7 +260,7 @@ class Lane:
             os._exit(status)
 
     def ended(self) -> tuple[str, float] | None:
-        """``passed``, ``failed`` or ``timed_out`` and its seconds; None while the tests run."""
+        """``passed``, ``failed`` or ``timed_out`` with its duration; None while the tests run."""
         pid, status = os.waitpid(self._pid, os.WNOHANG)
         late = time.monotonic() > self._until
         if not pid and not late:
@@ -274,7 +276,7 @@ class Lane:
 
 
 def run_all(jobs: Sequence[Job], lanes: Sequence[Lane]) -> Iterator[tuple[Any, str, float]]:
-    """Each job, how its tests ended, and its seconds; as many at a time as there are lanes."""
+    """Yield each job with the result and duration of its tests; runs as many at a time as there are lanes."""
     waiting, free = list(reversed(jobs)), list(lanes)
     busy: list[Lane] = []
     while waiting or busy:
@@ -291,7 +293,7 @@ def run_all(jobs: Sequence[Job], lanes: Sequence[Lane]) -> Iterator[tuple[Any, s
 
 
 def measure(mutants: Sequence[tuple[Mutant, str]], jobs: int) -> list[tuple[Mutant, str]]:
-    """Each mutant and its outcome: ``killed``, ``timed_out``, ``survived`` or ``not_run``."""
+    """Each mutant with its outcome: ``killed``, ``timed_out``, ``survived`` or ``not_run``."""
     results: list[tuple[Mutant, str]] = []
     with tempfile.TemporaryDirectory() as folder:
         lanes = [Lane(Path(folder) / str(number)) for number in range(jobs)]
@@ -348,7 +350,7 @@ def main(arguments: Sequence[str]) -> None:
     results = measure(mutants, int(settings["jobs"]))
     seconds = round(time.monotonic() - began)
 
-    from benchmarks.rows import append_row, call_time  # after the last fork: it imports this package
+    from benchmarks.rows import append_row, call_time  # after the last fork, because it imports this package
     from composer_speedups.train.environment import environment
 
     counts = Counter(outcome for _, outcome in results)

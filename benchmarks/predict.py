@@ -1,8 +1,8 @@
 """python -m benchmarks.predict RUN --input FILE [repeats=3] [batch_size=128] [rows=8000]
 
-Times ``python -m composer_speedups.predict`` on a finished classifier beside transformers' pipeline, from texts to
-probabilities, in turn: the pipeline in 16 bits with SDPA on a GPU, on the texts as they come and sorted by length. The
-first call of each, which compiles and warms up, is left out. Prints rates, and appends a row to
+Times ``python -m composer_speedups.predict`` on a finished classifier and transformers' pipeline in turns, from texts
+to probabilities. The pipeline uses 16 bits and SDPA on a GPU, with the texts in file order and sorted by length. The
+first call of each, which compiles and warms up, is not counted. Prints rates, and appends a row to
 benchmarks/results/<gpu>/predict.jsonl.
 """
 
@@ -36,11 +36,11 @@ class Settings:
     input: str = ""
     """File with a column text."""
     repeats: int = key(3, ge=1)
-    """Timed calls of each."""
+    """Number of timed calls of each."""
     batch_size: int = key(128, ge=1)
-    """Rows per forward pass, for all."""
+    """Rows per forward pass, for each of them."""
     rows: int = key(8000, ge=1)
-    """Rows of the file that are used."""
+    """Number of rows of the file to use."""
 
 
 def main(arguments: Sequence[str]) -> None:

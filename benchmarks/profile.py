@@ -1,20 +1,20 @@
-"""python -m benchmarks.profile -f FILE [key=value ...] [profile.NAME=N ...]: where the time of a training step goes.
+"""python -m benchmarks.profile -f FILE [key=value ...] [profile.NAME=N ...]: where a training step spends its time.
 
-Trains as train.py would, without evaluations: first ``profile.warmup`` batches (default 12), in which torch.compile
+Trains like train.py, without evaluations: first ``profile.warmup`` batches (default 12), in which torch.compile
 compiles, then ``profile.timed`` (20) that are timed as a whole, then ``profile.active`` (5) under torch.profiler.
 Prints Markdown, and appends a row to benchmarks/results/<gpu>/profile.jsonl:
 
-- ``step_ms``: of the timed batches, the wait for data included.
-- ``kinds``: milliseconds and launches a step by kind of kernel; ``kernels``: the slowest by name.
+- ``step_ms``: of the timed batches, including waiting for data.
+- ``kinds``: milliseconds and launches per step by kind of kernel; ``kernels``: the slowest by name.
 - ``busy_ms`` and ``idle_ms``: a step's time with and without a kernel on the GPU, in the profiled batches.
-- ``exposed_ms``: time in which GPUs only talked to each other, the wait for a slower one included.
-- ``gemm_floor_ms``: the matrix products of the encoder's Linears on the batch's real tokens by themselves, forward and
-  backward, in bf16; a last layer that computes first tokens only counts those. ``step_over_floor`` is ``step_ms`` over
-  it.
+- ``exposed_ms``: time in which only communication ran, including waiting for slower ranks.
+- ``gemm_floor_ms``: the duration of only the matrix products of the encoder's Linears on the batch's real tokens,
+  forward and backward, in bf16; a last layer that computes only first tokens is counted as such. ``step_over_floor`` is
+  ``step_ms`` divided by it.
 
-Several ranks (``composer -n 2 -m benchmarks.profile …``) all train, and rank 0 tells of its own GPU.
+With several ranks (``composer -n 2 -m benchmarks.profile …``), rank 0 reports its GPU.
 
-Without a GPU the kinds are those of aten operators by their own time, and the floor is in float32.
+Without a GPU, the kinds are those of aten operators by their self time, and the floor is in float32.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
 _PREFIX = "profile."
-_MULTIPLE = 64  # of the token count in the floor, as unpadding rounds it
-_KEPT = 40  # kernels of a row
-# The first pattern that a name holds decides. Inductor's names list what was fused, so several may fit.
+_MULTIPLE = 64  # the number of tokens in the floor is rounded up to a multiple of this, as in unpadding
+_KEPT = 40  # number of kernels in a row
+# The first matching pattern decides. Inductor's names list what was fused, so several may match.
 _PATTERNS = {
     "communication": r"nccl|gloo|c10d::",
     "attention": r"flash|fmha|attention|sdpa|^(?!.*log_?softmax).*softmax",
     "optimizer": r"adam|multi_tensor_apply|optimizer",
-    "scaling to float8": r"triton.*_scaled_mm",  # what inductor fuses before a float8 product, with what stood there
+    "scaling to float8": r"triton.*_scaled_mm",  # operations that inductor fuses before a float8 product
     "GEMM": r"gemm|nvjet|xmma|cublas|splitk|cutlass|::(addmm|mm|bmm|baddbmm|linear|matmul)$|mkldnn_linear|_scaled_mm",
     "activation": r"gelu|erf|tanh|relu",
     "LayerNorm, dropout, residual": r"layer_?norm|dropout|GammaBeta|masked_scale|bernoulli|seed|LayerNorm",
@@ -71,11 +71,11 @@ _PATTERNS = {
 }
 KINDS = (*_PATTERNS, "other")
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
-_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a Chrome trace
+_ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories in a Chrome trace
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel, times in seconds."""
+    """One execution of a kernel; times are in seconds."""
 
     name: str
     start: float
@@ -83,18 +83,18 @@ class Kernel(NamedTuple):
 
 
 def kind_of(name: str) -> str:
-    """One of :data:`KINDS` for the name of a CUDA kernel or, in a profile of the CPU, of an aten operator."""
+    """The kind, one of :data:`KINDS`, of a CUDA kernel's or, in a CPU profile, an aten operator's name."""
     return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), "other")
 
 
 def kernels_of_trace(trace: dict[str, Any]) -> list[Kernel]:
-    """The GPU's kernels, copies and fills in a Chrome trace of torch.profiler, in order of time."""
+    """The GPU's kernels, copies and fills in a Chrome trace of torch.profiler, sorted by time."""
     found = [e for e in trace["traceEvents"] if e.get("cat") in _ON_GPU]
     return sorted((Kernel(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in found), key=lambda kernel: kernel.start)
 
 
 def busy(kernels: Sequence[Kernel]) -> tuple[float, float]:
-    """Seconds in which at least one kernel ran, and in which none did; ``kernels`` in order of their start."""
+    """Seconds with at least one running kernel, and without any; ``kernels`` must be sorted by start."""
     covered, end = 0.0, kernels[0].start
     for kernel in kernels:
         stop = kernel.start + kernel.seconds
@@ -104,13 +104,13 @@ def busy(kernels: Sequence[Kernel]) -> tuple[float, float]:
 
 
 def exposed(kernels: Sequence[Kernel]) -> float:
-    """Seconds in which communication ran and nothing else did; ``kernels`` in order of their start."""
+    """Seconds in which only communication ran; ``kernels`` must be sorted by start."""
     others = [kernel for kernel in kernels if kind_of(kernel.name) != "communication"]
     return busy(kernels)[0] - busy(others)[0]
 
 
 def by_kind(kernels: Iterable[tuple[str, float, int]], steps: int) -> dict[str, dict[str, float]]:
-    """Kind → milliseconds and launches a step, from (name, seconds, launches); the slowest kind first."""
+    """Kind → milliseconds and launches per step, from (name, seconds, launches); the slowest kind first."""
     sums: dict[str, list[float]] = {}
     for name, seconds, launches in kernels:
         entry = sums.setdefault(kind_of(name), [0.0, 0.0])
@@ -131,7 +131,7 @@ def by_name(kernels: Iterable[Kernel]) -> list[tuple[str, float, int]]:
 
 @dataclasses.dataclass
 class Counts:
-    """Batches of each phase; the profiler itself takes two more to warm up."""
+    """Number of batches per phase; the profiler needs two more to warm up."""
 
     warmup: int = key(12, ge=1)
     timed: int = key(20, ge=1)
@@ -145,7 +145,8 @@ class Counts:
 class StepProfiler(Callback):
     """Times some steady batches as a whole, then profiles some.
 
-    It is told of no more than that: under DDP a callback that might read gradients has the step wait for them.
+    It handles only the events it needs, because under DDP a callback that might read gradients delays the optimizer
+    step.
     """
 
     def __init__(self, counts: Counts) -> None:
@@ -153,7 +154,7 @@ class StepProfiler(Callback):
         self.step_seconds = 0.0
         self.tokens: list[int] = []
         self.found: list[tuple[str, float, int]] = []  # name, seconds, launches, the slowest first
-        self.busy: tuple[float | None, float | None] = (None, None)  # seconds with and without a kernel, of a GPU
+        self.busy: tuple[float | None, float | None] = (None, None)  # seconds with and without a kernel on the GPU
         self.exposed: float | None = None
         self._started = 0.0
         self._profile: profile | None = None
@@ -180,7 +181,7 @@ class StepProfiler(Callback):
                 activities=activities,
                 schedule=schedule(wait=0, warmup=2, active=counts.active, repeat=1),
                 on_trace_ready=self._read_gpu if on_gpu else self._read_cpu,
-                acc_events=True,  # there is one cycle; without it torch warns about others
+                acc_events=True,  # a single cycle; without this torch warns about further ones
             )
             self._profile.start()
         if trained == counts.batches and self._profile is not None:
@@ -271,7 +272,7 @@ def _row(
 
 
 def markdown(row: Row) -> list[str]:
-    """A row as a table by kind, and one of its slowest kernels."""
+    """Format a row as a table by kind, and a table of its slowest kernels."""
     total = sum(kind["ms"] for kind in row["kinds"].values())
     kinds = [
         [kind, f"{entry['ms']:.2f}", f"{entry['ms'] / total:.0%}", f"{entry['launches']:,.0f}"]

@@ -41,7 +41,7 @@ _KINDS = f"order ranks conflicts families families_short heads refusals tasks su
 
 
 def documents() -> list[Path]:
-    """README.md, docs and every technique's card."""
+    """README.md, the files in docs, and every technique's card."""
     return [
         ROOT / "README.md",
         *sorted((ROOT / "docs").rglob("*.md")),
@@ -50,16 +50,16 @@ def documents() -> list[Path]:
 
 
 def render(text: str) -> str:
-    """The text with every figure and every value written anew from the rows.
+    """The text with every figure and every value rewritten from the rows.
 
     Raises:
-        ValueError: A figure or value that no row has.
+        ValueError: No row has a figure or value.
     """
     return render_values(_FIGURE.sub(lambda m: f"{m[1]}{_figure(m[2])}\n{m[3]}", text))
 
 
 def charts_of(text: str) -> list[Chart]:
-    """The charts that a document asks for, in this repository."""
+    """The charts that a document requests, with paths in this repository."""
     charts = [Chart.of(request.split()) for request in _CHART.findall(text)]
     return [chart._replace(path=ROOT / chart.path) for chart in charts]
 

@@ -184,7 +184,7 @@ class Call:
             found.get((row["configuration"], spell(point_of(row))), {**row, "call": call}) for row in self.rows
         ]
         self._earlier = [row for row in self._earlier if row["call"] != call]
-        print(f"continues the call of {call},  {sum(row['repeats'] for row in self.rows)} runs of it done", flush=True)
+        print(f"continues the call of {call}, {sum(row['repeats'] for row in self.rows)} runs of it done", flush=True)
 
     def add(self, index: int, report: Row) -> None:
         """Add a run's report to the row with this index and write the file. Thread-safe."""

@@ -1,10 +1,10 @@
-"""python -m benchmarks.soak [-f FILE] [steps=5000] [key=value ...]: a long run watched for what grows.
+"""python -m benchmarks.soak [-f FILE] [steps=5000] [key=value ...]: a long run that is checked for leaks.
 
-By default a tiny BERT on built-in reviews, with two DataLoader workers that start anew each epoch, an evaluation and a
-checkpoint every 500 steps. Host memory (this process and its children), memory the GPU's allocator has given out, open
-files, threads, child processes and the loader's waiting workers are read every 1% of the steps. The first fifth of the
-run settles: caches fill, compilers end. After it nothing may grow: see :func:`grown`. The rate of the last fifth over
-that of the second is printed with them; it is a measure of the run only on a machine that does nothing else.
+By default a tiny BERT trains on built-in reviews, with two DataLoader workers that restart each epoch, and an
+evaluation and a checkpoint every 500 steps. Host memory (of this process and its children), memory allocated on the
+GPU, open files, threads, child processes and the loader's waiting workers are read every 1% of the steps. In the first
+fifth of the run caches fill and compilers end. Afterwards nothing may grow; see :func:`grown`. The rate of the last
+fifth relative to that of the second is printed too, but is meaningful only on an otherwise idle machine.
 
 Needs Linux. Writes runs/soak/soak.json. Exit status: 0 nothing grew, 1 something did.
 """
@@ -34,7 +34,7 @@ from composer_speedups.train.startup import StartupClock, without_gc
 ROOT = Path(__file__).parent.parent
 MIB = 2**20
 _READINGS = 100
-# Bytes that a steady run may seem to grow by: pages the allocators touch late, records of batches (some 0.5 KB each).
+# Allowed growth in bytes: pages that allocators touch late, records of batches (about 0.5 KB each).
 _SLACK = {"host_bytes": 32 * MIB, "gpu_bytes": 1 * MIB}
 _SETTINGS = (
     "run_name=soak data.workers=2 trainer.progress_bar=false baseline=null plot=false bytecode=false "
@@ -43,7 +43,7 @@ _SETTINGS = (
 
 
 class Reading(NamedTuple):
-    """What the process holds after ``batch`` batches, ``seconds`` after the first reading."""
+    """The resources of the process after ``batch`` batches, ``seconds`` after the first reading."""
 
     batch: int
     seconds: float
@@ -55,7 +55,7 @@ class Reading(NamedTuple):
 
 
 class Watch(Callback):
-    """Reads the process every ``every`` batches, outside evaluations and checkpoints."""
+    """Reads the process's resources every ``every`` batches, outside evaluations and checkpoints."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -75,14 +75,15 @@ class Watch(Callback):
 
     def _read(self, batch: int) -> Reading:
         gc.collect()
-        with contextlib.suppress(OSError, AttributeError):  # glibc's; else what it keeps free, 100 MiB and more, wavers
+        # of glibc; otherwise its free memory varies by 100 MiB and more
+        with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
         children = self._process.children(recursive=True)
         memory = 0
         for process in (self._process, *children):
             try:
                 memory += host_bytes(process.pid)
-            except (FileNotFoundError, ProcessLookupError):  # a worker that ended meanwhile
+            except (FileNotFoundError, ProcessLookupError):  # a worker that has ended meanwhile
                 continue
         return Reading(
             batch,
@@ -96,9 +97,9 @@ class Watch(Callback):
 
 
 def host_bytes(pid: int) -> int:
-    """A process's own memory: anonymous and shared-memory pages, each divided by the processes that share it.
+    """A process's own memory: anonymous and shared-memory pages, each divided by the number of processes that share it.
 
-    Not pages of files: libraries are shared with whatever else runs on the machine, and count for more when it ends.
+    File pages are not counted, because libraries are shared with other processes on the machine.
 
     Source: the kernel's documentation of /proc/PID/smaps_rollup.
     """
@@ -107,10 +108,10 @@ def host_bytes(pid: int) -> int:
 
 
 def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
-    """What the last fifth of the run has more of than the second, as medians: (before, after) by name.
+    """Resources whose median is larger in the last fifth of the run than in the second: (before, after) by name.
 
-    Medians, since a reading may fall into the change of workers at an epoch's end. Counts may not grow at all, bytes by
-    the slack that allocators need.
+    Medians are used because a reading may coincide with the restart of workers at an epoch's end. Counts may not grow
+    at all, bytes by the slack that allocators need.
     """
     fifth = max(1, len(readings) // 5)
     early, late = readings[fifth : 2 * fifth], readings[-fifth:]
@@ -123,7 +124,7 @@ def grown(readings: Sequence[Reading]) -> dict[str, tuple[float, float]]:
 
 
 def rate_ratio(readings: Sequence[Reading]) -> float:
-    """Batches a second of the last fifth over those of the second fifth; evaluations left out, checkpoints not."""
+    """Batches per second of the last fifth divided by those of the second, without evaluations and with checkpoints."""
     fifth = max(2, len(readings) // 5)
     early, late = readings[fifth - 1 : 2 * fifth], readings[-fifth:]
     rates = [(part[-1].batch - part[0].batch) / (part[-1].seconds - part[0].seconds) for part in (early, late)]
@@ -131,7 +132,7 @@ def rate_ratio(readings: Sequence[Reading]) -> float:
 
 
 def soak(arguments: Sequence[str]) -> dict[str, Any]:
-    """Train and watch; the contents of soak.json."""
+    """Train and read; return the contents of soak.json."""
     steps = next((int(a.partition("=")[2]) for a in arguments if a.startswith("steps=")), 5000)
     overrides = [a for a in arguments if not a.startswith("steps=")]
     given = [] if {"-f", "--file"} & set(overrides) else ["-f", str(ROOT / "yamls" / "quickstart.yaml")]

@@ -1,4 +1,4 @@
-"""The stub ``composer_speedups/__init__.pyi``: the package's lazy names, for type checkers and editors."""
+"""The stub ``composer_speedups/__init__.pyi``, which lists the package's lazy names for type checkers and editors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__: list[str]
 
 
 def package_stub() -> str:
-    """The text of the stub, one import for each public name."""
+    """The text of the stub, with one import per public name."""
     modules = composer_speedups._public()  # type: ignore[attr-defined]
     by_module = sorted(modules.items(), key=lambda item: (item[1], item[0]))
     imports = (f"from {module} import {name} as {name}\n" for name, module in by_module)

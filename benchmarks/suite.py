@@ -1,12 +1,13 @@
-"""python -m benchmarks.suite PYTEST-ARGUMENTS: run tests and keep their summary as a row.
+"""python -m benchmarks.suite PYTEST-ARGUMENTS: run tests and record their counts as a row.
 
     python -m benchmarks.suite -m gpu                 on a machine with a GPU; some tests need two
-    python -m benchmarks.suite -m gpu tests/gpu       some of them, where a call has to be short
+    python -m benchmarks.suite -m gpu tests/gpu       a part of them, if a call must be short
     python -m benchmarks.suite -m long -s             minutes each
 
-All arguments are pytest's. The row in ``results/<gpu>/suite.jsonl`` (``cpu`` without a GPU) has the counts, the reasons
-of skipped tests, the names of failed ones, seconds, commit, date, versions and GPU. ``python -m benchmarks.render``
-writes it into docs/RELIABILITY.md. The exit status is pytest's. A call in which no test ran leaves no row.
+All arguments are passed to pytest. The row in ``results/<gpu>/suite.jsonl`` (``cpu`` without a GPU) has the counts, the
+reasons of skipped tests, the names of failed ones, duration, commit, date, versions and GPU. ``python -m
+benchmarks.render`` writes it to docs/RELIABILITY.md. The exit status is pytest's. A call without any test leaves no
+row.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ def summary_of(report: Path) -> Row:
 
 
 def main(arguments: Sequence[str], results: Path = RESULTS) -> int:
-    """Run pytest in a process of its own, append the row, and give pytest's exit status.
+    """Run pytest in a child process, append the row, and return pytest's exit status.
 
     Raises:
-        SystemExit: No test ran, so that there is nothing to keep.
+        SystemExit: No test ran, so there is nothing to record.
     """
     call, began = call_time(), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str], results: Path = RESULTS) -> int:
     if not summary["passed"] and not summary["failed"]:
         reasons = ", ".join(summary["skip_reasons"]) or "none was found"
         raise SystemExit(f"benchmarks.suite: no test ran ({reasons}); no row is kept")
-    # Only now is CUDA looked at, so that this process took nothing of the GPU from the tests.
+    # CUDA is initialized only now, so that this process does not occupy the GPU during the tests.
     row = {
         "table": "suite",
         "call": call,

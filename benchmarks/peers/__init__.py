@@ -1,1 +1,1 @@
-"""What the suite is measured beside: the same job by HF Trainer, and by a plain PyTorch loop."""
+"""Peers to compare with: the same job by HF Trainer, stock Composer, and a plain PyTorch loop."""

@@ -1,8 +1,8 @@
 """python -m benchmarks.peers.bare_loop -f FILE [key=value ...]: the config's job in a plain PyTorch loop.
 
-It takes train.py's config, techniques included: each is applied by its own function (``apply_unpadding``,
-``apply_torch_compile`` …) in the suite's one order. What is left out is Composer, the techniques' classes and their
-evidence. So a run of train.py beside it, with the same file, shows what the suite itself costs.
+It accepts train.py's config, including techniques: each is applied by its function (``apply_unpadding``,
+``apply_torch_compile`` …) in the usual order. It does not use Composer, the techniques' classes or their evidence, so
+comparing it with train.py shows the overhead of the suite.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from composer_speedups.train.optimization import build_optimizer
 from composer_speedups.train.run_folder import RunFolder
 from composer_speedups.train.trainer import context_of, open_device
 
-_LEFT_OUT = {"on_unavailable", "allow_cpu"}  # a class's own, which its function does not need
+_LEFT_OUT = {"on_unavailable", "allow_cpu"}  # settings of a class that its function does not need
 
-_COMPOSERS = {"early_loss"}  # about Composer's loop, which this one is not
-_BETWEEN_BATCHES = {"empty_cache"}  # applied once, its function would be of no effect
+_COMPOSERS = {"early_loss"}  # depends on Composer's loop
+_BETWEEN_BATCHES = {"empty_cache"}  # its function has no effect when applied once
 
 
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments)
     if flags:
-        raise ConfigError(f"unknown key 'peer.{next(iter(flags))}'; the bare loop has none of its own")
+        raise ConfigError(f"unknown key 'peer.{next(iter(flags))}'; the bare loop has no keys of its own")
     techniques = techniques_of(build_techniques(config.algorithms, config.on_unavailable))
     device = open_device(config.trainer)
     screen(techniques, context_of(config.trainer, device))
@@ -71,10 +71,10 @@ def _precision(config: Config) -> str:
 def apply_all(
     techniques: list[Technique], config: Config, model: FinetuneModel, optimizer: Optimizer
 ) -> tuple[Optimizer, torch.amp.GradScaler]:
-    """Apply each technique by its function; the optimizer and the scaler to train with.
+    """Apply each technique by its function; return the optimizer and the scaler.
 
     Raises:
-        ConfigError: A technique whose function does not take a setting of its class, or that acts between batches.
+        ConfigError: A technique whose function lacks a setting of its class, or that acts between batches.
     """
     scaler = torch.amp.GradScaler(enabled=False)
     if config.trainer.precision != "fp32":
@@ -96,7 +96,7 @@ def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, 
     unknown = [f".{name}" for name in settings if name not in parameters]
     if unknown or technique.name in _BETWEEN_BATCHES:
         key = f"algorithms.{technique.name}{unknown[0] if unknown else ''}"
-        raise ConfigError(f"{key}: the bare loop cannot do it; remove it")
+        raise ConfigError(f"{key}: the bare loop does not support it; remove it")
     given = {"model": model, "optimizer": optimizer, "optimizers": optimizer}
     return function(**{name: value for name, value in given.items() if name in parameters}, **settings)
 
@@ -135,7 +135,7 @@ class _Loop:
         self.meter.end()
 
     def _forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
-        """What the model gives, and the labels on its device."""
+        """The model's outputs, and the labels on its device."""
         if self._unpadded:
             plan_unpadding(self.model, batch["attention_mask"])
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
@@ -153,7 +153,7 @@ class _Loop:
         return outputs["loss"].detach()
 
     def evaluate(self, loader: DataLoader[Any]) -> None:
-        """Accuracy of the labels that count, and their mean loss."""
+        """Accuracy over labels that are not ignored, and their mean loss."""
         sums = torch.zeros(3, device=self.device)
         self.model.eval()
         with torch.no_grad():

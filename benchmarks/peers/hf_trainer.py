@@ -1,23 +1,21 @@
-"""python -m benchmarks.peers.hf_trainer -f FILE [key=value ...] [peer.NAME=VALUE ...]: HF Trainer's fine-tuning.
+"""python -m benchmarks.peers.hf_trainer -f FILE [key=value ...] [peer.NAME=VALUE ...]: fine-tuning with HF Trainer.
 
-The job is the config's: the same reviews in the same order, tokens, padding, batch size, weights to start from,
-dropout, AdamW's settings, learning rate of every batch, clipping and evaluations. ``algorithms`` and
-``trainer.precision`` are the suite's and are left out; instead there are
+The job is that of the config: the same samples in the same order, tokens, padding, batch size, initial weights,
+dropout, AdamW settings, learning rate of every batch, clipping and evaluations. ``algorithms`` and
+``trainer.precision`` are ignored; instead there are
 
-- ``peer.preset``: ``best`` (default), HF Trainer's best flags: bf16, TF32, torch.compile, fused AdamW, copies that
-  do not wait, nothing logged; off a GPU, none of those that need one. ``plain``: the flags' own defaults.
+- ``peer.preset``: ``best`` (default), HF Trainer's fastest flags: bf16, TF32, torch.compile, fused AdamW, non-blocking
+  copies, no logging; without a GPU, only those that do not need one. ``plain``: the default flags.
 - ``peer.attention``: an ``attn_implementation``. Default ``sdpa``, as in transformers.
 - ``peer.regional_compile``: accelerate compiles one block and reuses it. Default false.
-- ``peer.apply_recommended``: :func:`composer_speedups.apply_recommended` changes the model before HF Trainer gets it.
-  Default false.
-- ``peer.grad_norm``: the norm of the gradients, which HF Trainer takes at every step, clipping or not; no flag turns it
-  off. Default true; false takes it out in a subclass.
-- ``peer.NAME`` for every other name: the TrainingArguments of that name, such as
-  ``peer.torch_compile_mode=reduce-overhead``. With ``peer.train_sampling_strategy=group_by_length``, which asks for
-  ``data.padding=longest``, transformers' own sampler orders the samples, and each epoch has the job's batches in number
-  and size only.
+- ``peer.apply_recommended``: apply :func:`composer_speedups.apply_recommended` to the model first. Default false.
+- ``peer.grad_norm``: compute the gradient norm, which HF Trainer does at every step even without clipping, and no flag
+  disables. Default true; false removes it in a subclass.
+- ``peer.NAME`` for every other name: a TrainingArguments field, such as ``peer.torch_compile_mode=reduce-overhead``.
+  With ``peer.train_sampling_strategy=group_by_length``, which needs ``data.padding=longest``, transformers' sampler
+  orders the samples, and only the number and size of batches are those of the job.
 
-DataLoader settings are the ``data`` section's, for both. Writes report.json as train.py does.
+DataLoader settings are those of the ``data`` section. Writes report.json like train.py.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ _OWN_FLAGS: dict[str, Any] = {
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments)
     own = {name: flags.pop(name, default) for name, default in _OWN_FLAGS.items()}
-    config.algorithms, config.trainer.precision = {}, "fp32"  # the suite's; the report shows what was in force
+    config.algorithms, config.trainer.precision = {}, "fp32"  # settings of the suite; the report shows what was used
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     if config.trainer.device == "gpu" and not on_gpu:
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
@@ -87,10 +85,10 @@ def main(arguments: list[str]) -> None:
 def _training_arguments(
     config: Config, plan: Plan, preset: str, flags: dict[str, Any], on_gpu: bool, folder: str
 ) -> TrainingArguments:
-    """The job's settings, the preset's flags over them, and the user's over those.
+    """The job's settings, overridden by the preset's flags, overridden by the user's.
 
     Raises:
-        ConfigError: A name that TrainingArguments do not have, or a value that they refuse.
+        ConfigError: An unknown name, or a value that TrainingArguments refuse.
     """
     if preset not in ("best", "plain"):
         raise ConfigError(f"peer.preset: must be best or plain, not {preset!r}")
@@ -109,12 +107,12 @@ def _training_arguments(
         "adam_beta1": optimizer.beta1,
         "adam_beta2": optimizer.beta2,
         "adam_epsilon": optimizer.eps,
-        "max_grad_norm": optimizer.max_grad_norm or 0.0,  # 0: no clipping
+        "max_grad_norm": optimizer.max_grad_norm or 0.0,  # 0 disables clipping
         "seed": config.seed,
         "dataloader_drop_last": data.drop_last,
         "dataloader_pin_memory": data.pin_memory and on_gpu,
         "use_cpu": not on_gpu,
-        "eval_strategy": "no",  # the plan says when
+        "eval_strategy": "no",  # the plan decides when
         "save_strategy": "no",
         "logging_strategy": "no",
         "report_to": "none",
@@ -127,15 +125,15 @@ def _training_arguments(
     except (ValueError, ImportError) as error:
         raise ConfigError(f"peer: TrainingArguments refused its flags ({first_line(error)})") from error
     if arguments.n_gpu > 1:
-        raise ConfigError(f"peer: HF Trainer would spread over {arguments.n_gpu} GPUs; set CUDA_VISIBLE_DEVICES=0")
+        raise ConfigError(f"peer: HF Trainer would use {arguments.n_gpu} GPUs; set CUDA_VISIBLE_DEVICES=0")
     return arguments
 
 
 def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[Any]:
-    """The job's loader with the sampler that transformers takes for ``group_by_length``.
+    """The job's loader with the sampler that transformers uses for ``group_by_length``.
 
     Raises:
-        ConfigError: The batches are padded to one length, so grouping would change nothing.
+        ConfigError: The batches are padded to a fixed length, so grouping would change nothing.
     """
     if config.data.padding != "longest":
         raise ConfigError("peer.train_sampling_strategy: group_by_length saves nothing here; set data.padding=longest")
@@ -160,14 +158,14 @@ def _precision(args: TrainingArguments) -> str:
 
 
 class _Peer(Trainer):
-    """HF Trainer on the job's own loaders and rates, with the meter told what happens."""
+    """HF Trainer with the job's loaders and learning rates, and with a meter."""
 
     def __init__(
         self, job: Job, plan: Plan, meter: Meter, args: TrainingArguments, config: Config, *, grad_norm: bool
     ) -> None:
         self._job, self._plan, self._meter, self._grad_norm = job, plan, meter, grad_norm
         self._decays_all = config.optimizer.decay_bias_and_norm
-        self._on_host: deque[Any] = deque()  # batches that wait for their step
+        self._on_host: deque[Any] = deque()  # batches whose step has not run yet
         self._new_epoch = True
         super().__init__(
             model=job.model.model,
@@ -186,7 +184,7 @@ class _Peer(Trainer):
         return prepared
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader:
-        if not hasattr(self, "_evaluation"):  # once, so that its workers can stay
+        if not hasattr(self, "_evaluation"):  # created once, so that its workers can persist
             self._evaluation = self.accelerator.prepare(self._job.eval)
         return self._evaluation
 
@@ -204,7 +202,8 @@ class _Peer(Trainer):
         if not self._new_epoch:
             self._meter.waiting()
         samples = super().get_batch_samples(epoch_iterator, num_batches, device)
-        if self._new_epoch:  # accelerate's loader starts its workers in here, which for the suite is no wait for data
+        # accelerate's loader starts its workers here, which is not data wait in the suite's measurement
+        if self._new_epoch:
             self._meter.waiting()
         self._new_epoch = False
         self._meter.loaded(self._on_host.popleft())
@@ -241,7 +240,7 @@ class _Steps(TrainerCallback):
 
 
 class _Tap:
-    """A loader that leaves each batch in a queue, still on the host, on its way to accelerate."""
+    """A loader that also puts each batch, still on the host, into a queue before accelerate receives it."""
 
     def __init__(self, loader: Any, queue: deque[Any]) -> None:
         self._loader, self._queue = loader, queue
@@ -260,18 +259,18 @@ class _Tap:
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer, out of accelerate's wrapper where it has one."""
+    """The optimizer inside accelerate's wrapper, if it has one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _accuracy(prediction: EvalPrediction) -> dict[str, float]:
-    """Of the labels that count: all of a classifier's, the masked ones of a masked LM."""
+    """Accuracy over labels that are not ignored: all of a classifier's, the masked ones of a masked LM."""
     predicted, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     return {"accuracy": float((predicted == labels)[labels != -100].mean())}
 
 
 def _evidence(trainer: _Peer, args: TrainingArguments) -> dict[str, Any]:
-    """What the run ran with, read from the objects where they tell."""
+    """What the run used, read from the objects if possible."""
     return {
         "fused": bool(trainer._meter.state.optimizers[0].param_groups[0].get("fused")),
         "attention": trainer._job.model.model.config._attn_implementation,

@@ -1,4 +1,4 @@
-"""The job of a config, as train.py would do it, for a loop that is not Composer's: data, model, rates, evaluations."""
+"""The job of a config, as in train.py, for loops other than Composer's: data, model, learning rates, evaluations."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ _PREFIX = "peer."
 class Job(NamedTuple):
     train: DataLoader[Any]
     eval: DataLoader[Any] | None
-    model: FinetuneModel  # on the CPU, with eager attention and the weights that train.py starts from
+    model: FinetuneModel  # on the CPU, with eager attention and train.py's initial weights
 
 
 class Plan(NamedTuple):
-    """How long to train, at which rates, and when to evaluate; batches count from 0 over all epochs."""
+    """Training duration, learning rates, and when to evaluate; batches count from 0 over all epochs."""
 
     batches: int
     batches_an_epoch: int
-    rates: list[float]  # of each batch, as a fraction of the peak
-    evaluate_after: frozenset[int]  # numbers of batches trained
+    rates: list[float]  # of each batch, relative to the peak
+    evaluate_after: frozenset[int]  # numbers of trained batches
 
     @property
     def epochs(self) -> int:
         return math.ceil(self.batches / self.batches_an_epoch)
 
     def rate(self, batch: int) -> float:
-        """The rate of a batch; schedulers also ask for the one after the last."""
+        """The learning rate of a batch; schedulers also request the one after the last batch."""
         return self.rates[min(batch, len(self.rates) - 1)]
 
 
 def read_arguments(arguments: Sequence[str], *, several_ranks: bool = False) -> tuple[Config, dict[str, Any]]:
-    """train.py's arguments, and beside them the peer's own ``peer.NAME=VALUE`` without the prefix.
+    """Read train.py's arguments, and the peer's ``peer.NAME=VALUE`` without the prefix.
 
     Raises:
-        ConfigError: A mistake in the config, or something that the peers do not do.
+        ConfigError: An invalid config, or something that the peers do not support.
     """
     flags: dict[str, Any] = {}
     for argument in arguments:
@@ -70,7 +70,7 @@ def _refuse_the_rest(config: Config) -> None:
     lengths = {"trainer.max_duration": trainer.max_duration, "scheduler.warmup": warmup}
     for key, value in lengths.items():
         if not value.endswith(("ep", "ba", "dur")):
-            raise ConfigError(f"{key}: a peer counts epochs and batches, not {value}; use ep or ba")
+            raise ConfigError(f"{key}: peers support epochs and batches, not {value}; use ep or ba")
     refused = {
         "trainer.eval_batches": trainer.eval_batches is not None,
         "trainer.microbatch_size": trainer.microbatch_size is not None,
@@ -79,11 +79,11 @@ def _refuse_the_rest(config: Config) -> None:
     }
     for key, given in refused.items():
         if given:
-            raise ConfigError(f"{key}: the peers under benchmarks/peers do not have it; remove it")
+            raise ConfigError(f"{key}: the peers do not support it; remove it")
 
 
 def build_job(config: Config, *, on_gpu: bool) -> Job:
-    """The reviews in train.py's order, and the model with the weights that train.py starts from."""
+    """Build the samples in train.py's order, and the model with train.py's initial weights."""
     name = resolve_name(config.model.name)
     task = build_task(config.model, config.data)
     data = build_data(config.data, task, model_name=name, on_gpu=on_gpu, seed=config.seed)
@@ -96,7 +96,7 @@ def build_job(config: Config, *, on_gpu: bool) -> Job:
 
 
 def set_attention(model: FinetuneModel, attention: str) -> None:
-    """Change the attention of a job's model.
+    """Change the attention implementation of a job's model.
 
     Raises:
         ConfigError: transformers does not have it, or it needs a package.
@@ -108,10 +108,10 @@ def set_attention(model: FinetuneModel, attention: str) -> None:
 
 
 def plan_of(config: Config, batches_an_epoch: int) -> Plan:
-    """Composer's own schedule of the config, worked out batch by batch.
+    """Compute the config's Composer schedule, batch by batch.
 
-    Composer asks for the next batch's rate before it moves its clock, so each batch but the first has the rate of
-    the one before it.
+    Composer computes the next batch's learning rate before it advances its clock, so each batch except the first has
+    the rate of its predecessor.
     """
     duration = Time.from_timestring(config.trainer.max_duration)
     batches = int(duration) * (batches_an_epoch if duration.unit == TimeUnit.EPOCH else 1)
@@ -133,7 +133,7 @@ def plan_of(config: Config, batches_an_epoch: int) -> Plan:
 
 
 def _evaluations(config: Config, batches: int, batches_an_epoch: int) -> frozenset[int]:
-    """As Composer: at every interval, and at the end."""
+    """As in Composer: at every interval, and at the end."""
     interval = Time.from_timestring(config.trainer.eval_interval)
     every = int(interval) * (batches_an_epoch if interval.unit == TimeUnit.EPOCH else 1)
     return frozenset({*range(every, batches + 1, every), batches})

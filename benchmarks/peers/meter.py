@@ -1,4 +1,4 @@
-"""The suite's own measurements around a loop that is not Composer's, and a report.json of the same shape."""
+"""Measure a loop other than Composer's with the suite's own callbacks, and write a report.json of the same format."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from composer_speedups.train.run_folder import RunFolder
 
 
 class Meter:
-    """Tells :class:`ThroughputMonitor` and :class:`MemoryAnatomy` what they would hear from Composer.
+    """Sends :class:`ThroughputMonitor` and :class:`MemoryAnatomy` the events that Composer would send.
 
-    The same code measures the peer and the suite. A loop calls :meth:`begin` once everything is built; then, for
-    each batch, :meth:`waiting`, :meth:`loaded` and, after the optimizer's step, :meth:`end_batch`. ``precision`` is
-    Composer's name for what matmuls compute in: ``fp32``, ``amp_bf16``, ``amp_fp16``.
+    The same code therefore measures the peer and the suite. A loop calls :meth:`begin` after everything is built; then
+    for each batch :meth:`waiting`, :meth:`loaded` and, after the optimizer's step, :meth:`end_batch`. ``precision`` is
+    Composer's name of the precision of matmuls: ``fp32``, ``amp_bf16``, ``amp_fp16``.
     """
 
     def __init__(self, config: Config, model: FinetuneModel, device: Device, precision: str = "fp32") -> None:
@@ -52,25 +52,26 @@ class Meter:
             callback.run_event(event, self.state, self._logger)
 
     def begin(self, optimizer: torch.optim.Optimizer, batches: int) -> None:
-        """Training starts now, and goes on for so many batches."""
+        """Start training for a number of batches."""
         self.state.optimizers, self._batches = optimizer, batches
         self._tell(Event.FIT_START)
 
     def between_epochs(self) -> None:
-        """What follows is no part of a step: workers that start, say."""
+        """Mark time that does not belong to a step, for example while workers start."""
         self._tell(Event.EPOCH_START)
 
     def waiting(self) -> None:
-        """The wait for a batch begins."""
+        """Start waiting for a batch."""
         self._tell(Event.BEFORE_DATALOADER)
 
     def loaded(self, batch: Mapping[str, torch.Tensor]) -> None:
-        """It ends, and the step begins. ``batch`` is the one on the host, so that counting tokens waits for nothing."""
+        """Start the step. ``batch`` is on the host, so that counting its tokens does not synchronize."""
         self.state.batch = batch
         self._tell(Event.AFTER_DATALOADER)
 
     def end_batch(self, loss: torch.Tensor) -> None:
-        """The optimizer has stepped. ``loss`` is a scalar, copied where it is kept: a CUDA graph would overwrite it."""
+        """End the step. ``loss`` is a scalar, which is copied if it is kept, because a CUDA graph would overwrite
+        it."""
         batch, state = self.state.batch, self.state
         lengths = batch_lengths(batch)
         state.previous_timestamp = state.timestamp
@@ -85,13 +86,13 @@ class Meter:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Around an evaluation."""
+        """Surround an evaluation."""
         self._tell(Event.EVAL_BEFORE_ALL)
         yield
         self._tell(Event.EVAL_AFTER_ALL)
 
     def end(self) -> None:
-        """Training is over."""
+        """End training."""
         self._tell(Event.FIT_END)
         if self._last is not None:
             self.metrics["train_loss"] = float(self._last)
@@ -103,7 +104,7 @@ class Meter:
 
 
 def monitors(config: Config) -> list[Callback]:
-    """The suite's, with the config's settings; they measure where the config turns them off, too."""
+    """The suite's callbacks with the config's settings; they measure even if the config disables them."""
     return [
         ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput or ThroughputConfig())),
         MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory or MemoryConfig())),
@@ -121,8 +122,8 @@ def write_report(
 ) -> None:
     """Write a peer's report.json and print the summary.
 
-    ``algorithms`` holds the peer's name and evidence of what it ran with, ``losses`` the loss of every batch where they
-    were kept; ``more`` has sections in place of the report's own.
+    ``algorithms`` contains the peer's name and evidence, ``losses`` the loss of every batch if kept; ``more`` has
+    sections that replace the report's own.
     """
     report = build_report(state, config, time.time() - psutil.Process().create_time()) | dict(more or {})
     report["numerics"] = numerics_of(state)

@@ -1,7 +1,9 @@
-"""python -m benchmarks.peers.own_trainer -f FILE [key=value ...]: a Composer Trainer of one's own, on some GPUs.
+"""python -m benchmarks.peers.own_trainer -f FILE [key=value ...]: a plain Composer Trainer with this package, on some
+GPUs.
 
-The job is the config's; in place of its ``algorithms`` and ``trainer`` keys the Trainer has ``recommended()`` and the
-callbacks of ``composer_speedups.distributed``, as ``examples/own_trainer.py`` shows it, and nothing else of the suite.
+The job is that of the config. Instead of its ``algorithms`` and ``trainer`` keys, the Trainer uses ``recommended()``
+and the callbacks of ``composer_speedups.distributed``, as in ``examples/own_trainer.py``, and nothing else of the
+suite.
 
 - ``peer.distributed``: false for Composer's own DDP and garbage collection; default true.
 """
@@ -32,7 +34,7 @@ from composer_speedups.train.run_folder import RunFolder
 def main(arguments: list[str]) -> None:
     config, flags = read_arguments(arguments, several_ranks=True)
     if set(flags) - {"distributed"} or not isinstance(flags.get("distributed", True), bool):
-        raise ConfigError(f"peer.{next(iter(flags))}: this peer takes peer.distributed=true or false alone")
+        raise ConfigError(f"peer.{next(iter(flags))}: this peer only supports peer.distributed=true or false")
     on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
     device = DeviceGPU(allow_tf32=False) if on_gpu else DeviceCPU()
     distributed: list[Callback] = [OverlappedDDP(), FreezeGarbage()] if flags.get("distributed", True) else []

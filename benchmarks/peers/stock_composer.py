@@ -1,11 +1,11 @@
-"""python -m benchmarks.peers.stock_composer -f FILE [key=value ...] [peer.NAME=VALUE ...]: Composer's Trainer alone.
+"""python -m benchmarks.peers.stock_composer -f FILE [key=value ...] [peer.NAME=VALUE ...]: Composer's Trainer only.
 
-The job is the config's; ``algorithms`` and ``trainer.precision`` are the suite's and are left out. In their place is
-what the fine-tuning post tells a user of Composer to set: fp16, TF32, AdamW's foreach kernels, ``compile_config={}``.
-What the post could not have is transformers' default of today, SDPA.
+The job is that of the config; ``algorithms`` and ``trainer.precision`` are ignored. The Trainer has the settings that
+the fine-tuning post recommends to Composer users: fp16, TF32, AdamW's foreach kernels, ``compile_config={}``. It also
+has transformers' present default, SDPA, which did not exist then.
 
-- ``peer.precision``: Composer's; default ``amp_fp16``, off a GPU ``fp32``.
-- ``peer.compile``: true for ``compile_config={}``, false, or a mapping for it; default true, off a GPU false.
+- ``peer.precision``: Composer's precision; default ``amp_fp16``, ``fp32`` without a GPU.
+- ``peer.compile``: true for ``compile_config={}``, false, or a mapping for it; default true, false without a GPU.
 - ``peer.attention``: an ``attn_implementation``; default ``sdpa``.
 """
 
@@ -34,7 +34,7 @@ _PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")
 
 
 class _Losses(Callback):
-    """The loss of every batch; copied, since a later step may use its memory."""
+    """The loss of every batch; copied, because a later step may reuse its memory."""
 
     def __init__(self) -> None:
         self.losses: list[torch.Tensor] = []

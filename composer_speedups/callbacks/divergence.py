@@ -90,7 +90,7 @@ class DivergenceGuard(Callback):
                 f"loss: diverged at {circumstances(state)}: for {self._above} batches its smoothed value was above "
                 f"{self.limit:.4g}; it is {self.smoothed:.4g} and was {self.reference:.4g} "
                 f"{'at the last good checkpoint' if last_checkpoint(state) else 'at the start'}; "
-                + resume_advice(state, "try a lower optimizer.lr, or optimizer.max_grad_norm")
+                + resume_advice(state, "a lower optimizer.lr, or optimizer.max_grad_norm")
             )
 
     def _may_save(self, state: State, event: Event) -> bool:

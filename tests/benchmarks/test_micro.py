@@ -21,7 +21,7 @@ def test_arguments_are_settings_and_numbers_to_try() -> None:
     assert settings == micro.Settings(rows=40, dropout=0.0)
     assert tried == {"keys": {"ROWS": [32, 64], "num_warps": [4]}}
     for wrong in ("row=4", "rows=four", "kays.ROWS=3", "keys.ROWS=a"):
-        with pytest.raises(SystemExit, match=f"{wrong}: takes numbers for rows, .*keys.OPTION"):
+        with pytest.raises(SystemExit, match=f"{wrong}: expected integers for one of rows, .*keys.OPTION"):
             micro.read_arguments([wrong])
 
 

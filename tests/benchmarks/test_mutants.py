@@ -84,4 +84,4 @@ def test_outcomes_of_a_toy_packages_mutants(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert outcomes == {kind: kind for kind in ("killed", "survived", "not_run")}
-    assert "left out, its line is another by now: composer_speedups/callbacks/toy.py:1" in done.stdout
+    assert "left out, because its line has changed: composer_speedups/callbacks/toy.py:1" in done.stdout
