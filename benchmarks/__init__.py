@@ -1,1 +1,1 @@
-"""Measured tables: arms from a YAML file, each in a fresh process, kept as rows."""
+"""Benchmarks: tables of configurations from YAML files, each run in its own process, with results kept as rows."""

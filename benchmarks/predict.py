@@ -49,11 +49,11 @@ def main(arguments: Sequence[str]) -> None:
     run = Path(given.words[0])
     texts = read_file(Path(settings.input), "input").column("text").to_pylist()[: settings.rows]
     model = FinishedModel.load(run)
-    arms = arms_of(model, run, texts, settings.batch_size)
-    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    configurations = configurations_of(model, run, texts, settings.batch_size)
+    seconds: dict[str, list[float]] = {name: [] for name in configurations}
     answers: dict[str, list[float]] = {}
     for repeat in range(settings.repeats + 1):
-        for name, call in arms.items():
+        for name, call in configurations.items():
             began = time.perf_counter()
             answers[name] = call()
             if repeat:
@@ -79,7 +79,9 @@ def main(arguments: Sequence[str]) -> None:
         )
 
 
-def arms_of(model: FinishedModel, run: Path, texts: list[str], batch_size: int) -> dict[str, Callable[[], list[float]]]:
+def configurations_of(
+    model: FinishedModel, run: Path, texts: list[str], batch_size: int
+) -> dict[str, Callable[[], list[float]]]:
     """Name → a call that gives the probability of the first label for each text."""
     on_gpu = model.model.device.type == "cuda"
     first = model.model.config.id2label[0]

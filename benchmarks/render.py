@@ -7,7 +7,8 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - from the code: ``order``, ``ranks``, ``conflicts NAME``;
 - from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``families_short``, ``heads``,
   ``refusals``;
-- from tests/helpers/support.py: ``tasks``, and with tests/supported.json, what marked tests recorded, ``support``;
+- from tests/helpers/support.py: ``tasks``, ``support_legend``, and with tests/supported.json, what marked tests
+  recorded, ``support``;
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``, ``steps TABLE [LAST]``,
   ``call TABLE [N]``, ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``,
   ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``, ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``,
@@ -36,7 +37,7 @@ STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy across suite mutants"
-_KINDS = f"order ranks conflicts families families_short heads refusals tasks support {_OF_ROWS}".split()
+_KINDS = f"order ranks conflicts families families_short heads refusals tasks support support_legend {_OF_ROWS}".split()
 
 
 def documents() -> list[Path]:

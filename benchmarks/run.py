@@ -1,39 +1,40 @@
-"""python -m benchmarks.run TABLE [key=value ...]: run a table's arms, each in a process of its own; keep the rows.
+"""python -m benchmarks.run TABLE [key=value ...]: run a table's configurations in separate processes, and keep the
+rows.
 
-A table is a YAML file under benchmarks/tables (its name without .yaml will do)::
+A table is a YAML file under benchmarks/tables (or its name without .yaml)::
 
-    base: yamls/bert_imdb_fp32.yaml   # config of every arm
-    set: [trainer.max_duration=60ba]  # overrides of every arm
-    repeats: 3                        # runs of every arm; arms take turns
-    matrix: {data.batch_size: [40, 128]}  # every arm at every value
-    cumulative: true                  # an arm keeps the overrides of those above it; peers neither take nor add
-    jobs: 4                           # runs at a time; for accuracy: speeds are then left out of the rows
-    ahead: 8                          # processes that import at once and then wait for their turn
-    fresh: true                       # cold processes instead (but for Python's bytecode), timed from start to end
+    base: yamls/bert_imdb_fp32.yaml   # config of every configuration
+    set: [trainer.max_duration=60ba]  # overrides of every configuration
+    repeats: 3                        # runs of every configuration; configurations take turns
+    matrix: {data.batch_size: [40, 128]}  # run every configuration with each value
+    cumulative: true                  # a configuration includes the overrides of those above it, except peers
+    jobs: 4                           # concurrent runs, for accuracy; speeds are not recorded
+    ahead: 8                          # processes that import together and then wait for their turn
+    fresh: true                       # cold processes (except Python's bytecode), timed from start to end
     losses: true                      # rows keep the loss of every batch of the last run
-    like: finetune                    # another table's keys where this one has none; its overrides, then those of set
-    published: {where: "a V100", arms: {fp32: "8.86 samples/s"}}  # what others measured, shown beside the rows
-    arms:
+    like: finetune                    # inherit the keys of another table; overrides come before those of set
+    published: {where: "a V100", configurations: {fp32: "8.86 samples/s"}}  # published figures, shown with the rows
+    configurations:
       fp32: []
       + TF32: ["algorithms.tf32_matmul={}"]
       + TF32, warm: {set: ["algorithms.torch_compile={}"], warm: true}
       2 GPUs: {ranks: 2}
       HF Trainer: {peer: hf_trainer, set: [peer.torch_compile_mode=default]}
 
-``peer`` names a module of benchmarks.peers that runs in train.py's place, with the same base and overrides; an arm with
-``ranks`` is started by ``composer -n RANKS``. Every run compiles anew; the runs of an arm with ``warm`` share a compile
-cache, which one run that is not counted has filled.
+``peer`` names a module of benchmarks.peers that runs instead of train.py, with the same base and overrides. A
+configuration with ``ranks`` is started by ``composer -n RANKS``. Every run starts with empty compile caches; with
+``warm``, the runs of a configuration share a compile cache that an additional, unrecorded run has filled.
 
-On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's own, "arms=[fp32, + TF32]"
-runs those only (the first is what the others are compared with), and other overrides come last. Rows are kept in
-benchmarks/results/<gpu>/<table>.jsonl, one an arm and point of the matrix, with the median, least and greatest
-of its runs; rows of one call have one time in ``call``, and only those compare. A failed run leaves its error, and its
-row and the printed table say what kind: out of memory, refused (a config or a missing package) or failed. Beside the
-rows, <table>.md and <table>.png show those of the last finished call.
+On the command line, repeats=2, jobs=1, ahead=1 and data.batch_size=40 replace the table's values.
+"configurations=[fp32, + TF32]" selects configurations; the first one is the one to compare with. Other overrides come
+last. Rows are written to benchmarks/results/<gpu>/<table>.jsonl, one per configuration and point of the matrix, with
+the median, minimum and maximum of its runs. Rows of one call have the same time in ``call``, and only those are
+compared. A failed run leaves its error, and its row and the printed table state the kind: out of memory, refused (an
+invalid config or a missing package) or failed. <table>.md and <table>.png show the last finished call.
 
-Each run that ends is in its row at once. After a call that was stopped or killed, the same command with resume=true
-goes on where it stopped: runs that are there are not run again. It must be of the same arms, overrides and code;
-without an unfinished call it begins one, so that it can be given always.
+Each finished run is written to its row immediately. After a call was stopped or killed, the same command with
+resume=true continues it, with the same configurations, overrides and code. Without an unfinished call it starts a new
+one, so it can always be given.
 """
 
 from __future__ import annotations
@@ -65,59 +66,79 @@ from composer_speedups.core.subprocesses import command_output
 
 ROOT = Path(__file__).parent.parent
 _TABLES, _PEERS = ROOT / "benchmarks" / "tables", ROOT / "benchmarks" / "peers"
-_KEYS = {"base", "set", "repeats", "matrix", "cumulative", "jobs", "ahead", "fresh", "losses", "published", "arms"}
-_ON_SEVERAL_GPUS = "own_trainer"  # the peer that trains on them
-_ARM_KEYS = {"peer", "ranks", "set", "warm"}
-# A run that does not fit is a result; one with smaller micro-batches would be another arm.
+_KEYS = {
+    "base",
+    "set",
+    "repeats",
+    "matrix",
+    "cumulative",
+    "jobs",
+    "ahead",
+    "fresh",
+    "losses",
+    "published",
+    "configurations",
+}
+_ON_SEVERAL_GPUS = "own_trainer"  # the peer that supports them
+_CONFIGURATION_KEYS = {"peer", "ranks", "set", "warm"}
+# A run that does not fit is a result; smaller micro-batches would be another configuration.
 _QUIET = ["trainer.progress_bar=false", "baseline=null", "export=false", "plot=false", "trainer.on_out_of_memory=stop"]
 _LOSS = re.compile(r"^\[metric\]\[batch=\d+\]: loss/train/total: (\S+)", re.MULTILINE)
 
 
-class Arm(NamedTuple):
+class Configuration(NamedTuple):
     name: str
-    point: dict[str, Any]  # its place in the matrix
+    point: dict[str, Any]  # point of the matrix
     overrides: list[str]
-    peer: str | None = None  # a module of benchmarks.peers in train.py's place
-    warm: bool = False  # its runs find a filled compile cache
-    ranks: int = 1  # processes, a GPU each, that train together
+    peer: str | None = None  # a module of benchmarks.peers to run instead of train.py
+    warm: bool = False  # its runs use a filled compile cache
+    ranks: int = 1  # number of processes, with one GPU each
 
 
-def arms_of(table: Row) -> list[Arm]:
-    """Every arm at every point of the matrix."""
+def configurations_of(table: Row) -> list[Configuration]:
+    """Every configuration at every point of the matrix."""
     matrix = table.get("matrix", {})
-    arms = []
+    configurations = []
     for values in itertools.product(*matrix.values()):
         point = dict(zip(matrix, values, strict=True))
         kept: list[str] = []
-        for name, given in table["arms"].items():
-            arm = given if isinstance(given, dict) else {"set": given}
-            own = list(arm.get("set", []))
-            if table.get("cumulative") and "peer" not in arm:
+        for name, given in table["configurations"].items():
+            configuration = given if isinstance(given, dict) else {"set": given}
+            own = list(configuration.get("set", []))
+            if table.get("cumulative") and "peer" not in configuration:
                 own = kept = kept + own
             placed = [f"{key}={json.dumps(value)}" for key, value in point.items()]
             logged = ["loggers.file={}"] if table.get("losses") else []
-            if name in (table.get("only") or table["arms"]):
+            if name in (table.get("only") or table["configurations"]):
                 overrides = [*table.get("set", []), *placed, *own, *logged, *table.get("last", [])]
-                arms.append(Arm(name, point, overrides, **{key: arm[key] for key in arm if key != "set"}))
-    return arms
+                configurations.append(
+                    Configuration(
+                        name, point, overrides, **{key: configuration[key] for key in configuration if key != "set"}
+                    )
+                )
+    return configurations
 
 
 def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
-    """The table; overrides replace ``repeats`` and axes of the matrix, pick arms, and others go to every arm.
+    """Read a table. Overrides replace ``repeats`` and axes of the matrix or select configurations; others apply to all.
 
     Raises:
-        SystemExit: A key that tables or arms do not have, an arm that is not there, an override that is no key=value.
+        SystemExit: An unknown key or configuration, or an override that is not key=value.
     """
     table = yaml.safe_load(path.read_text())
     if "like" in table:
         table = _like(path.with_name(f"{table.pop('like')}.yaml"), table)
-    if set(table) - _KEYS or not {"base", "arms"} <= set(table):
-        raise SystemExit(f"{path}: needs base and arms; may have {', '.join(sorted(_KEYS))}")
-    for name, arm in table["arms"].items():
-        _check_arm(f"{path}: arm {name!r}", arm)
-    published = table.get("published", {"where": "", "arms": {}})
-    if set(published) != {"where", "arms"} or not set(published["arms"]) <= set(table["arms"]):
-        raise SystemExit(f"{path}: published must have where (a text) and arms (those of the table, each with a text)")
+    if set(table) - _KEYS or not {"base", "configurations"} <= set(table):
+        raise SystemExit(f"{path}: needs base and configurations; may have {', '.join(sorted(_KEYS))}")
+    for name, configuration in table["configurations"].items():
+        _check_configuration(f"{path}: configuration {name!r}", configuration)
+    published = table.get("published", {"where": "", "configurations": {}})
+    if set(published) != {"where", "configurations"} or not set(published["configurations"]) <= set(
+        table["configurations"]
+    ):
+        raise SystemExit(
+            f"{path}: published must have where (a text) and configurations (those of the table, each with a text)"
+        )
     table["last"] = []
     table["given"] = [override for override in overrides if not override.startswith("resume=")]
     for override in overrides:
@@ -132,10 +153,10 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
             if value not in ("true", "false"):
                 raise SystemExit(f"{override}: must be true or false")
             table[key] = value == "true"
-        elif key == "arms":
+        elif key == "configurations":
             table["only"] = yaml.safe_load(value)
-            if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["arms"]):
-                raise SystemExit(f"arms={value}: must be a list of {', '.join(table['arms'])}")
+            if not isinstance(table["only"], list) or not set(table["only"]) <= set(table["configurations"]):
+                raise SystemExit(f"configurations={value}: must be a list of {', '.join(table['configurations'])}")
         elif key in table.get("matrix", {}):
             table["matrix"][key] = [yaml.safe_load(value)]
         else:
@@ -144,49 +165,62 @@ def read_table(path: Path, overrides: Sequence[str] = ()) -> Row:
 
 
 def _like(other: Path, own: Row) -> Row:
-    """Another table with this one's keys in place of its own, its overrides after those, and nothing published."""
+    """Another table with its keys replaced by this one's, its overrides before this one's, and without published
+    figures."""
     if not other.is_file():
-        raise SystemExit(f"{other}: no such table, which another is to be like")
+        raise SystemExit(f"{other}: no such table, although another table refers to it in like")
     found = yaml.safe_load(other.read_text())
     found.pop("published", None)
     return {**found, **own, "set": [*found.get("set", []), *own.get("set", [])]}
 
 
-def _check_arm(where: str, arm: Any) -> None:
-    arm = arm if isinstance(arm, dict) else {"set": arm}
-    given, ranks = arm.get("set", []), arm.get("ranks", 1)
-    if set(arm) - _ARM_KEYS or not isinstance(given, list) or not all(isinstance(override, str) for override in given):
+def _check_configuration(where: str, configuration: Any) -> None:
+    configuration = configuration if isinstance(configuration, dict) else {"set": configuration}
+    given, ranks = configuration.get("set", []), configuration.get("ranks", 1)
+    if (
+        set(configuration) - _CONFIGURATION_KEYS
+        or not isinstance(given, list)
+        or not all(isinstance(override, str) for override in given)
+    ):
         raise SystemExit(
             f"{where} must be a list of overrides, each a string (in quotes where it has a colon), "
-            f"or have {', '.join(sorted(_ARM_KEYS))}"
+            f"or have {', '.join(sorted(_CONFIGURATION_KEYS))}"
         )
     peers = sorted(p.stem for p in _PEERS.glob("*.py") if "def main(" in p.read_text())
-    if arm.get("peer") not in (None, *peers):
-        raise SystemExit(f"{where} names no peer; there are {', '.join(peers)}")
+    if configuration.get("peer") not in (None, *peers):
+        raise SystemExit(f"{where} does not name a peer; peers are {', '.join(peers)}")
     if not isinstance(ranks, int) or ranks < 1:
         raise SystemExit(f"{where} has ranks {ranks!r}; it must be a whole number of at least 1")
-    if ranks > 1 and arm.get("peer", _ON_SEVERAL_GPUS) != _ON_SEVERAL_GPUS:
+    if ranks > 1 and configuration.get("peer", _ON_SEVERAL_GPUS) != _ON_SEVERAL_GPUS:
         raise SystemExit(f"{where} is a peer that trains in one process; leave out ranks, or take {_ON_SEVERAL_GPUS}")
 
 
-def rows_file(arms: Sequence[Arm], name: str, results: Path = RESULTS) -> Path:
-    """``<results>/<gpu>/<name>.jsonl``, of the GPU that is there unless every arm trains on the CPU.
+def rows_file(configurations: Sequence[Configuration], name: str, results: Path = RESULTS) -> Path:
+    """The path ``<results>/<gpu>/<name>.jsonl``, for the GPU of this machine unless every configuration trains on the
+    CPU.
 
-    The GPU was requested without torch, which would take memory on it.
+    The GPU's name is determined without torch, which would allocate memory on it.
     """
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     said = None
-    if not hidden and not all("trainer.device=cpu" in arm.overrides for arm in arms):
+    if not hidden and not all("trainer.device=cpu" in configuration.overrides for configuration in configurations):
         said = command_output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader", timeout=60)
     return folder_of((said or "").split("\n")[0] or None, results) / f"{name}.jsonl"
 
 
 def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
-    """Run all arms in turn, ``repeats`` times over, and keep the row of each with every run that ends."""
-    arms, repeats, jobs = arms_of(table), table.get("repeats", 1), table.get("jobs", 1)
-    path, when, published = rows_file(arms, name, results), call_time(), table.get("published", {}).get("arms", {})
-    rows = [empty_row(name, when, arm, jobs, published.get(arm.name)) for arm in arms]
-    call = Call(path, rows, _identity(table, arms), resume=table.get("resume", False))
+    """Run all configurations in turn, ``repeats`` times, and update the row after each run."""
+    configurations, repeats, jobs = configurations_of(table), table.get("repeats", 1), table.get("jobs", 1)
+    path, when, published = (
+        rows_file(configurations, name, results),
+        call_time(),
+        table.get("published", {}).get("configurations", {}),
+    )
+    rows = [
+        empty_row(name, when, configuration, jobs, published.get(configuration.name))
+        for configuration in configurations
+    ]
+    call = Call(path, rows, _identity(table, configurations), resume=table.get("resume", False))
     started = time.monotonic()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
@@ -194,26 +228,26 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     bytecode = Path(caches.name) / "bytecode"
     workers = Workers(table.get("ahead", 1), fresh=table.get("fresh", False), bytecode=bytecode)
     waiting = [(repeat, i) for repeat in range(repeats) for i, row in enumerate(call.rows) if repeat >= row["repeats"]]
-    total = repeats * len(arms)
+    total = repeats * len(configurations)
     bar = tqdm(total=total, initial=total - len(waiting), desc=name, unit="run", disable=None, dynamic_ncols=True)
 
     def run(repeat: int, index: int) -> None:
         if stopped.is_set():
             return
-        arm = arms[index]
+        configuration = configurations[index]
         cache = Path(caches.name) / f"{index}"
         try:
-            if arm.warm and not cache.exists():
-                run_once(table["base"], arm, workers, cache)
-            report = run_once(table["base"], arm, workers, cache if arm.warm else None)
-            if stopped.is_set():  # it was ended, which says nothing about the arm
+            if configuration.warm and not cache.exists():
+                run_once(table["base"], configuration, workers, cache)
+            report = run_once(table["base"], configuration, workers, cache if configuration.warm else None)
+            if stopped.is_set():  # it was stopped, which does not count as a failure
                 return
             call.add(index, report)
         except BaseException:
             stopped.set()
             raise
         done = f"{time.monotonic() - started:5.0f} s  {repeat + 1}/{repeats}"
-        tqdm.write(f"{done}  {arm.name} {spell(arm.point)} {_said(report)}")
+        tqdm.write(f"{done}  {configuration.name} {spell(configuration.point)} {_said(report)}")
         sys.stdout.flush()
         bar.update()
 
@@ -234,14 +268,14 @@ def run_table(table: Row, name: str, results: Path = RESULTS) -> list[Row]:
     return rows
 
 
-def _identity(table: Row, arms: Sequence[Arm]) -> Row:
-    """What a call is of; only a call of the same can go on with its runs."""
+def _identity(table: Row, configurations: Sequence[Configuration]) -> Row:
+    """What identifies a call: a call can only be resumed by one with the same identity."""
     return {
         "base": table["base"],
         "jobs": table.get("jobs", 1),
         "fresh": table.get("fresh", False),
         "commit (or uncommitted changes)": code_version(ROOT),
-        "arms": hashlib.sha256(json.dumps(arms).encode()).hexdigest()[:12],
+        "configurations": hashlib.sha256(json.dumps(configurations).encode()).hexdigest()[:12],
     }
 
 
@@ -264,27 +298,35 @@ def _said(report: Row) -> str:
     return f"{said}{throughput['samples_per_sec']:,.0f} samples/s, warm-up {throughput['warmup_seconds']:.0f} s"
 
 
-def run_once(base: str, arm: Arm, workers: Workers, cache: Path | None = None) -> Row:
-    """One training process; its report, or ``{"error": …}``. Without a ``cache`` it compiles everything anew."""
+def run_once(base: str, configuration: Configuration, workers: Workers, cache: Path | None = None) -> Row:
+    """Run one training process, and return its report or ``{"error": …}``. Without a ``cache``, compile caches are
+    empty."""
     with tempfile.TemporaryDirectory() as runs:
-        arguments = ["-f", str(ROOT / base), *arm.overrides, f"runs_folder={runs}", "run_name=arm", *_QUIET]
-        program = f"benchmarks.peers.{arm.peer}" if arm.peer else TRAIN
-        compiled = cache or Path(runs)  # inductor's, and what the kernels of fused_layers become
+        arguments = [
+            "-f",
+            str(ROOT / base),
+            *configuration.overrides,
+            f"runs_folder={runs}",
+            "run_name=configuration",
+            *_QUIET,
+        ]
+        program = f"benchmarks.peers.{configuration.peer}" if configuration.peer else TRAIN
+        compiled = cache or Path(runs)  # inductor's cache, and that of the kernels of fused_layers
         environment = {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TRITON_CACHE_DIR": f"{compiled}/triton"}
-        status, output, seconds = workers.run(program, arguments, environment, arm.ranks)
+        status, output, seconds = workers.run(program, arguments, environment, configuration.ranks)
         if status != 0:
             return error_report(status, output)
-        report = json.loads((Path(runs) / "arm" / "report.json").read_text())
-        log = Path(runs) / "arm" / "log-rank0.txt"
+        report = json.loads((Path(runs) / "configuration" / "report.json").read_text())
+        log = Path(runs) / "configuration" / "log-rank0.txt"
         if "losses" not in report and log.exists():
             report["losses"] = [float(value) for value in _LOSS.findall(log.read_text())]
-        del report["wall_seconds"]  # since the process began, which may have waited for its turn
+        del report["wall_seconds"]  # the process may have waited for its turn
         return {**report, **seconds}
 
 
 def leave_page(table: Row, rows: Sequence[Row], path: Path) -> list[Path]:
-    """Write a finished call's page and, where there is something to draw, its chart beside the file of the rows."""
-    from benchmarks.charts import draw_table  # Matplotlib, which the runs do not wait for
+    """Write the page of a finished call and, if there is something to draw, its chart, next to the file of the rows."""
+    from benchmarks.charts import draw_table  # imports Matplotlib, which the runs do not need
 
     text, chart = path.with_suffix(".md"), path.with_suffix(".png")
     drawn = draw_table(table, rows, chart)
@@ -306,7 +348,7 @@ def main(arguments: Sequence[str], results: Path = RESULTS) -> None:
     table = read_table(path, arguments[1:])
     rows = run_table(table, path.stem, results)
     print("\n".join(markdown(rows)))
-    print("written:", *leave_page(table, rows, rows_file(arms_of(table), path.stem, results)))
+    print("written:", *leave_page(table, rows, rows_file(configurations_of(table), path.stem, results)))
 
 
 if __name__ == "__main__":

@@ -161,12 +161,13 @@ def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
 
     By batch size, then by call, then in the order of the table.
     """
-    first = rows[0]["arm"]
+    first = rows[0]["configuration"]
     for row in sorted(rows, key=lambda row: (row["data.batch_size"], row["call"])):
         same = (
             other
             for other in rows
-            if (other["arm"], other["call"], other["data.batch_size"]) == (first, row["call"], row["data.batch_size"])
+            if (other["configuration"], other["call"], other["data.batch_size"])
+            == (first, row["call"], row["data.batch_size"])
         )
         yield row, next(same, None)
 
@@ -202,7 +203,7 @@ def ladder() -> list[str]:
     lines = []
     for row, base in _by_call(rows):
         cells = [_ratio(row, base), _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
-        lines.append((row["call"], [row["arm"], str(row["data.batch_size"]), _spread(row), *cells]))
+        lines.append((row["call"], [row["configuration"], str(row["data.batch_size"]), _spread(row), *cells]))
     columns = ["techniques", "batch", "samples/s (least–most)", "over fp32", "peak GiB", "warm-up s"]
     return _figure_by_call(columns, lines, rows)
 
@@ -211,13 +212,15 @@ def summary(name: str) -> list[str]:
     """Every configuration of a table compared with the first one, at each batch size of a call."""
     rows = rows_of(name)
     batches = sorted({row["data.batch_size"] for row in rows})
-    found = {(row["call"], row["arm"], row["data.batch_size"]): row for row in rows if row["samples_per_sec"]}
-    first = rows[0]["arm"]
+    found = {(row["call"], row["configuration"], row["data.batch_size"]): row for row in rows if row["samples_per_sec"]}
+    first = rows[0]["configuration"]
     lines = []
-    for call, arm in sorted(dict.fromkeys((row["call"], row["arm"]) for row in rows), key=lambda pair: pair[0]):
-        cells, warmups = [arm], [0.0]
+    for call, configuration in sorted(
+        dict.fromkeys((row["call"], row["configuration"]) for row in rows), key=lambda pair: pair[0]
+    ):
+        cells, warmups = [configuration], [0.0]
         for batch in batches:
-            row = found.get((call, arm, batch))
+            row = found.get((call, configuration, batch))
             if row is None:
                 cells += "–––"
                 continue
@@ -228,32 +231,32 @@ def summary(name: str) -> list[str]:
     return _figure_by_call([f"{first}, or with", *columns, "warm-up s"], lines, rows)
 
 
-def effect(name: str, arm: str, before: str) -> list[str]:
+def effect(name: str, configuration: str, before: str) -> list[str]:
     """One configuration of a table compared with another, in the calls that ran both."""
     rows = rows_of(name)
-    found = {(row["data.batch_size"], row["call"], row["arm"]): row for row in rows}
+    found = {(row["data.batch_size"], row["call"], row["configuration"]): row for row in rows}
     lines, compared = [], []
     for batch, call, which in sorted(found):
-        if which != arm or (old := found.get((batch, call, before))) is None:
+        if which != configuration or (old := found.get((batch, call, before))) is None:
             continue
-        new = found[batch, call, arm]
+        new = found[batch, call, configuration]
         compared += [old, new]
         changes = [f"{_median(old, name)} → {_median(new, name)}" for name in ("peak_memory_gib", "warmup_seconds")]
         lines.append((call, [str(batch), _spread(old), _spread(new), _ratio(new, old), *changes]))
     if not lines:
-        raise ValueError(f"no call of {name} has rows of both {arm!r} and {before!r}")
-    columns = ["batch", f"{before}, samples/s", arm, "ratio", "peak GiB", "warm-up s"]
+        raise ValueError(f"no call of {name} has rows of both {configuration!r} and {before!r}")
+    columns = ["batch", f"{before}, samples/s", configuration, "ratio", "peak GiB", "warm-up s"]
     return _figure_by_call(columns, lines, compared)
 
 
 def accuracy(name: str, *only: str) -> list[str]:
     """Accuracy by configuration and seed; samples/s where each run had the machine to itself."""
-    rows = [row for row in rows_of(name) if (not only or row["arm"] in only) and row["accuracy"]]
+    rows = [row for row in rows_of(name) if (not only or row["configuration"] in only) and row["accuracy"]]
     seeds = sorted({row["seed"] for row in rows})
     timed = all(row["samples_per_sec"] for row in rows)
     lines = []
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        own = [row for row in rows if row["arm"] == arm]
+    for configuration in dict.fromkeys(row["configuration"] for row in rows):
+        own = [row for row in rows if row["configuration"] == configuration]
         runs = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
         means = [statistics.fmean(values) if values else None for values in runs]
         mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
@@ -261,7 +264,7 @@ def accuracy(name: str, *only: str) -> list[str]:
         rates = _runs(own, "samples_per_sec") if timed else []
         speed = [f"{min(rates):,.0f}–{max(rates):,.0f}"] if timed else []
         cells = ["–" if m is None else f"{m:.4f}" for m in [*means, mean]]
-        lines.append([arm, *cells, f"{min(each):.4f}–{max(each):.4f}", str(len(each)), *speed])
+        lines.append([configuration, *cells, f"{min(each):.4f}–{max(each):.4f}", str(len(each)), *speed])
     head = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "least–most", "runs"]
     counted = [{key: value for key, value in row.items() if key != "repeats"} for row in rows]  # the last column has it
     return _figure([*head, *(["samples/s"] if timed else [])], lines, counted)
@@ -282,7 +285,7 @@ def across(*selections: str) -> list[str]:
         every += rows
         spread = f"{min(runs):,.0f}–{max(runs):,.0f}" if len(runs) > 1 else f"{runs[0]:,.0f}"
         commits = ", ".join(sorted({commit_of(row) for row in rows}))
-        name = f"`{rows[0]['table']}`, {rows[0]['arm']}"
+        name = f"`{rows[0]['table']}`, {rows[0]['configuration']}"
         lines.append([name, str(len({row["call"] for row in rows})), str(len(runs)), spread, commits])
     runs = _runs(every, "samples_per_sec")
     calls = len({row["call"] for row in every})
@@ -348,16 +351,17 @@ def _works(technique: str, family: str, head: str) -> str:
 
 
 def families_short() -> list[str]:
-    """The families, and of the techniques that read a model's code those that each refuses."""
+    """The families, grouped by the techniques that they do not support, of those that depend on the model's code."""
     from composer_speedups.families.family import families as known
     from tests.helpers.refusals import TECHNIQUES, refusal_of
 
-    lines = []
+    groups: dict[str, list[str]] = defaultdict(list)
     for each in sorted(known(), key=lambda each: each.title.lower()):
         refused = [f"`{name}`" for name in TECHNIQUES if refusal_of(name, each.name, "mlm")]
-        lines.append([each.title, f"all but {', '.join(refused)}" if refused else "all"])
+        groups[f"all except {', '.join(refused)}" if refused else "all"].append(each.title)
+    lines = [[", ".join(titles), techniques] for techniques, titles in sorted(groups.items())]
     names = ", ".join(f"`{name}`" for name in TECHNIQUES)
-    return [*table(["family", "techniques"], lines), "", f"All are {names}."]
+    return [*table(["families", "techniques"], lines), "", f"These techniques depend on the family: {names}."]
 
 
 # What each task reads, reports and supports, as the tests that ran recorded it
@@ -385,7 +389,14 @@ def support() -> list[str]:
         for task, way, mark in entry["claims"]
     }
     lines = [[f"`{task}`", *(found.get((task, way), "–") for way in WAYS)] for task in TASKS]
-    return [*table(["task", *WAYS], lines), "", *(f"- {way}: {what}." for way, what in WAYS.items())]
+    return table(["task", *WAYS], lines)
+
+
+def support_legend() -> list[str]:
+    """The columns of :func:`support`."""
+    from tests.helpers.support import WAYS
+
+    return [f"- {way}: {what}." for way, what in WAYS.items()]
 
 
 def _yamls_by_task() -> dict[str, list[str]]:
@@ -422,8 +433,16 @@ def steps(name: str, last: int | str = 0) -> list[str]:
         if base is not None:
             step += f" ({median_step(base) / median_step(row):.2f})"
         cells = [_spread(row), _ratio(row, base), step, _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
-        lines.append((row["call"], [str(row["data.batch_size"]), row["arm"], *cells]))
-    head = ["batch", "configuration", "samples/s", f"over {rows[0]['arm']}", "median step, ms", "peak GiB", "warm-up s"]
+        lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], *cells]))
+    head = [
+        "batch",
+        "configuration",
+        "samples/s",
+        f"over {rows[0]['configuration']}",
+        "median step, ms",
+        "peak GiB",
+        "warm-up s",
+    ]
     return _figure_by_call(head, lines, rows)
 
 
@@ -434,8 +453,15 @@ def jobs(name: str) -> list[str]:
     for row, base in _by_call(rows):
         over = "–" if base is None else f"{_process(base) / _process(row):.2f}"
         cells = [over, _median(row, "warmup_seconds"), _median(row, "eval_seconds")]
-        lines.append((row["call"], [str(row["data.batch_size"]), row["arm"], _seconds(row), *cells]))
-    head = ["batch", "configuration", "process, s", f"{rows[0]['arm']}'s over it", "warm-up s", "both evaluations, s"]
+        lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], _seconds(row), *cells]))
+    head = [
+        "batch",
+        "configuration",
+        "process, s",
+        f"{rows[0]['configuration']}'s over it",
+        "warm-up s",
+        "both evaluations, s",
+    ]
     return _figure_by_call(head, lines, rows)
 
 
@@ -458,13 +484,13 @@ def starts(name: str) -> list[str]:
         spent = [row["startup"][f"{phase}_seconds"] for phase in phases]
         total = row["startup"]["to_first_step_seconds"]
         cells = (f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))
-        lines.append((row["call"], [row["arm"], *cells]))
+        lines.append((row["call"], [row["configuration"], *cells]))
     columns = ["configuration", "to the first step, s", *(phase.replace("_", " ") for phase in phases), "the rest"]
     return _figure_by_call(columns, lines, rows)
 
 
 def kernels(name: str) -> list[str]:
-    """The kernels of the last row with their own options, beside PyTorch's and the time of one copy."""
+    """The kernels of the last row with their default options, PyTorch's, and the time of one copy."""
     row = rows_of(name)[-1]
     lines = []
     for kernel in row["kernels"]:
@@ -472,14 +498,15 @@ def kernels(name: str) -> list[str]:
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
-    return _figure(["kernel", "µs", "PyTorch's", "over it", "one copy"], lines, [{**row, "repeats": 1}])
+    columns = ["kernel", "µs", "PyTorch's", "over it", "one copy"]
+    return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
 
 
 def suite() -> list[str]:
     """What runs of the tests counted, the last one of each command and number of GPUs."""
     last = {(tuple(row["arguments"]), row["environment"].get("gpu_count")): row for row in every_gpus_rows("suite")}
     if not last:
-        return ["No run is kept yet: `python -m benchmarks.suite -m gpu` makes one."]
+        return ["No run is recorded yet; `python -m benchmarks.suite -m gpu` records one."]
     return table(
         ("pytest", "passed", "failed", "skipped", "minutes", "on", "date, commit"),
         (
@@ -533,7 +560,8 @@ def kinds(override: str) -> list[str]:
         ("its products alone, bf16", "gemm_floor_ms"),
     ):
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
-    return _figure(["ms per step", *rows], lines, [{**row, "repeats": 1} for row in rows.values()])
+    where = where_of(list(rows.values()))
+    return [*table(["ms per step", *rows], lines), "", f"One profile of each configuration. {where}"]
 
 
 def profiled(row: Row) -> str:
@@ -664,9 +692,9 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
     lines = []
     for row in rows:
         point = spell(point_of(row))
-        if row["arm"] == rows[0]["arm"] and row["samples_per_sec"]:
+        if row["configuration"] == rows[0]["configuration"] and row["samples_per_sec"]:
             first[point] = _rate(row)
-        cells = {"configuration": row["arm"], "point": point, **_measured(row, first.get(point))}
+        cells = {"configuration": row["configuration"], "point": point, **_measured(row, first.get(point))}
         cells |= {"efficiency": _efficiency(row, rows), "median step, ms": _median_step(row)}
         cells |= {column: _number(row.get(name), form) for column, (name, form) in _MORE.items()}
         lines.append([cells.get(column, "") for column in columns])
@@ -697,7 +725,7 @@ def _mfu(row: Row) -> str:
 
 def _efficiency(row: Row, rows: Sequence[Row]) -> str:
     def after_comma(row: Row) -> str:
-        return str(row["arm"]).partition(", ")[2]
+        return str(row["configuration"]).partition(", ")[2]
 
     same = [other for other in rows if other["ranks"] == 1 and after_comma(other) == after_comma(row)]
     if row["ranks"] == 1 or not row["samples_per_sec"] or not (same and same[0]["samples_per_sec"]):

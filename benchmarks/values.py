@@ -137,7 +137,7 @@ def _has(row: Row, item: str) -> bool:
 
 
 def _name(row: Row) -> str:
-    return str(row["arm"]) if "arm" in row else tables.profiled(row)
+    return str(row["configuration"]) if "configuration" in row else tables.profiled(row)
 
 
 def _calls(rows: Sequence[Row], names: Sequence[str], measure: str, where: str) -> list[list[list[Row]]]:

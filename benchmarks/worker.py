@@ -1,8 +1,8 @@
-"""Training processes that have imported everything before their turn comes, so that a table takes half the time.
+"""Training processes that import everything before their turn, which halves the duration of a table.
 
-Several start at once, import (Composer's own takes ten seconds and more) and wait; none of them runs while others of
-the same batch still import, which would disturb a measurement. Each trains once, in a process of its own. For a
-whole job, cold processes take their place, and the clock runs from their start to their end.
+Several start together, import (Composer's import takes ten seconds and more) and wait. None of them runs while others
+of the same group still import, which would disturb measurements. Each process trains once. To time a whole job, cold
+processes are used instead, from their start to their end.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-TRAIN = "composer_speedups.train"  # what trains unless a peer does
+TRAIN = "composer_speedups.train"  # the module that trains, unless it is a peer
 _READY = "ready\n"
 _SETPRIV = shutil.which("setpriv")
-_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []  # a killed runner leaves no run behind
+_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []  # ends with a killed runner
 
 
 class _Process:
-    """A Python process, ended with this one where ``setpriv`` is there; ``environment`` adds to this process's own."""
+    """A Python process that ends with this one if ``setpriv`` is installed; ``environment`` extends this process's."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
         self._process = subprocess.Popen(
@@ -38,12 +38,12 @@ class _Process:
             text=True,
             cwd=ROOT,
             env={**os.environ, **environment},
-            start_new_session=True,  # so that its DataLoader workers can be ended with it
+            start_new_session=True,  # a process group, so that DataLoader workers can be ended with it
             **streams,
         )
 
     def close(self) -> None:
-        """End it and whatever it started."""
+        """End it and its children."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -53,13 +53,13 @@ class _Process:
 
 
 class Worker(_Process):
-    """One process for one run of ``train.py`` or a peer."""
+    """A process for one run of ``train.py`` or a peer."""
 
     def __init__(self) -> None:
         super().__init__(["-m", "benchmarks.worker"], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def wait_until_ready(self) -> None:
-        """Return when it has imported everything.
+        """Wait until it has imported everything.
 
         Raises:
             RuntimeError: It ended before.
@@ -69,7 +69,7 @@ class Worker(_Process):
             raise RuntimeError(f"a worker ended with status {self._process.wait()} before its run")
 
     def run(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        """Exit status and output of a module's ``main`` with these arguments; the process ends with it."""
+        """Run a module's ``main`` with these arguments; return its exit status and output. The process ends with it."""
         assert self._process.stdin is not None
         with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
             request = [program, list(arguments), dict(environment), log.name]
@@ -80,9 +80,9 @@ class Worker(_Process):
 
 
 class ColdRun(_Process):
-    """One process that starts now and imports everything itself.
+    """A process that starts now and imports everything itself.
 
-    With more ``ranks`` than one it is Composer's launcher, ``composer -n RANKS``, which starts a process each.
+    With several ``ranks`` it is Composer's launcher, ``composer -n RANKS``, which starts a process per rank.
     """
 
     def __init__(self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1) -> None:
@@ -93,7 +93,7 @@ class ColdRun(_Process):
         super().__init__([*launcher, "-m", program, *arguments], environment, **streams)
 
     def wait(self) -> tuple[int, str, float]:
-        """Exit status, output, and seconds from its start to its end."""
+        """Exit status, output, and seconds from start to end."""
         status = self._process.wait()
         seconds = time.perf_counter() - self._started
         self._log.seek(0)
@@ -105,13 +105,13 @@ class ColdRun(_Process):
 
 
 class Workers:
-    """Ready processes, started ``ahead`` at a time; any thread may take one.
+    """Ready processes, which are started in groups of ``ahead``. Thread-safe.
 
     Args:
-        ahead: How many import at once.
-        fresh: Start a cold process for each run instead, and time it.
-        bytecode: A folder for the bytecode of cold processes, which one that is not timed fills first: they then
-            find what they would on a machine that has run them before, whatever this environment says of bytecode.
+        ahead: Number of processes that import together.
+        fresh: Start and time a cold process for each run instead.
+        bytecode: Folder for the bytecode of cold processes, which an untimed process fills first, as on a machine that
+            has run them before.
     """
 
     def __init__(self, ahead: int = 1, *, fresh: bool = False, bytecode: Path | None = None) -> None:
@@ -124,11 +124,11 @@ class Workers:
     def run(
         self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1
     ) -> tuple[int, str, dict[str, float]]:
-        """Exit status and output of the next one, and how long it took.
+        """Run on the next process; return exit status, output and duration.
 
-        That is ``run_seconds`` from its turn to its end, or ``process_seconds`` from the start of a cold process,
-        imports and all. Runs of several ``ranks`` are always cold, and not timed unless all are: Composer's launcher
-        starts their processes itself.
+        The duration is ``run_seconds`` without imports, or ``process_seconds`` of a cold process. Runs with several
+        ``ranks`` always use cold processes, because Composer's launcher starts their processes, and are timed only with
+        ``fresh``.
         """
         if self._fresh or ranks > 1:
             with self._lock:
@@ -165,7 +165,7 @@ class Workers:
         self._imported |= {__name__, program}
 
     def close(self) -> None:
-        """End all of them."""
+        """End all processes."""
         for worker in self._all:
             worker.close()
 

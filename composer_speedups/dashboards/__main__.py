@@ -31,8 +31,8 @@ def main(arguments: Sequence[str]) -> None:
     sections = layout(request.task)
     if request.dry_run:
         runs = ", ".join(request.runs or ["all runs"])
-        arms = ", ".join(request.group_by) or "nothing"
-        print(f"{request.kind} {request.name!r} of {project}: {runs}, grouped by {arms}")
+        configurations = ", ".join(request.group_by) or "nothing"
+        print(f"{request.kind} {request.name!r} of {project}: {runs}, grouped by {configurations}")
         print(as_text(sections))
         return
     if importlib.util.find_spec("wandb_workspaces") is None:

@@ -72,7 +72,7 @@ class Request:
     """Names of the runs to show, as in runs=a,b; null for all runs of the project."""
     kind: Literal["workspace", "report"] = "workspace"
     """A saved view of the project, or a separate report."""
-    name: str = "Arms side by side"
+    name: str = "Runs side by side"
     """Name of the view or report: at most 128 characters, without emoji or signs such as + and =."""
     group_by: list[str] = field(default_factory=lambda: ["techniques"])
     """Config keys; runs with the same values form a group. Empty (group_by=) shows each run separately."""

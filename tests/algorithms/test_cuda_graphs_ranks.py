@@ -163,7 +163,7 @@ def numbers_of_cuts() -> tuple[int, int]:
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Linear(2600, 2600) for _ in range(5))})
     vars(model)["parameters"] = lambda: iter([SimpleNamespace(device=torch.device("cuda"))])
     automatic, four = (len(apply_cuda_graphs(model, segments=segments).cut_behind) for segments in (None, 4))
-    with pytest.raises(ValueError, match="before DDP wraps it"):
+    with pytest.raises(ValueError, match="before DDP wraps the model"):
         apply_cuda_graphs(DistributedDataParallel(tiny_bert()))
     with pytest.raises(ValueError, match="segments must be at least 1, not 0"):
         apply_cuda_graphs(model, segments=0)

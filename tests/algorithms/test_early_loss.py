@@ -186,7 +186,7 @@ def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched, monkeypatc
     monkeypatch.setattr(copies, "busy", lambda: False)
     technique = EarlyLoss()
     train("tensor", 4, [technique])
-    assert "does not keep this GPU waiting" in technique.evidence["note"]
+    assert "this GPU does not wait for the host" in technique.evidence["note"]
 
 
 @pytest.mark.pins

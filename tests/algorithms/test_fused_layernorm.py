@@ -164,7 +164,7 @@ def test_compiled_code_is_probed_and_a_fallback_detected(monkeypatch: pytest.Mon
 def test_modules_restored_after_init_are_detected() -> None:
     trainer = make_trainer([FastLayerNorm(), MixedPrecision("bf16", allow_cpu=True)])
     trainer.state.model.model.bert.embeddings.LayerNorm.__class__ = nn.LayerNorm
-    with pytest.raises(NotEngagedError, match="1 of 5 modules are another class again"):
+    with pytest.raises(NotEngagedError, match="1 of 5 modules have another class again"):
         trainer.fit()
     trainer.close()
 

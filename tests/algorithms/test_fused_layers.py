@@ -143,7 +143,7 @@ def test_missing_unpadding_and_unsupported_layers_are_refused() -> None:
     apply_unpadding(model)
     with pytest.raises(ValueError, match="16, 32, 64, 128 units, and these have 12"):
         apply_fused_layers(model)
-    with pytest.raises(TechniqueError, match="fused_layers: it computes packed tokens, and nothing packs them"):
+    with pytest.raises(TechniqueError, match="fused_layers: it needs packed tokens, and nothing packs them"):
         make_trainer([FusedLayers()])
 
 
@@ -194,7 +194,7 @@ def test_runs_of_the_stock_layers_are_detected() -> None:
         trainer.fit()
     trainer.close()
     assert technique.engaged is False
-    assert "2 of 2 layers ran as the stock model's" in technique.evidence["unavailable"]
+    assert "2 of 2 layers ran the stock model's code" in technique.evidence["unavailable"]
 
 
 def test_the_recommended_set_equals_the_fast_yaml() -> None:

@@ -91,7 +91,7 @@ def test_a_runs_checkpoint_has_the_scales_of_each_rank(on_any_device: None, monk
     monkeypatch.setattr("composer.utils.dist.get_global_rank", lambda: 1)
     technique.load_state_dict({**held, "float8_scales": ranks})
     assert float8_scales(model) == ranks[1]
-    with pytest.raises(TechniqueError, match="of other 8-bit layers"):
+    with pytest.raises(TechniqueError, match="have different 8-bit layers"):
         technique.load_state_dict({**held, "float8_scales": [{}]})
     trainer.close()
 
@@ -118,7 +118,7 @@ def test_the_recommended_set_uses_sixteen_bits() -> None:
 def test_scales_of_another_model_are_refused(on_any_device: None) -> None:
     model = in_float8(tiny_bert())
     held = float8_scales(model)
-    with pytest.raises(ValueError, match=r"of other 8-bit layers than the model's: bert\.encoder\.layer\.1"):
+    with pytest.raises(ValueError, match=r"have different 8-bit layers: bert\.encoder\.layer\.1"):
         load_float8_scales(model, {"bert.encoder.layer.0": held["bert.encoder.layer.0"]})
     with pytest.raises(ValueError, match="are not 12 rows of 64"):
         load_float8_scales(model, {name: [[1]] for name in held})
@@ -133,5 +133,5 @@ KINDS = [("modernbert", "ModernBertEncoderLayer"), ("deberta_v2", "DebertaV2Laye
 def test_other_layer_classes_are_refused_by_name(family: Any, layer: str) -> None:
     model = tiny_model(family)
     apply_unpadding(model)
-    with pytest.raises(ValueError, match=rf"knows BERT's layers and those like it, not {layer}$"):
+    with pytest.raises(ValueError, match=rf"supports BERT's layers and similar ones, not {layer}$"):
         apply_fused_layers(model, precision="fp8")

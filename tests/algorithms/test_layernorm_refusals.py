@@ -37,7 +37,7 @@ def test_unsuitable_layernorms_are_kept_and_named() -> None:
 
     for implementation, expected in {"triton": ["whole"], "apex": ["whole", "two_dimensions"]}.items():
         changed: Any = model()
-        with pytest.warns(NoEffectWarning, match=rf"left alone, for {implementation} wants.*: no_bias, no_weight"):
+        with pytest.warns(NoEffectWarning, match=rf"not changed, because {implementation} needs.*: no_bias, no_weight"):
             assert apply_fast_layernorm(changed, implementation=implementation) == expected  # type: ignore
         assert type(changed["no_bias"]) is nn.LayerNorm
     assert len(apply_fast_layernorm(model())) == 4
@@ -60,7 +60,7 @@ def test_unsuitable_layernorms_are_named_and_refused_if_there_are_no_others() ->
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.__class__, module.bias = nn.LayerNorm, None
-    with pytest.raises(TechniqueError, match=r"LayerNorm that fits: apex wants a weight, a bias; remove it"):
+    with pytest.raises(TechniqueError, match=r"LayerNorm that is supported: apex needs a weight, a bias; remove it"):
         make_trainer([FastLayerNorm("apex")], model=model)
 
 

@@ -184,7 +184,7 @@ def test_targets_that_match_nothing_are_named_with_those_that_exist() -> None:
         apply_lora(tiny_bert(), targets=["value", "querry"])
     with pytest.raises(ValueError, match="word_embeddings is a Embedding; only Linear"):
         apply_lora(tiny_bert(), targets=["word_embeddings"])
-    with pytest.raises(ValueError, match=r"no default for which modules of a Plain to adapt.*head, inner"):
+    with pytest.raises(ValueError, match=r"Plain models have no default targets.*head, inner"):
         apply_lora(Plain())
     with pytest.raises(ValueError, match=r"modules_to_save: the model has no module 'haed'.*inner, head"):
         apply_lora(Plain(), targets="all-linear", modules_to_save=["haed"])
@@ -213,7 +213,7 @@ def test_bad_settings_and_models_with_adapters_are_refused() -> None:
     with pytest.raises(ValueError, match="already has LoRA's adapters with rank=2; to use rank=3, build"):
         apply_lora(model, rank=3)
     config = model.peft_config["default"]
-    with pytest.raises(TechniqueError, match="has PEFT adapters already; give its base model"):
+    with pytest.raises(TechniqueError, match="already has PEFT adapters; pass its base model"):
         make_trainer([LoRA(rank=2)], model=HuggingFaceModel(get_peft_model(tiny_bert(), config)))
     with pytest.raises(ValueError, match="no adapters; call apply_lora first"):
         save_adapter(tiny_bert(), "adapter")

@@ -111,8 +111,8 @@ def test_refused_models_are_not_changed() -> None:
     assert type(model.bert.embeddings.word_embeddings) is nn.Embedding
     assert optimizer.state_dict() == before
     two = nn.ModuleList([nn.Embedding(4, 4), nn.Embedding(4, 4)])
-    with pytest.raises(ValueError, match="which of its 2 embeddings holds the words"):
+    with pytest.raises(ValueError, match="the model has 2 embeddings and no get_input_embeddings"):
         apply_stable_embedding(two)
     context = Context(torch.device("cpu"), techniques=frozenset({"lora"}))
     unmet = [r.reason for r in BnbOptimizer(stable_embedding=True).requirements(context) if not r.met]
-    assert unmet == ["lora freezes the word embedding, and a stable embedding is for training it"]
+    assert unmet == ["lora freezes the word embedding, and a stable embedding must be trained"]

@@ -15,11 +15,11 @@ from benchmarks import charts
 ENVIRONMENT = {"gpu": "NVIDIA H200", "torch": "2.11.0"}
 
 
-def row(arm: str, rate: float, call: str = "2026-01-02", batch: int = 128, **more: Any) -> dict[str, Any]:
+def row(configuration: str, rate: float, call: str = "2026-01-02", batch: int = 128, **more: Any) -> dict[str, Any]:
     rates = {"median": rate} if rate else None
     return {
         "call": call,
-        "arm": arm,
+        "configuration": configuration,
         "data.batch_size": batch,
         "samples_per_sec": rates,
         "environment": ENVIRONMENT,
@@ -45,7 +45,7 @@ def test_the_last_call_with_all_arms_is_drawn_at_one_point() -> None:
         row("+ x", 0, call="2026-01-03"),  # failed
     ]
     found = charts.last_call(rows, "samples_per_sec", ["fp32", "+ y"])
-    assert [(r["arm"], r["samples_per_sec"]["median"]) for r in found] == [("fp32", 2), ("+ y", 4)]
+    assert [(r["configuration"], r["samples_per_sec"]["median"]) for r in found] == [("fp32", 2), ("+ y", 4)]
     assert [r["samples_per_sec"]["median"] for r in charts.last_call(rows, "samples_per_sec")] == [9]
     with pytest.raises(SystemExit, match="no call has rows of z with samples_per_sec"):
         charts.last_call(rows, "samples_per_sec", ["z"])
@@ -88,7 +88,7 @@ def test_loss_curves_from_the_command_line() -> None:
         charts.main(["losses", "none", "losses.png"], Path())
     with pytest.raises(SystemExit, match="no call has rows of padded, other with losses"):
         charts.main(["losses", "curves", "losses.png", "padded | other"], Path())
-    with pytest.raises(ValueError, match="5 curves in one chart; name 4 arms at most"):
+    with pytest.raises(ValueError, match="5 curves in one chart; name 4 configurations at most"):
         charts.loss_curves([rows[0]] * 5, Path("five.png"))
 
 
@@ -103,4 +103,4 @@ def test_a_chart_knows_which_rows_it_shows(monkeypatch: pytest.MonkeyPatch) -> N
     assert chart.is_stale()
     chart.draw()
     rows.pop()
-    assert chart.is_stale(), "an arm is gone"
+    assert chart.is_stale(), "a configuration is gone"

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 
 from benchmarks import charts
 from benchmarks.rows import add_run, describe_error, describe_errors, empty_row, error_report
-from benchmarks.run import Arm, leave_page
+from benchmarks.run import Configuration, leave_page
 from benchmarks.tables import markdown, page
 from composer_speedups.train import environment as environments
 from tests.benchmarks.test_charts import size_of
@@ -34,8 +34,8 @@ def report(rate: float, accuracy: float | None = None, **more: Any) -> dict[str,
     return {"throughput": throughput, "metrics": metrics, "memory": memory, "environment": ENVIRONMENT, **more}
 
 
-def row(arm: str, *reports: dict[str, Any], published: str | None = None, **point: Any) -> dict[str, Any]:
-    found = empty_row("t", "2026-01-02T03:04:05.678Z", Arm(arm, point, []), published=published)
+def row(configuration: str, *reports: dict[str, Any], published: str | None = None, **point: Any) -> dict[str, Any]:
+    found = empty_row("t", "2026-01-02T03:04:05.678Z", Configuration(configuration, point, []), published=published)
     for each in reports:
         add_run(found, each)
     return found
@@ -97,13 +97,13 @@ def test_mfu_with_float8_products_names_the_peak_that_it_is_a_share_of() -> None
 
 
 def test_a_page_says_where_it_ran() -> None:
-    text = page([row("x", report(1)), row("y", OOM)], "t", ["arms=[x, y]"], "a V100", "t.png")
+    text = page([row("x", report(1)), row("y", OOM)], "t", ["configurations=[x, y]"], "a V100", "t.png")
     assert (
         "NVIDIA H200, limit 700 W, SM clock 1755 MHz, driver 580, torch 2.11.0, Composer 0.32.1, "
         "transformers 5.17.0; 2026-01-02; commit 0123456." in text
     )
     assert "Published: a V100." in text
-    assert "`python -m benchmarks.run t 'arms=[x, y]'`, call of 2026-01-02T03:04:05.678Z." in text
+    assert "`python -m benchmarks.run t 'configurations=[x, y]'`, call of 2026-01-02T03:04:05.678Z." in text
     assert "![t](t.png)" in text
     assert "none says where it ran" in page([row("y", OOM)], "t", [])
 
@@ -111,7 +111,7 @@ def test_a_page_says_where_it_ran() -> None:
 def test_each_table_gets_the_chart_that_suits_it() -> None:
     seeds = [row("x", report(1, 0.5), seed=1), row("x", report(1, 0.6), seed=2)]
     plain = [row("fp32", report(100), report(120)), row("x", OOM)]
-    curves = [row(arm, report(100, losses=[0.7, 0.6])) for arm in ("a", "b")]
+    curves = [row(configuration, report(100, losses=[0.7, 0.6])) for configuration in ("a", "b")]
     for table, rows, kind in (
         ({"matrix": {"seed": [1, 2]}}, seeds, "seeds"),
         ({}, plain, "bars"),
@@ -148,7 +148,10 @@ def test_bars_have_their_value_their_ratio_and_the_reason_of_a_missing_one(monke
     assert widths == [100, 250]
     assert said == ["100", "250  ×2.50", "out of memory", "refused"]
     said.clear()
-    timed = [row(arm, report(1, process_seconds=seconds)) for arm, seconds in (("peer", 60.0), ("ours", 20.0))]
+    timed = [
+        row(configuration, report(1, process_seconds=seconds))
+        for configuration, seconds in (("peer", 60.0), ("ours", 20.0))
+    ]
     charts.draw_table({"fresh": True}, timed, Path("seconds.png"))
     assert said == ["60.0", "20.0  ×3.00"]
 
@@ -168,7 +171,10 @@ def test_dots_are_drawn_for_each_seed_and_the_mean(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(Axes, "scatter", seen)
     monkeypatch.setattr(Axes, "plot", line)
-    rows = [row(arm, report(1, value), seed=seed) for arm, seed, value in (("a", 1, 0.5), ("b", 1, 0.6), ("b", 2, 0.8))]
+    rows = [
+        row(configuration, report(1, value), seed=seed)
+        for configuration, seed, value in (("a", 1, 0.5), ("b", 1, 0.6), ("b", 2, 0.8))
+    ]
     charts.draw_table({"matrix": {"seed": [1, 2]}}, [*rows, row("c", OOM, seed=1)], Path("dots.png"))
     assert dots == [(0.5, "seed 1"), (0.6, None), (0.8, "seed 2")]
     assert means == pytest.approx([0.5, 0.7])

@@ -31,10 +31,10 @@ def runs_of(monkeypatch: pytest.MonkeyPatch, stop_after: int | None = None, rate
     """Put a fake in the place of runs; the last override of each, as they come."""
     seen: list[str] = []
 
-    def fake(base: str, arm: runner.Arm, *_: Any) -> dict[str, Any]:
+    def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
         if len(seen) == stop_after:
             raise KeyboardInterrupt
-        seen.append(arm.overrides[-1])
+        seen.append(configuration.overrides[-1])
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate + len(seen)}}
 
     monkeypatch.setattr(runner, "run_once", fake)
@@ -53,7 +53,7 @@ def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
         run()
     assert "resume=true continues from results/cpu/table.jsonl" in capsys.readouterr().err
     first = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    assert [(row["arm"], row["repeats"]) for row in first] == [("plain", 2), ("+ x", 1), ("+ y", 1)]
+    assert [(row["configuration"], row["repeats"]) for row in first] == [("plain", 2), ("+ x", 1), ("+ y", 1)]
     seen = runs_of(monkeypatch, rate=200.0)
     rows = run("resume=true")
     assert seen == ["x=1", "y=1"]
@@ -62,7 +62,7 @@ def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
     assert rows[0]["samples_per_sec"]["runs"] == [101.0, 104.0]
     assert rows[1]["samples_per_sec"]["runs"] == [102.0, 201.0]
     assert not any("unfinished" in row for row in rows)
-    assert "goes on with the call of" in capsys.readouterr().out
+    assert "continues the call of" in capsys.readouterr().out
     seen = runs_of(monkeypatch)
     run("resume=true")  # nothing is unfinished: a new call
     assert len(seen) == 6
@@ -75,7 +75,7 @@ def test_a_call_that_was_left_becomes_rows_when_a_new_one_begins(monkeypatch: py
     runs_of(monkeypatch)
     rows = run()
     written = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    assert [(row["arm"], row["repeats"]) for row in written[:2]] == [("plain", 1), ("+ x", 1)]
+    assert [(row["configuration"], row["repeats"]) for row in written[:2]] == [("plain", 1), ("+ x", 1)]
     assert written[2:] == rows
     assert len({row["call"] for row in written}) == 2
 
@@ -83,8 +83,8 @@ def test_a_call_that_was_left_becomes_rows_when_a_new_one_begins(monkeypatch: py
 @pytest.mark.parametrize(
     ("overrides", "changes", "differs"),
     [
-        (["trainer.max_duration=9ba"], {}, "arms"),
-        (["arms=[plain]"], {}, "arms"),
+        (["trainer.max_duration=9ba"], {}, "configurations"),
+        (["configurations=[plain]"], {}, "configurations"),
         (["jobs=2"], {}, "jobs"),
         ([], {"base": "yamls/bert_imdb.yaml"}, "base"),
     ],
@@ -97,7 +97,7 @@ def test_another_call_cannot_go_on(
         run()
     before = ROWS.read_bytes()
     seen = runs_of(monkeypatch)
-    with pytest.raises(SystemExit, match=rf"had other {differs}; .*leave out resume=true"):
+    with pytest.raises(SystemExit, match=rf"had different {differs}; .*remove resume=true"):
         run("resume=true", *overrides, **changes)
     assert seen == []
     assert ROWS.read_bytes() == before
@@ -109,7 +109,7 @@ def test_other_code_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         run()
     monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "def")
-    with pytest.raises(SystemExit, match=r"had other commit \(or uncommitted changes\)"):
+    with pytest.raises(SystemExit, match=r"had different commit \(or uncommitted changes\)"):
         run("resume=true")
 
 
@@ -161,8 +161,8 @@ def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_run_that_the_end_of_the_table_ends_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(base: str, arm: runner.Arm, *_: Any) -> dict[str, Any]:
-        if arm.overrides[-1] == "x=1":
+    def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
+        if configuration.overrides[-1] == "x=1":
             time.sleep(0.2)
             raise KeyboardInterrupt
         time.sleep(1.5)  # it is still running then
@@ -170,7 +170,7 @@ def test_a_run_that_the_end_of_the_table_ends_counts_for_nothing(monkeypatch: py
 
     monkeypatch.setattr(runner, "run_once", fake)
     with pytest.raises(KeyboardInterrupt):
-        run("jobs=2", "repeats=1", arms={"x": ["x=1"], "y": ["y=1"]}, cumulative=False)
+        run("jobs=2", "repeats=1", configurations={"x": ["x=1"], "y": ["y=1"]}, cumulative=False)
     assert not ROWS.exists()
 
 
@@ -185,9 +185,9 @@ def test_a_killed_runner_is_resumed() -> None:
         from benchmarks import run
         sys.path.insert(0, {str(ROOT)!r})
         REPORT = {REPORT!r}
-        def fake(base, arm, workers, cache):
+        def fake(base, configuration, workers, cache):
             place = Path("ran")
-            place.write_text((place.read_text() if place.exists() else "") + arm.name + "\\n")
+            place.write_text((place.read_text() if place.exists() else "") + configuration.name + "\\n")
             if len(place.read_text().splitlines()) == 3:
                 time.sleep(600)
             return REPORT
@@ -205,12 +205,12 @@ def test_a_killed_runner_is_resumed() -> None:
         time.sleep(0.02)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
-    assert [(row["arm"], row["repeats"]) for row in read_rows(ROWS)] == [("plain", 1), ("+ x", 1)]
+    assert [(row["configuration"], row["repeats"]) for row in read_rows(ROWS)] == [("plain", 1), ("+ x", 1)]
     ended = subprocess.run([sys.executable, str(script), "resume=true"], env=environment, check=True, text=True)
     assert ended.returncode == 0
     assert ran.read_text().splitlines() == ["plain", "+ x", "+ y", "+ y", "plain", "+ x", "+ y"]
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()]
-    assert [(row["arm"], row["repeats"], row["errors"]) for row in rows] == [
+    assert [(row["configuration"], row["repeats"], row["errors"]) for row in rows] == [
         (a, 2, []) for a in ("plain", "+ x", "+ y")
     ]
     assert len({row["call"] for row in rows}) == 1

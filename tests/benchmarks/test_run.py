@@ -1,4 +1,4 @@
-"""The benchmark runner: arms, overrides, rows with their spread, and runs that fail or are stopped."""
+"""The benchmark runner: configurations, overrides, rows with their spread, and runs that fail or are stopped."""
 
 from __future__ import annotations
 
@@ -48,64 +48,64 @@ def table(**changes: Any) -> Path:
         "repeats": 2,
         "matrix": {"data.batch_size": [40, 128]},
         "cumulative": True,
-        "arms": {"plain": [], "+ x": ["x=1"], "+ y": ["y=1"]},
+        "configurations": {"plain": [], "+ x": ["x=1"], "+ y": ["y=1"]},
     }
     path.write_text(yaml.safe_dump({**content, **changes}, sort_keys=False))
     return path
 
 
 def test_arms_add_up_over_the_matrix() -> None:
-    arms = runner.arms_of(runner.read_table(table()))
-    assert [(a.name, a.point["data.batch_size"]) for a in arms][:4] == [
+    configurations = runner.configurations_of(runner.read_table(table()))
+    assert [(a.name, a.point["data.batch_size"]) for a in configurations][:4] == [
         ("plain", 40),
         ("+ x", 40),
         ("+ y", 40),
         ("plain", 128),
     ]
-    assert arms[2].overrides == ["a=1", "data.batch_size=40", "x=1", "y=1"]
-    apart = runner.arms_of(runner.read_table(table(cumulative=False)))
+    assert configurations[2].overrides == ["a=1", "data.batch_size=40", "x=1", "y=1"]
+    apart = runner.configurations_of(runner.read_table(table(cumulative=False)))
     assert apart[2].overrides == ["a=1", "data.batch_size=40", "y=1"]
 
 
 def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
     read = runner.read_table(table(), ["repeats=5", "data.batch_size=64", "trainer.max_duration=3ba"])
-    arms = runner.arms_of(read)
+    configurations = runner.configurations_of(read)
     assert read["repeats"] == 5
-    assert {a.point["data.batch_size"] for a in arms} == {64}
-    assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in arms)
+    assert {a.point["data.batch_size"] for a in configurations} == {64}
+    assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in configurations)
 
 
 def test_arms_can_be_picked_and_keep_what_those_above_them_add() -> None:
-    arms = runner.arms_of(runner.read_table(table(matrix={}), ["arms=[plain, + y]"]))
-    assert [(a.name, a.overrides) for a in arms] == [("plain", ["a=1"]), ("+ y", ["a=1", "x=1", "y=1"])]
+    configurations = runner.configurations_of(runner.read_table(table(matrix={}), ["configurations=[plain, + y]"]))
+    assert [(a.name, a.overrides) for a in configurations] == [("plain", ["a=1"]), ("+ y", ["a=1", "x=1", "y=1"])]
     with pytest.raises(SystemExit, match=re.escape("must be a list of plain, + x, + y")):
-        runner.read_table(table(), ["arms=[+ z]"])
+        runner.read_table(table(), ["configurations=[+ z]"])
 
 
 def test_a_table_may_be_like_another() -> None:
-    other = table(set=["a=1"], published={"where": "there", "arms": {"plain": "1"}})
+    other = table(set=["a=1"], published={"where": "there", "configurations": {"plain": "1"}})
     like = other.with_name("like.yaml")
     like.write_text(yaml.safe_dump({"like": other.stem, "set": ["a=2"], "repeats": 7, "matrix": {}}))
     read = runner.read_table(like)
     assert (read["repeats"], "published" in read) == (7, False)
-    assert [a.overrides for a in runner.arms_of(read)] == [
+    assert [a.overrides for a in runner.configurations_of(read)] == [
         ["a=1", "a=2"],
         ["a=1", "a=2", "x=1"],
         ["a=1", "a=2", "x=1", "y=1"],
     ]
     like.write_text(yaml.safe_dump({"like": "nothing"}))
-    with pytest.raises(SystemExit, match=r"nothing\.yaml: no such table, which another is to be like"):
+    with pytest.raises(SystemExit, match=r"nothing\.yaml: no such table, although another table refers to it in like"):
         runner.read_table(like)
 
 
 def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
-    arms = {
+    configurations = {
         "plain": [],
         "+ x": ["x=1"],
         "HF": {"peer": "hf_trainer", "set": ["peer.a=1"]},
         "+ y": {"set": ["y=1"], "warm": True},
     }
-    found = runner.arms_of(runner.read_table(table(matrix={}, arms=arms, losses=True)))
+    found = runner.configurations_of(runner.read_table(table(matrix={}, configurations=configurations, losses=True)))
     assert [(a.name, a.peer, a.warm, a.overrides[1:]) for a in found] == [
         ("plain", None, False, ["loggers.file={}"]),
         ("+ x", None, False, ["x=1", "loggers.file={}"]),
@@ -113,33 +113,39 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
         ("+ y", None, True, ["x=1", "y=1", "loggers.file={}"]),
     ]
     with pytest.raises(
-        SystemExit, match="arm 'HF' names no peer; there are bare_loop, hf_trainer, own_trainer, stock_composer"
+        SystemExit,
+        match="configuration 'HF' does not name a peer; peers are bare_loop, hf_trainer, own_trainer, stock_composer",
     ):
-        runner.read_table(table(arms={"HF": {"peer": "hf"}}))
+        runner.read_table(table(configurations={"HF": {"peer": "hf"}}))
     with pytest.raises(
-        SystemExit, match="arm 'HF' is a peer that trains in one process; leave out ranks, or take own_trainer"
+        SystemExit,
+        match="configuration 'HF' is a peer that trains in one process; leave out ranks, or take own_trainer",
     ):
-        runner.read_table(table(arms={"HF": {"peer": "hf_trainer", "ranks": 2}}))
-    with pytest.raises(SystemExit, match="arm 'x' has ranks 0; it must be a whole number of at least 1"):
-        runner.read_table(table(arms={"x": {"ranks": 0}}))
+        runner.read_table(table(configurations={"HF": {"peer": "hf_trainer", "ranks": 2}}))
+    with pytest.raises(SystemExit, match="configuration 'x' has ranks 0; it must be a whole number of at least 1"):
+        runner.read_table(table(configurations={"x": {"ranks": 0}}))
     with pytest.raises(SystemExit, match="published must have where"):
-        runner.read_table(table(published={"where": "there", "arms": {"+ z": "1"}}))
-    with pytest.raises(SystemExit, match=r"arm 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"):
-        runner.read_table(table(arms={"HF": {"pear": "hf"}}))
+        runner.read_table(table(published={"where": "there", "configurations": {"+ z": "1"}}))
+    with pytest.raises(
+        SystemExit, match=r"configuration 'HF' must be a list of overrides, .*or have peer, ranks, set, warm"
+    ):
+        runner.read_table(table(configurations={"HF": {"pear": "hf"}}))
 
 
 def test_a_warm_arm_fills_its_cache_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[Path | None] = []
 
-    def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
+    def fake(base: str, configuration: runner.Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
         caches.append(cache)
         if cache is not None:
             cache.mkdir(exist_ok=True)
         return {**REPORT, "process_seconds": 5.0, "losses": [0.7, 0.6]}
 
     monkeypatch.setattr(runner, "run_once", fake)
-    arms = {"cold": [], "warm": {"warm": True}}
-    rows = runner.run_table(runner.read_table(table(matrix={}, arms=arms)), "table", Path("results"))
+    configurations = {"cold": [], "warm": {"warm": True}}
+    rows = runner.run_table(
+        runner.read_table(table(matrix={}, configurations=configurations)), "table", Path("results")
+    )
     assert [cache is not None for cache in caches] == [False, True, True, False, True]
     assert len({cache for cache in caches if cache}) == 1
     assert [len(row["process_seconds"]["runs"]) for row in rows] == [2, 2]
@@ -149,9 +155,9 @@ def test_a_warm_arm_fills_its_cache_before_it_counts(monkeypatch: pytest.MonkeyP
 def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
-    def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
-        order.append(arm.overrides[-1])
-        if arm.overrides[-1] == "y=1":
+    def fake(base: str, configuration: runner.Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        order.append(configuration.overrides[-1])
+        if configuration.overrides[-1] == "y=1":
             return error_report(1, "CUDA out of memory")
         rate = 100.0 + len(order)
         return {**REPORT, "throughput": {**REPORT["throughput"], "samples_per_sec": rate}}
@@ -171,8 +177,8 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fake(base: str, arm: runner.Arm, workers: Workers, cache: Path | None) -> dict[str, Any]:
-        if arm.overrides[-1] == "x=1":
+    def fake(base: str, configuration: runner.Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
+        if configuration.overrides[-1] == "x=1":
             raise KeyboardInterrupt
         return REPORT
 
@@ -180,7 +186,7 @@ def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(KeyboardInterrupt):
         runner.run_table(runner.read_table(table(matrix={})), "table", Path("results"))
     rows = Path("results/cpu/table.jsonl").read_text().splitlines()
-    assert [json.loads(row)["arm"] for row in rows] == ["plain"]
+    assert [json.loads(row)["configuration"] for row in rows] == ["plain"]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "tables").glob("*.yaml")), ids=lambda path: path.stem)
@@ -188,9 +194,9 @@ def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, m
     """Its keys, and that its techniques go together; a GPU is assumed."""
     monkeypatch.setenv("IMDB_DIR", "imdb")
     read = runner.read_table(path)
-    for arm in runner.arms_of(read):
-        read_config = read_arguments if arm.peer else read_command_line
-        config, _ = read_config(["-f", str(ROOT / read["base"]), *arm.overrides])
+    for configuration in runner.configurations_of(read):
+        read_config = read_arguments if configuration.peer else read_command_line
+        config, _ = read_config(["-f", str(ROOT / read["base"]), *configuration.overrides])
         refuse_conflicts(techniques_of(build_techniques(config.algorithms, config.on_unavailable)))
 
 
@@ -210,7 +216,7 @@ def test_the_command_leaves_rows_a_page_and_a_chart(
 def test_rows_are_kept_by_the_gpu_that_the_arms_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "command_output", lambda *_, **__: "NVIDIA H200\nNVIDIA H200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    on_cpu, either = runner.Arm("a", {}, ["trainer.device=cpu"]), runner.Arm("b", {}, [])
+    on_cpu, either = runner.Configuration("a", {}, ["trainer.device=cpu"]), runner.Configuration("b", {}, [])
     kept = Path("results/nvidia-h200/t.jsonl")
     assert runner.rows_file([on_cpu, either], "t", Path("results")) == kept
     assert runner.rows_file([on_cpu, on_cpu], "t", Path("results")) == Path("results/cpu/t.jsonl")
@@ -219,7 +225,7 @@ def test_rows_are_kept_by_the_gpu_that_the_arms_use(monkeypatch: pytest.MonkeyPa
 
 
 def test_unknown_tables_and_keys_are_refused() -> None:
-    with pytest.raises(SystemExit, match="needs base and arms"):
+    with pytest.raises(SystemExit, match="needs base and configurations"):
         runner.read_table(table(more=1))
     with pytest.raises(SystemExit, match="--repeat: must be key=value, like repeats=2"):
         runner.main(["finetune", "--repeat"])
@@ -243,9 +249,9 @@ def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch
 def test_a_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
     workers = Workers()
-    arm = runner.Arm("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
+    configuration = runner.Configuration("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
     asked = time.perf_counter()
-    report = runner.run_once("yamls/quickstart.yaml", arm, workers)
+    report = runner.run_once("yamls/quickstart.yaml", configuration, workers)
     assert len(report["losses"]) == 1
     assert "process_seconds" not in report
     assert 0 < report["run_seconds"] < time.perf_counter() - asked - 1  # the imports came before its turn
@@ -308,11 +314,11 @@ def test_workers_get_ready_so_many_at_a_time_and_each_runs_once(monkeypatch: pyt
 @pytest.mark.long
 def test_a_cold_run_finds_bytecode_and_is_timed_from_its_start() -> None:
     brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
-    arm = runner.Arm("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
+    configuration = runner.Configuration("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
     cold = Workers(fresh=True, bytecode=Path("bytecode").absolute())
-    peer = runner.run_once("yamls/quickstart.yaml", arm._replace(peer="bare_loop"), cold)
+    peer = runner.run_once("yamls/quickstart.yaml", configuration._replace(peer="bare_loop"), cold)
     assert peer["algorithms"]["bare_loop"]["engaged"]
-    report = runner.run_once("yamls/quickstart.yaml", arm, cold)
+    report = runner.run_once("yamls/quickstart.yaml", configuration, cold)
     assert peer["losses"] == pytest.approx(report["losses"], abs=6e-5)
     assert [*Path("bytecode").rglob("trainer.cpython-*.pyc")]
     # The kernel gives the start of a process in ticks since a boot that is itself known to about a second only.

@@ -13,10 +13,17 @@ from benchmarks import tables
 ENVIRONMENT = dict.fromkeys(("gpu", "driver", "torch", "composer", "transformers"), "x") | {"commit": "0123456789"}
 
 
-def row(arm: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
+def row(configuration: str, call: str, rate: float, **more: Any) -> dict[str, Any]:
     runs = {"samples_per_sec": rate, "peak_memory_gib": 2.0, "warmup_seconds": 3.0, **more.pop("runs", {})}
     spread = {name: {"median": value, "runs": [value]} for name, value in runs.items()}
-    return {"arm": arm, "call": call, "data.batch_size": 8, "environment": ENVIRONMENT, **spread, **more}
+    return {
+        "configuration": configuration,
+        "call": call,
+        "data.batch_size": 8,
+        "environment": ENVIRONMENT,
+        **spread,
+        **more,
+    }
 
 
 @pytest.fixture
@@ -53,9 +60,9 @@ def test_a_table_of_one_call_has_no_column_for_it(rows: list[dict[str, Any]]) ->
 
 
 def test_steps_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
-    def timed(arm: str, call: str, step: float) -> dict[str, Any]:
-        rate = 100 if arm == "peer" else 150
-        return row(arm, call, rate, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
+    def timed(configuration: str, call: str, step: float) -> dict[str, Any]:
+        rate = 100 if configuration == "peer" else 150
+        return row(configuration, call, rate, step_seconds_p10_p50_p90=[[0.0, step, 9.0], None])
 
     rows += [timed("peer", "2026-01-01", 0.02), timed("ours", "2026-01-01", 0.01)]
     rows += [timed("peer", "2026-01-02", 0.09), timed("ours", "2026-01-02", 0.03)]
@@ -100,8 +107,13 @@ def test_uncommitted_changes_are_named(rows: list[dict[str, Any]]) -> None:
 
 
 def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
-    for call, arm, seconds in (("1", "peer", 60.0), ("1", "ours", 20.0), ("2", "peer", 90.0), ("3", "ours", 10.0)):
-        rows.append(row(arm, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
+    for call, configuration, seconds in (
+        ("1", "peer", 60.0),
+        ("1", "ours", 20.0),
+        ("2", "peer", 90.0),
+        ("3", "ours", 10.0),
+    ):
+        rows.append(row(configuration, f"2026-01-0{call}", 100, runs={"process_seconds": seconds, "eval_seconds": 4.0}))
     assert tables.jobs("any")[2:6] == [
         "| a | 8 | peer | 60.0 | 1.00 | 3 | 4.0 |",
         "| a | 8 | ours | 20.0 | 3.00 | 3 | 4.0 |",
@@ -143,8 +155,8 @@ def test_starts_leave_nothing_out(rows: list[dict[str, Any]]) -> None:
 
 
 def test_a_configuration_without_a_seed_has_a_dash_and_no_mean(rows: list[dict[str, Any]]) -> None:
-    for arm, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
-        rows.append(row(arm, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
+    for configuration, seed, accuracy in (("a", 1, 0.8), ("a", 2, 0.9), ("b", 2, 0.7)):
+        rows.append(row(configuration, "2026-01-01", 1, seed=seed, runs={"accuracy": accuracy}, samples_per_sec=None))
     assert tables.accuracy("any")[2:4] == [
         "| a | 0.8000 | 0.9000 | 0.8500 | 0.8000–0.9000 | 2 |",
         "| b | – | 0.7000 | – | 0.7000–0.7000 | 1 |",
@@ -176,8 +188,10 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
 def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def kept(arm: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
-        found = row(arm, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None))
+    def kept(configuration: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
+        found = row(
+            configuration, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None)
+        )
         found["step_seconds_p10_p50_p90"] = [[0.0, 1 / rate, 9.0]] * 3 if rate else None
         del found["data.batch_size"]
         return json.dumps(found if rate else {**found, "samples_per_sec": None, "environment": {}})

@@ -11,13 +11,15 @@ from benchmarks import render, tables
 from benchmarks.values import render_values, value, without_values
 
 
-def row(arm: str, call: str, *rates: float, batch: int = 8, peer: str | None = None, **more: Any) -> dict[str, Any]:
+def row(
+    configuration: str, call: str, *rates: float, batch: int = 8, peer: str | None = None, **more: Any
+) -> dict[str, Any]:
     def measured(runs: list[float]) -> dict[str, Any] | None:
         return {"median": sorted(runs)[len(runs) // 2], "runs": runs} if runs else None
 
     return {
         "table": "t",
-        "arm": arm,
+        "configuration": configuration,
         "call": f"2026-01-0{call}",
         "peer": peer,
         "data.batch_size": batch,

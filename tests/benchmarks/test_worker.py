@@ -55,8 +55,8 @@ def test_ranks_of_an_arm_train_together() -> None:
     """Through Composer's launcher, two processes on the CPU."""
     brief = ["data.train_samples=32", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
     workers = Workers()
-    arm = runner.Arm("two", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache"], ranks=2)
-    report = runner.run_once("yamls/quickstart.yaml", arm, workers)
+    configuration = runner.Configuration("two", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache"], ranks=2)
+    report = runner.run_once("yamls/quickstart.yaml", configuration, workers)
     assert report["training"]["ranks"] == 2
     assert "process_seconds" not in report  # the table is not of whole processes
     workers.close()

@@ -176,14 +176,16 @@ def test_skip_stops_at_max_skips_in_a_row_and_at_the_first_batch() -> None:
         trainer.fit()
 
 
-@pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_nonfinite_weights_are_named_and_never_saved(wish: Any) -> None:
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_nonfinite_weights_are_named_and_never_saved(on_nonfinite: Any) -> None:
     given: dict[str, Any] = {"save_folder": "saved", "save_interval": "2ba"}
-    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(wish)], **given)
+    trainer = make_trainer(
+        model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(on_nonfinite)], **given
+    )
     with pytest.raises(NonFiniteError, match=r"weights: 1 of 41 weights, model\.classifier\.bias first are not fin"):
         trainer.fit()
     assert [p.name for p in Path("saved").glob("ep*.pt")] == ["ep0-ba2-rank0.pt"]
-    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(wish)])
+    trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 4), callbacks=[FiniteLoss(on_nonfinite)])
     with pytest.raises(NonFiniteError, match=r"classifier\.bias first are not finite at the end of the run"):
         trainer.fit()
     trainer = make_trainer(model=Poisoned(overflow=True), batches=batches(4, 2), callbacks=[FiniteLoss("skip")])

@@ -19,9 +19,9 @@ from tests.helpers.nonfinite import Poisoned, batches
 HALF: dict[str, Any] = {"gpu": True, "precision": "amp_fp16"}
 
 
-def _scaled_on_cpu(model: Any, given: Any, callbacks: list[Any]) -> Any:
+def _scaled_on_cpu(model: Any, train_batches: Any, callbacks: list[Any]) -> Any:
     """Return a Trainer that runs Composer's fp16 loop and torch's GradScaler on the CPU, without autocast."""
-    trainer = make_trainer(model=model, batches=given, callbacks=callbacks)
+    trainer = make_trainer(model=model, batches=train_batches, callbacks=callbacks)
     trainer.state.precision = Precision.AMP_FP16
     trainer.state.scaler = torch.amp.GradScaler("cpu")
     return trainer
@@ -66,11 +66,11 @@ def test_an_overflow_is_skipped_by_the_scaler_and_does_not_stop_the_run(fused: b
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_a_nonfinite_loss_is_not_counted_as_an_overflow(wish: Any) -> None:
-    guard = FiniteLoss(wish)
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_nonfinite_loss_is_not_counted_as_an_overflow(on_nonfinite: Any) -> None:
+    guard = FiniteLoss(on_nonfinite)
     trainer = make_trainer(model=Poisoned(), batches=batches(6, 3), callbacks=[guard, LossScaleMonitor()], **HALF)
-    if wish == "stop":
+    if on_nonfinite == "stop":
         with pytest.raises(NonFiniteError, match=r"loss: nan at step 3 .*amp_fp16"):
             trainer.fit()
     else:
@@ -114,8 +114,8 @@ def test_skipping_works_with_cuda_graphs_and_early_loss(graphs: bool) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_the_callbacks_add_no_gpu_synchronizations(wish: Any) -> None:
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_the_callbacks_add_no_gpu_synchronizations(on_nonfinite: Any) -> None:
     """torch's sync debug mode counts as many synchronizations as without the callbacks."""
 
     def synchronizations(callbacks: list[Any]) -> int:
@@ -133,7 +133,7 @@ def test_the_callbacks_add_no_gpu_synchronizations(wish: Any) -> None:
         trainer.close()
         return sum("synchroniz" in str(w.message) for w in caught)
 
-    without, with_it = synchronizations([]), synchronizations([FiniteLoss(wish), LossScaleMonitor()])
+    without, with_it = synchronizations([]), synchronizations([FiniteLoss(on_nonfinite), LossScaleMonitor()])
     assert without > 0
     assert with_it - without <= 2, "the check of the weights at the end of the run"
     assert math.isfinite(with_it)

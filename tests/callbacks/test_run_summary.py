@@ -83,7 +83,7 @@ def test_the_label_omits_techniques_that_did_not_engage() -> None:
 def test_wandb_can_group_and_compare_runs(wandb_run: WandbRun) -> None:
     assert wandb_run.config["techniques"] == "sdpa_attention + fused_optimizer"
     assert set(wandb_run.config["algorithms"]) == {"sdpa_attention", "fused_optimizer"}
-    assert (wandb_run.group, wandb_run.tags) == ("arms", ("a",))
+    assert (wandb_run.group, wandb_run.tags) == ("configurations", ("a",))
     compared = ("samples_per_sec", "peak_gib", "warmup_seconds", "accuracy", "train_loss")
     for name in compared:
         assert wandb_run.history[f"summary/{name}"] == [wandb_run.summary[f"summary/{name}"]], "bar and column"

@@ -78,9 +78,9 @@ def test_capturing_a_graph_counts_as_warm_up_in_any_batch(monkeypatch: pytest.Mo
     forward = trainer.state.model.forward
 
     def capture(inputs: Any) -> Any:
-        taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
-        captured[0] += taken
-        clock.now += 0.5 + taken
+        seconds = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
+        captured[0] += seconds
+        clock.now += 0.5 + seconds
         return forward(inputs)
 
     trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
@@ -106,9 +106,9 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
     forward, after = trainer.state.model.forward, monitor.after_dataloader
 
     def capture(inputs: Any) -> Any:
-        taken = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
-        captured[0] += taken * dist.get_global_rank()
-        clock.now += 0.5 + taken
+        seconds = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
+        captured[0] += seconds * dist.get_global_rank()
+        clock.now += 0.5 + seconds
         return forward(inputs)
 
     def waiting(state: Any, logger: Any) -> None:

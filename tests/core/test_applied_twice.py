@@ -139,7 +139,7 @@ def test_copies_of_a_compiled_model_accept_any_settings() -> None:
 def test_a_model_compiled_by_other_code_is_refused() -> None:
     model = tiny_bert()
     model.compile(backend="eager")
-    with pytest.raises(ValueError, match="the model is compiled already, by other code"):
+    with pytest.raises(ValueError, match="the model is already compiled by other code"):
         apply_torch_compile(model, backend="eager")
 
 

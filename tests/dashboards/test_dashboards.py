@@ -95,7 +95,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
     from composer_speedups.dashboards.build import build_report
 
     report = build_report(layout(), Request(runs=["fp32"]), "team", "bert")
-    assert (report.title, report.entity, report.project) == ("Arms side by side", "team", "bert")
+    assert (report.title, report.entity, report.project) == ("Runs side by side", "team", "bert")
     headings = [block.text for block in report.blocks if isinstance(block, reports.H2)]
     grids = [block for block in report.blocks if isinstance(block, reports.PanelGrid)]
     assert headings == SECTIONS
@@ -113,7 +113,7 @@ def test_a_report_holds_a_grid_of_panels_for_each_section() -> None:
 def test_a_dry_run_prints_the_layout(capsys: pytest.CaptureFixture[str]) -> None:
     main(["bert", "runs=fp32,bf16", "dry_run=true"])
     printed = capsys.readouterr().out
-    assert printed.splitlines()[0] == "workspace 'Arms side by side' of bert: fp32, bf16, grouped by techniques"
+    assert printed.splitlines()[0] == "workspace 'Runs side by side' of bert: fp32, bf16, grouped by techniques"
     assert as_text(layout()) in printed
     assert "  samples/s: throughput/samples_per_sec (over batches trained)" in printed.splitlines()
 
@@ -152,8 +152,8 @@ def test_what_was_built_is_saved_and_its_address_printed(
 
 def test_arguments_become_a_request() -> None:
     assert read_request(["bert"]) == ("bert", Request())
-    given = ["entity=team", "bert", "runs=a,b", "kind=report", "name=Two arms", "group_by=", "task=mlm"]
-    expected = Request("team", ["a", "b"], "report", "Two arms", [], "mlm", False)
+    given = ["entity=team", "bert", "runs=a,b", "kind=report", "name=Two configurations", "group_by=", "task=mlm"]
+    expected = Request("team", ["a", "b"], "report", "Two configurations", [], "mlm", False)
     assert read_request([*given, "dry_run=false"]) == ("bert", expected)
 
 

@@ -162,12 +162,12 @@ NOT_UTF8 = {
 
 @pytest.mark.parametrize("name", NOT_UTF8)
 def test_a_file_that_is_not_utf8_is_named_with_the_position_and_the_fix(name: str) -> None:
-    text, encoding, place, conversion = NOT_UTF8[name]
+    text, encoding, position, conversion = NOT_UTF8[name]
     Path(name).write_bytes(text.encode(encoding))
     fix = rf"save it as UTF-8, for example with: iconv -f {conversion} -t utf-8"
-    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{place}.*{fix}"):
+    with pytest.raises(DataError, match=rf"^data\.train_file: {name} is not UTF-8: .*{position}.*{fix}"):
         load_samples(files(name), Classification())
-    with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{place}.*{fix}"):
+    with pytest.raises(DataError, match=rf"^data\.eval_file: {name} is not UTF-8: .*{position}.*{fix}"):
         load_samples(files(save(ROWS, "good.csv"), name), Classification())
 
 

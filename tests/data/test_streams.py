@@ -136,10 +136,10 @@ def test_a_stream_that_is_not_utf8_is_refused_with_file_and_position(
     config = DataConfig(source="files", train_file=f"*.{suffix}", streaming=True)
     samples = stream_of_samples(config, 1)[0]
     loader = WorkerTimeoutLoader(samples, worker_timeout=60, num_workers=workers, batch_size=None)
-    said = refusal_of(loader)
+    message = refusal_of(loader)
     line = 2 if suffix == "csv" else 1
-    assert said.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")
-    assert said.endswith(f"iconv -f latin1 -t utf-8 b.{suffix} > new.{suffix}"), "without the worker's traceback"
+    assert message.startswith(f"data.train_file: b.{suffix} is not UTF-8: byte 0xe9 in line {line} ")
+    assert message.endswith(f"iconv -f latin1 -t utf-8 b.{suffix} > new.{suffix}"), "without the worker's traceback"
     del loader
     gc.collect()  # closes the files that datasets leaves open
 

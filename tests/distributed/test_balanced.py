@@ -48,8 +48,8 @@ def test_ranks_share_the_batches_of_one_process_without_overlap(ranks: int, drop
         assert len(shared) == len(batch) + extra, "rows are repeated only to fill up the last batch"
         assert sorted(shared) == sorted([*batch, *batch[:extra]])
         for part in parts:
-            places = [batch.index(i) for i in part[start // ranks : start // ranks + size]]
-            assert places == sorted(places) or extra, "in the order in which they were drawn"
+            positions = [batch.index(i) for i in part[start // ranks : start // ranks + size]]
+            assert positions == sorted(positions) or extra, "in the order in which they were drawn"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -56,8 +56,8 @@ def make(*, callbacks: Sequence[Callback] = (), bucket_mib: float = 64, **settin
     """Return a Trainer of five batches of four samples, which the ranks share."""
     model: Any = FinetuneModel(tiny_bert(), Classification(), train_metrics=False)
     model.model.config.problem_type = "single_label_classification"
-    given = 2 * batches(dist.get_world_size())
-    loader = DataLoader(Batches(given), batch_size=None, sampler=in_turn(given))
+    train_batches = 2 * batches(dist.get_world_size())
+    loader = DataLoader(Batches(train_batches), batch_size=None, sampler=in_turn(train_batches))
     return make_trainer(
         train_dataloader=DataSpec(loader, get_num_samples_in_batch=lambda rows: len(rows["labels"])),
         **{"max_duration": "5ba", "model": model, "callbacks": [OverlappedDDP(bucket_mib), *callbacks], **settings},

@@ -25,10 +25,10 @@ TINY = ["--size", "tiny", "--samples", "64", "--batch-size", "4", "--max-length"
 def example(*arguments: str) -> dict[str, Any] | None:
     """Run ``examples/own_trainer.py``; return the JSON of its last line, or None on ranks that print nothing."""
     sys.argv = ["own_trainer.py", *TINY, "--on-unavailable", "warn", *arguments]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         runpy.run_path(str(ROOT / "examples" / "own_trainer.py"), run_name="__main__")
-    lines = said.getvalue().strip().splitlines()
+    lines = printed.getvalue().strip().splitlines()
     return json.loads(lines[-1]) if lines else None
 
 

@@ -60,5 +60,5 @@ def test_compiled_code_launches_float8_kernels(recipe: Any) -> None:
 
 @pytest.mark.gpu
 def test_fp16_is_refused_on_a_gpu() -> None:
-    with pytest.raises(TechniqueError, match="goes with bf16, and this run is fp16"):
+    with pytest.raises(TechniqueError, match="needs bf16, and this run is fp16"):
         make_trainer([MixedPrecision("fp16"), Float8Linear()], gpu=True)

@@ -22,17 +22,17 @@ MARKS = ("supports", "refuses")
 Record = dict[str, dict[str, Any]]  # test → {"on": "CPU" or "GPU", "claims": [[task, way, mark], …]}
 
 WAYS = {
-    "train.py": "a run of `train.py` reports the metrics of the table above",
-    "tune": "a search of `tune`, whose YAML trains",
-    "in code": "a Trainer of one's own with `unpadding`, `fused_layers` and `fused_optimizer`: losses and gradients of "
-    "transformers in a plain loop",
-    "two ranks": "DDP: the weights of one process",
-    "FSDP": "shards on two ranks: the weights of one process",
-    "stream": "`data.streaming`: the losses of the same rows in memory, and resumed exactly",
-    "resume": "a resumed run ends with the metrics and weights of the uninterrupted one, bit for bit",
+    "train.py": "a run of `train.py` reports the task's metrics",
+    "tune": "a search of `tune` writes a YAML that trains",
+    "in code": "a Composer Trainer with `unpadding`, `fused_layers` and `fused_optimizer` has the losses and "
+    "gradients of plain transformers",
+    "two ranks": "DDP on two ranks gives the weights of a single process",
+    "FSDP": "FSDP on two ranks gives the weights of a single process",
+    "stream": "`data.streaming` gives the losses of the same rows in memory, and resumes exactly",
+    "resume": "a resumed run ends with the metrics and weights of the uninterrupted run, bit for bit",
     "export": "transformers or sentence-transformers alone compute the reported metrics from the exported model",
-    "predict": "`predict` gives what the exported model says",
-    "fast set": "on a GPU: bf16, `unpadding`, `fused_layers`, `cuda_graphs`, `early_loss` beside plain bf16",
+    "predict": "`predict` writes the predictions of the exported model",
+    "fast set": "on a GPU, bf16 with `unpadding`, `fused_layers`, `cuda_graphs` and `early_loss` matches plain bf16",
 }
 
 

@@ -25,8 +25,8 @@ class WandbRun:
 
 
 def train_offline(*overrides: str) -> WandbRun:
-    """The short quickstart, six batches long, with an offline run in the group ``arms`` and with the tag ``a``."""
-    logger = "loggers.wandb={mode: offline, tags: [a], group: arms}"
+    """The short quickstart, six batches long, with an offline run in the group ``configurations`` and tag ``a``."""
+    logger = "loggers.wandb={mode: offline, tags: [a], group: configurations}"
     import wandb
 
     wandb.teardown()  # one that an earlier test left

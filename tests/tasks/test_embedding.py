@@ -410,9 +410,9 @@ def test_both_recalls_share_one_comparison_of_the_vectors(monkeypatch: pytest.Mo
             for part in vectors.split(15):
                 task.update_metric(metric, part, torch.empty(0), {})
         scores = vectors[:, 0] @ vectors[:, 1].T
-        places = (scores > scores.diagonal()[:, None]).sum(-1)
+        positions = (scores > scores.diagonal()[:, None]).sum(-1)
         for name, k in (("Recall@10", 10), ("Recall@1", 1)):
-            assert float(metrics[name].compute()) == pytest.approx(float((places < k).float().mean()))
+            assert float(metrics[name].compute()) == pytest.approx(float((positions < k).float().mean()))
         assert 0 < float(metrics["Recall@1"].compute()) < float(metrics["Recall@10"].compute()) < 1
         assert len(compared) == count
     assert sum(len(metric._defaults) for metric in metrics.values()) == 2, "one metric keeps the vectors"
@@ -459,8 +459,12 @@ def compared_on_a_rank(tokenizer: Any, kind: type) -> Any:
     try:
         trainer.fit()
     except torch.OutOfMemoryError as error:
-        said = "one of 2 ranks cannot repeat it with fewer samples, since its loss may gather samples from the others; "
-        os._exit(9 if said + "lower the micro-batch, or set check: never" in str(error) else 8)  # the other rank waits
+        message = (
+            "one of 2 ranks cannot repeat it with fewer samples, since its loss may gather samples from the others; "
+        )
+        os._exit(
+            9 if message + "lower the micro-batch, or set check: never" in str(error) else 8
+        )  # the other rank waits
     return small.rows, unpadding.evidence["compared_with_untouched"]["loss"]
 
 

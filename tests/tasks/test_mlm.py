@@ -85,15 +85,15 @@ def test_the_yaml_is_the_posts_job_on_the_data_of_bert_imdb() -> None:
 def test_the_benchmark_has_the_posts_four_configurations_and_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("IMDB_DIR", "imdb")
     table = runner.read_table(ROOT / "benchmarks" / "tables" / "mlm.yaml")
-    arms = runner.arms_of(table)
-    assert {arm.name for arm in arms} == {"AMP", "compile", "flash", "flash + compile"}
-    assert {arm.point["data.batch_size"] for arm in arms} == {32, 48}
-    for arm in arms:
-        config = load_config(ROOT / table["base"], arm.overrides)
+    configurations = runner.configurations_of(table)
+    assert {configuration.name for configuration in configurations} == {"AMP", "compile", "flash", "flash + compile"}
+    assert {configuration.point["data.batch_size"] for configuration in configurations} == {32, 48}
+    for configuration in configurations:
+        config = load_config(ROOT / table["base"], configuration.overrides)
         assert config.model.task == "mlm"
         assert config.algorithms["mixed_precision"] == {"dtype": "fp16"}
-        assert ("sdpa_attention" in config.algorithms) == ("flash" in arm.name)
-        assert ("torch_compile" in config.algorithms) == ("compile" in arm.name)
+        assert ("sdpa_attention" in config.algorithms) == ("flash" in configuration.name)
+        assert ("torch_compile" in config.algorithms) == ("compile" in configuration.name)
 
 
 @pytest.mark.parametrize("case", cases())

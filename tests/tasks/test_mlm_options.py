@@ -56,13 +56,13 @@ def test_whole_words_are_masked_and_special_tokens_are_not(tokenizer: Any) -> No
     chosen, pieces = [], []
     for labels, word_of in zip(batch["labels"].tolist(), words, strict=True):
         assert set(labels[len(word_of) :]) <= {-100}, "padding"
-        held: dict[Any, set[bool]] = {}
+        masked_of: dict[Any, set[bool]] = {}
         for label, word in zip(labels, word_of, strict=False):
-            held.setdefault(word, set()).add(label != -100)
-        assert held.pop(None) == {False}
-        assert all(len(found) == 1 for found in held.values()), "a word is masked entirely or not at all"
-        chosen += [found.pop() for found in held.values()]
-        pieces += [word_of.count(word) for word in held]
+            masked_of.setdefault(word, set()).add(label != -100)
+        assert masked_of.pop(None) == {False}
+        assert all(len(found) == 1 for found in masked_of.values()), "a word is masked entirely or not at all"
+        chosen += [found.pop() for found in masked_of.values()]
+        pieces += [word_of.count(word) for word in masked_of]
     assert np.mean(np.array(pieces) > 1) > 0.5
     assert np.mean(chosen) == pytest.approx(0.2, abs=0.02)  # three standard deviations with about 4,800 words
     hidden = batch["labels"] != -100

@@ -145,8 +145,8 @@ def test_a_head_with_another_number_of_labels_is_refused_and_an_encoder_gets_a_n
     encoder = AutoModel.from_config(config)
     encoder.save_pretrained("encoder")
     number = f"{labels} label{'s' if labels > 1 else ''}"
-    told = f"'head' is a classifier of {number}, and model.task: classification needs 2 for this data"
-    with pytest.raises(ConfigError, match=rf"^model\.name: {told}; .*AutoModel"):
+    message = f"'head' is a classifier of {number}, and model.task: classification needs 2 for this data"
+    with pytest.raises(ConfigError, match=rf"^model\.name: {message}; .*AutoModel"):
         built(ModelConfig(name="head"), tokenizer, 16)
     with pytest.raises(
         ConfigError, match=rf"^model\.name: 'tokens' has classifier\.\w+ of shape \[{labels}\b.* not \[2\b"

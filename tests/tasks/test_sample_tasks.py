@@ -176,11 +176,11 @@ def metrics_of_the_export(task: str, folder: Path) -> dict[str, float]:
         }
     if task == "multilabel":
         probabilities = logits.sigmoid().numpy()
-        held = probabilities > 0.5
+        predicted = probabilities > 0.5
         return {
             "loss": metrics.log_loss(labels.flatten(), probabilities.flatten()),
-            "micro_f1": metrics.f1_score(labels, held, average="micro"),
-            "macro_f1": metrics.f1_score(labels, held, average="macro"),
+            "micro_f1": metrics.f1_score(labels, predicted, average="micro"),
+            "macro_f1": metrics.f1_score(labels, predicted, average="macro"),
             "map": metrics.average_precision_score(labels, probabilities, average="macro"),
         }
     best = logits.argmax(-1).numpy()

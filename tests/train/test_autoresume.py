@@ -76,9 +76,9 @@ def test_the_same_command_resumes_and_prints_the_checkpoint(capsys: pytest.Captu
     del stored["checkpoint"]["autoresume"], stored["data"]["length_batching"]  # keys that older versions did not write
     (FOLDER / "config.yaml").write_text(yaml.safe_dump(stored))
     report = run(*JOB, "trainer.max_duration=10ba", "checkpoint.keep=1")  # longer than 8ba, but not as text
-    said = capsys.readouterr().out
-    assert "job: resumes from runs/job/checkpoints/ep0-ba4-rank0.pt" in said
-    assert "resumed after batch 4" in said
+    printed = capsys.readouterr().out
+    assert "job: resumes from runs/job/checkpoints/ep0-ba4-rank0.pt" in printed
+    assert "resumed after batch 4" in printed
     assert report["resumed"] == [{"batch": 4, "checkpoint": "ep0-ba4-rank0.pt"}]
     assert report["training"]["batches"] == 10
     assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["job"]

@@ -154,8 +154,8 @@ def test_a_refused_run_allocates_no_gpu_memory() -> None:
         plain = os._exit
 
         def leave(status: int) -> None:
-            taken = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
-            print("GPU bytes:", taken, "initialized:", torch.cuda.is_initialized(), flush=True)
+            allocated = torch.cuda.max_memory_allocated() if torch.cuda.is_initialized() else 0
+            print("GPU bytes:", allocated, "initialized:", torch.cuda.is_initialized(), flush=True)
             plain(status)
 
         os._exit = leave  # type: ignore[assignment]

@@ -79,13 +79,13 @@ every_attack = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def valid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the checkpoint of a short run."""
-    return short_checkpoint(tmp_path_factory.mktemp("honest"))
+    return short_checkpoint(tmp_path_factory.mktemp("valid_checkpoint"))
 
 
-def poisoned(honest: Path, attack: Attack) -> Path:
-    checkpoint = torch.load(honest, weights_only=False)
+def poisoned(valid_checkpoint: Path, attack: Attack) -> Path:
+    checkpoint = torch.load(valid_checkpoint, weights_only=False)
     attack(checkpoint)
     torch.save(checkpoint, "poisoned.pt")
     return Path("poisoned.pt")
@@ -94,8 +94,10 @@ def poisoned(honest: Path, attack: Attack) -> Path:
 @attacks
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.pins
-def test_an_attack_is_refused_before_any_file_is_changed(attack: Attack, weights_only: bool, honest: Path) -> None:
-    path = poisoned(honest, attack)
+def test_an_attack_is_refused_before_any_file_is_changed(
+    attack: Attack, weights_only: bool, valid_checkpoint: Path
+) -> None:
+    path = poisoned(valid_checkpoint, attack)
     Path("runs/quickstart").mkdir(parents=True)
     named = "posix.mkdir" if attack is by_pickle else "Alibi"
     with pytest.raises(
@@ -109,80 +111,82 @@ def test_an_attack_is_refused_before_any_file_is_changed(attack: Attack, weights
 @attacks
 @pytest.mark.pins
 def test_a_file_that_changes_after_the_check_is_refused(
-    attack: Attack, honest: Path, monkeypatch: pytest.MonkeyPatch
+    attack: Attack, valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "check_checkpoint", lambda *_, **__: None)
     with pytest.raises(ConfigError, match=r"checkpoint\.load: poisoned\.pt: refused, "):
-        run(f"checkpoint.load={poisoned(honest, attack)}")
+        run(f"checkpoint.load={poisoned(valid_checkpoint, attack)}")
     assert not MARKER.exists()
 
 
 @pytest.mark.pins
-def test_keys_with_a_leading_underscore_are_dropped(honest: Path) -> None:
+def test_keys_with_a_leading_underscore_are_dropped(valid_checkpoint: Path) -> None:
     brief = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
     for attack, more in ((by_underscore, []), (by_underscore_alone, ["checkpoint.weights_only=true"])):
-        load = f"checkpoint.load={poisoned(honest, attack)}"
+        load = f"checkpoint.load={poisoned(valid_checkpoint, attack)}"
         with pytest.warns(UserWarning, match=r"unknown keys of the checkpoint are ignored: state/_algorithms"):
             assert run(load, *more, *brief)["training"]["batches"] == 3
     with pytest.raises(
         ConfigError, match=r"checkpoint\.load: poisoned\.pt is malformed: state/algorithms is missing; "
     ):
-        run(f"checkpoint.load={poisoned(honest, by_underscore_alone)}", *brief)
+        run(f"checkpoint.load={poisoned(valid_checkpoint, by_underscore_alone)}", *brief)
     assert not MARKER.exists()
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_composer_gets_only_known_keys_and_the_algorithms_of_the_run(weights_only: bool, honest: Path) -> None:
+def test_composer_gets_only_known_keys_and_the_algorithms_of_the_run(
+    weights_only: bool, valid_checkpoint: Path
+) -> None:
     """Other keys of the file are not read at all."""
     trainer = make_trainer([SDPAAttention(), FusedOptimizer()])
-    held = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state(), "_state": {}}
-    plain_generators(held)
-    held["state"] |= {"_model": Payload(), "is_model_ddp": True, "precision": "fp32", "_seed": Payload()}
-    held["state"]["callbacks"]["InMemoryLogger"] = Payload()
+    checkpoint = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state(), "_state": {}}
+    plain_generators(checkpoint)
+    checkpoint["state"] |= {"_model": Payload(), "is_model_ddp": True, "precision": "fp32", "_seed": Payload()}
+    checkpoint["state"]["callbacks"]["InMemoryLogger"] = Payload()
     with pytest.warns(UserWarning, match="state/_model, state/is_model_ddp, state/precision, state/_seed, _state"):
-        admit(held, trainer.state, weights_only=weights_only)
+        admit(checkpoint, trainer.state, weights_only=weights_only)
     trainer.close()
     if weights_only:
-        assert [*held] == ["state"]
-        assert [*held["state"]] == ["model"]
+        assert [*checkpoint] == ["state"]
+        assert [*checkpoint["state"]] == ["model"]
         return
-    assert [*held] == ["state", "rng"]
-    assert {*held["state"]} <= {*trainer.state.serialized_attributes}
-    algorithms = held["state"]["algorithms"]
+    assert [*checkpoint] == ["state", "rng"]
+    assert {*checkpoint["state"]} <= {*trainer.state.serialized_attributes}
+    algorithms = checkpoint["state"]["algorithms"]
     assert type(algorithms) is dict, "Composer evaluates what it finds in a list"
     assert {*algorithms} == {"SDPAAttention", "FusedOptimizer"}
-    assert held["state"]["callbacks"]["InMemoryLogger"] == {}
+    assert checkpoint["state"]["callbacks"]["InMemoryLogger"] == {}
 
 
 @every_attack
-def test_every_attack_works_with_trust_checkpoint(attack: Attack, honest: Path) -> None:
+def test_every_attack_works_with_trust_checkpoint(attack: Attack, valid_checkpoint: Path) -> None:
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # the run may fail afterwards
         warnings.simplefilter("ignore")
-        run(f"checkpoint.load={poisoned(honest, attack)}", "checkpoint.trust_checkpoint=true")
+        run(f"checkpoint.load={poisoned(valid_checkpoint, attack)}", "checkpoint.trust_checkpoint=true")
     assert MARKER.exists()
 
 
-def test_autoresume_refuses_an_attack(honest: Path) -> None:
+def test_autoresume_refuses_an_attack(valid_checkpoint: Path) -> None:
     settings = ["checkpoint.interval=2ba", "run_name=mine", "trainer.max_duration=4ba", "trainer.eval_batches=1"]
     run(*settings)
     folder = Path("runs/mine/checkpoints")
     Path("runs/mine/report.json").unlink()
-    shutil.copy(poisoned(honest, by_pickle), folder / "ep0-ba5-rank0.pt")
+    shutil.copy(poisoned(valid_checkpoint, by_pickle), folder / "ep0-ba5-rank0.pt")
     with pytest.raises(ConfigError, match=r"checkpoint\.autoresume: .*ba5-rank0\.pt: refused, .*posix\.mkdir"):
         run(*settings)
     assert not MARKER.exists()
 
 
-def test_folders_and_archives_are_refused(honest: Path) -> None:
+def test_folders_and_archives_are_refused(valid_checkpoint: Path) -> None:
     Path("sharded").mkdir()
     with pytest.raises(ConfigError, match="sharded is a folder; sharded checkpoints are unpickled"):
         run("checkpoint.load=sharded")
     for name in ("file.tar", "file.pt.gz"):  # zip content, but Composer unpacks by name
-        shutil.copy(honest, name)
+        shutil.copy(valid_checkpoint, name)
         with pytest.raises(ConfigError, match=f"{name} is an archive"):
             run(f"checkpoint.load={name}")
     with tarfile.open("real.tar", "w") as tar:
-        tar.add(honest, "composer_states.pt")
+        tar.add(valid_checkpoint, "composer_states.pt")
     with pytest.raises(ConfigError, match=r"real\.tar is an archive"):  # a zip file's end is near its end
         run("checkpoint.load=real.tar")
     with pytest.raises(ConfigError, match="is an archive"):
@@ -208,7 +212,7 @@ def crafted_array() -> Crafted:
     return Crafted(reconstruct, (np.ndarray, (0,), b"b"), (1, (624,), kind, False, b"\1" * 8 * 624))
 
 
-def test_crafted_numpy_objects_are_refused(honest: Path) -> None:
+def test_crafted_numpy_objects_are_refused(valid_checkpoint: Path) -> None:
     def by_array(checkpoint: dict[str, Any]) -> None:
         checkpoint["rng"][0]["numpy"] = ("MT19937", crafted_array(), 624, 0, 0.0)
 
@@ -222,15 +226,15 @@ def test_crafted_numpy_objects_are_refused(honest: Path) -> None:
 
     assert Fork(read_with_numpy_allowed).wait().status == -signal.SIGSEGV
     with pytest.raises(ConfigError, match=r"refused, it holds more than .*NumPy dtype 'f8' other than that of NumPy's"):
-        check_checkpoint(str(poisoned(honest, by_array)), "checkpoint.load")
+        check_checkpoint(str(poisoned(valid_checkpoint, by_array)), "checkpoint.load")
 
 
-def test_an_out_of_range_position_of_the_numpy_generator_is_refused(honest: Path) -> None:
-    def by_place(checkpoint: dict[str, Any]) -> None:
+def test_an_out_of_range_position_of_the_numpy_generator_is_refused(valid_checkpoint: Path) -> None:
+    def by_position(checkpoint: dict[str, Any]) -> None:
         name, words, _, *others = checkpoint["rng"][0]["numpy"]
         checkpoint["rng"][0]["numpy"] = (name, words, 10**9, *others)
 
-    poisoned(honest, by_place)
+    poisoned(valid_checkpoint, by_position)
 
     def trusting() -> None:
         run("checkpoint.load=poisoned.pt", "checkpoint.trust_checkpoint=true", "trainer.max_duration=4ba")
@@ -241,13 +245,13 @@ def test_an_out_of_range_position_of_the_numpy_generator_is_refused(honest: Path
         run("checkpoint.load=poisoned.pt")
 
 
-def test_checkpoints_contain_no_numpy_and_composer_loads_their_random_state(honest: Path) -> None:
+def test_checkpoints_contain_no_numpy_and_composer_loads_their_random_state(valid_checkpoint: Path) -> None:
     with torch.serialization.safe_globals([timedelta, torch.torch_version.TorchVersion]):
-        held = torch.load(honest, weights_only=True)
-    words = held["rng"][0]["numpy"]
+        checkpoint = torch.load(valid_checkpoint, weights_only=True)
+    words = checkpoint["rng"][0]["numpy"]
     expected = np.random.RandomState()
     expected.set_state(words)
-    reproducibility.load_rng_state(held["rng"])
+    reproducibility.load_rng_state(checkpoint["rng"])
     assert np.random.random() == expected.random_sample()
     assert type(words[1]) is tuple
 
@@ -258,11 +262,11 @@ def test_a_checkpoint_written_by_composer_itself_is_read(tmp_path: Path) -> None
     trainer.fit()
     trainer.close()
     path = str(tmp_path / "ba2.pt")
-    held = torch.load(path, weights_only=False)
-    assert isinstance(held["rng"][0]["numpy"][1], np.ndarray)
+    checkpoint = torch.load(path, weights_only=False)
+    assert isinstance(checkpoint["rng"][0]["numpy"][1], np.ndarray)
     check_checkpoint(path, "checkpoint.load")
     kept = load_unpickled(path)
-    assert kept["rng"][0]["numpy"][1] == tuple(held["rng"][0]["numpy"][1].tolist())
+    assert kept["rng"][0]["numpy"][1] == tuple(checkpoint["rng"][0]["numpy"][1].tolist())
 
 
 def load_unpickled(path: str) -> dict[str, Any]:
@@ -283,7 +287,7 @@ LIST_TWICE = b"q\0]h\0ah\0a"
 
 
 @pytest.mark.parametrize(
-    ("instructions", "said"),
+    ("instructions", "message"),
     [
         (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashing it overflows the stack
         (b"})" + TWICE * 60 + b"Ns", "too many times"),  # hashing it takes years
@@ -295,11 +299,11 @@ LIST_TWICE = b"q\0]h\0ah\0a"
     ],
     ids=["deep", "wide", "wide list", "cycle", "bytearray", "tensor", "empty stack"],
 )
-def test_a_pickle_that_exhausts_stack_time_or_memory_is_refused(instructions: bytes, said: str) -> None:
+def test_a_pickle_that_exhausts_stack_time_or_memory_is_refused(instructions: bytes, message: str) -> None:
     path = pickled("bomb.pt", instructions)
 
     def refused() -> None:
-        with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({said})"):
+        with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({message})"):
             check_checkpoint(path, "checkpoint.load")
         with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as when Composer loads it
             composer_checkpoint.safe_torch_load(path)
@@ -315,7 +319,7 @@ def test_a_file_that_is_not_a_zip_archive_is_not_unpickled() -> None:
 
 
 @pytest.mark.parametrize("attribute", ["items", "keys", "get"])
-def test_a_dict_whose_attributes_shadow_methods_is_refused_in_one_line(attribute: str, honest: Path) -> None:
+def test_a_dict_whose_attributes_shadow_methods_is_refused_in_one_line(attribute: str, valid_checkpoint: Path) -> None:
     class Hiding(OrderedDict[str, Any]):
         def __reduce__(self) -> Any:
             return OrderedDict, (), {attribute: 3}, None, iter(dict.items(self))
@@ -326,17 +330,17 @@ def test_a_dict_whose_attributes_shadow_methods_is_refused_in_one_line(attribute
     def by_model(checkpoint: dict[str, Any]) -> None:
         checkpoint["state"]["model"] = Hiding(a=3)
 
-    for attack, said in ((by_state, "state is missing"), (by_model, "state/model/a is an int")):
-        with pytest.raises(ConfigError, match=f"is malformed: {said}"):
-            check_checkpoint(str(poisoned(honest, attack)), "checkpoint.load")
+    for attack, message in ((by_state, "state is missing"), (by_model, "state/model/a is an int")):
+        with pytest.raises(ConfigError, match=f"is malformed: {message}"):
+            check_checkpoint(str(poisoned(valid_checkpoint, attack)), "checkpoint.load")
 
 
 @pytest.mark.parametrize("attribute", ["detach", "is_complex"])
-def test_a_tensor_whose_attributes_shadow_methods_is_read(attribute: str, honest: Path) -> None:
+def test_a_tensor_whose_attributes_shadow_methods_is_read(attribute: str, valid_checkpoint: Path) -> None:
     def by_attribute(checkpoint: dict[str, Any]) -> None:
         setattr(checkpoint["rng"][0]["torch"], attribute, 3)
 
-    check_checkpoint(str(poisoned(honest, by_attribute)), "checkpoint.load")
+    check_checkpoint(str(poisoned(valid_checkpoint, by_attribute)), "checkpoint.load")
 
 
 class FakeStore(ObjectStore):
@@ -373,42 +377,44 @@ def test_the_uri_of_a_folder_is_refused_before_any_file_is_changed() -> None:
     assert not list(Path("runs").glob("q*"))
 
 
-def test_checkpoints_in_an_object_store_are_checked_too(honest: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_in_an_object_store_are_checked_too(
+    valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", lambda _: FakeStore(Path("bucket")))
     load = ["checkpoint.load=s3://bucket/run/one.pt", "trainer.max_duration=3ba", "trainer.eval_batches=1"]
     Path("bucket/run").mkdir(parents=True)
-    shutil.copy(honest, "bucket/run/one.pt")
+    shutil.copy(valid_checkpoint, "bucket/run/one.pt")
     assert run(*load)["training"]["batches"] == 3
-    shutil.copy(poisoned(honest, by_pickle), "bucket/run/one.pt")
+    shutil.copy(poisoned(valid_checkpoint, by_pickle), "bucket/run/one.pt")
     with pytest.raises(ConfigError, match=r"checkpoint\.load: run/one\.pt: refused, .*posix\.mkdir"):
         run(*load)
     assert not MARKER.exists()
 
 
-def test_a_flipped_bit_is_detected_or_changes_no_weight(honest: Path) -> None:
+def test_a_flipped_bit_is_detected_or_changes_no_weight(valid_checkpoint: Path) -> None:
     """torch verifies no checksums: training would continue with a flipped bit."""
-    whole, path = honest.read_bytes(), Path("flipped.pt")
-    expected = torch.load(honest, weights_only=False)["state"]["model"]
+    whole, path = valid_checkpoint.read_bytes(), Path("flipped.pt")
+    expected = torch.load(valid_checkpoint, weights_only=False)["state"]["model"]
     generator = torch.Generator().manual_seed(0)
     damaged = 0
     for attempt in range(40):
-        place = int(torch.randint(len(whole), (), generator=generator))
+        position = int(torch.randint(len(whole), (), generator=generator))
         if attempt % 4 == 0:
-            path.write_bytes(whole[:place])
+            path.write_bytes(whole[:position])
         else:
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << attempt % 8]) + whole[place + 1 :])
+            path.write_bytes(whole[:position] + bytes([whole[position] ^ 1 << attempt % 8]) + whole[position + 1 :])
         try:
             check_checkpoint(str(path), "checkpoint.load")
         except DamagedCheckpointError:
             damaged += 1
         else:  # the byte is between the archive's members
-            held = torch.load(path, weights_only=False)["state"]["model"]
-            torch.testing.assert_close(held, expected, rtol=0, atol=0)
+            checkpoint = torch.load(path, weights_only=False)["state"]["model"]
+            torch.testing.assert_close(checkpoint, expected, rtol=0, atol=0)
     assert damaged > 30
 
 
-def test_composer_still_unpickles_without_checks(honest: Path) -> None:
+def test_composer_still_unpickles_without_checks(valid_checkpoint: Path) -> None:
     """Composer still unpickles without checks; once it does not, remove reading.py."""
-    path = poisoned(honest, by_pickle)
+    path = poisoned(valid_checkpoint, by_pickle)
     composer_checkpoint.safe_torch_load(str(path))
     assert MARKER.exists()

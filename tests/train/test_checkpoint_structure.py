@@ -47,7 +47,7 @@ def test_a_conforming_value_is_returned(value: Any, hint: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "hint", "said"),
+    ("value", "hint", "message"),
     [
         (True, int, "top is a bool, not an int"),
         (0.5, int, "top is a float, not an int"),
@@ -71,10 +71,10 @@ def test_a_conforming_value_is_returned(value: Any, hint: Any) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_value_that_does_not_conform_is_named(value: Any, hint: Any, said: str) -> None:
+def test_a_value_that_does_not_conform_is_named(value: Any, hint: Any, message: str) -> None:
     with pytest.raises(MalformedError) as error:
         conforming(value, hint, "top")
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_containers_and_attributes_of_a_file_are_replaced() -> None:
@@ -88,7 +88,7 @@ def test_containers_and_attributes_of_a_file_are_replaced() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "own", "said"),
+    ("value", "own", "message"),
     [
         (torch.ones(1), torch.ones(3), "top has the shape (1,), not (3,)"),
         (torch.ones(3).long(), torch.ones(3), "top has the dtype int64, not float32"),
@@ -103,10 +103,10 @@ def test_containers_and_attributes_of_a_file_are_replaced() -> None:
         (None, "x", "top is nothing, not a str"),
     ],
 )
-def test_a_value_that_differs_from_the_runs_own_is_named(value: Any, own: Any, said: str) -> None:
+def test_a_value_that_differs_from_the_runs_own_is_named(value: Any, own: Any, message: str) -> None:
     with pytest.raises(MalformedError) as error:
         like(value, own, "top")
-    assert str(error.value) == said
+    assert str(error.value) == message
 
 
 def test_numbers_are_converted_to_the_runs_own_types() -> None:
@@ -127,12 +127,12 @@ def low_bit_moment(values: int) -> Tensor:
 
 
 def test_the_inner_tensors_of_a_quantised_tensor_are_checked() -> None:
-    own, held = low_bit_moment(512), low_bit_moment(512)
-    given = like(held, own, "top")
-    torch.testing.assert_close(given.dequantize(), held.dequantize(), rtol=0, atol=0)
-    held.scale = torch.ones(1)  # type: ignore[attr-defined]  # two blocks need two scales
+    own, other = low_bit_moment(512), low_bit_moment(512)
+    given = like(other, own, "top")
+    torch.testing.assert_close(given.dequantize(), other.dequantize(), rtol=0, atol=0)
+    other.scale = torch.ones(1)  # type: ignore[attr-defined]  # two blocks need two scales
     with pytest.raises(MalformedError, match=r"top/scale has the shape \(1,\), not \(2,\)"):
-        like(held, own, "top")
+        like(other, own, "top")
     with pytest.raises(MalformedError, match="top is a Tensor, not an OptimState8bit"):
         like(torch.ones(512), own, "top")
     with pytest.raises(MalformedError, match="top is an OptimState8bit, not a tensor"):
@@ -141,20 +141,20 @@ def test_the_inner_tensors_of_a_quantised_tensor_are_checked() -> None:
         like(low_bit_moment(256), own, "top")
 
 
-@pytest.mark.parametrize(("given", "said"), [("abc", ""), ("ab", " has no c"), ("a", " has no b (and 1 more)")])
-def test_the_first_missing_key_is_named_and_others_are_counted(given: str, said: str) -> None:
+@pytest.mark.parametrize(("given", "message"), [("abc", ""), ("ab", " has no c"), ("a", " has no b (and 1 more)")])
+def test_the_first_missing_key_is_named_and_others_are_counted(given: str, message: str) -> None:
     own, value = dict.fromkeys("abc", 1), dict.fromkeys(given, 2)
-    if not said:
+    if not message:
         assert like(value, own, "top") == value
         return
     with pytest.raises(MalformedError) as error:
         like(value, own, "top")
-    assert str(error.value) == f"top{said}"
+    assert str(error.value) == f"top{message}"
 
 
-@pytest.mark.parametrize(("type_", "said"), [(int, "an int"), (str, "a str"), (OrderedDict, "an OrderedDict")])
-def test_type_names_have_the_right_article(type_: type, said: str) -> None:
-    with pytest.raises(MalformedError, match=f"top is nothing, not {said}$"):
+@pytest.mark.parametrize(("type_", "message"), [(int, "an int"), (str, "a str"), (OrderedDict, "an OrderedDict")])
+def test_type_names_have_the_right_article(type_: type, message: str) -> None:
+    with pytest.raises(MalformedError, match=f"top is nothing, not {message}$"):
         conforming(None, type_, "top")
 
 

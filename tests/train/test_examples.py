@@ -116,8 +116,8 @@ def test_two_nodes_on_this_machine_train_together(launcher: str) -> None:
         for rank in "01"
     ]
     for node in nodes:
-        _, said = node.communicate(timeout=300)
-        assert node.returncode == 0, said[-3000:]
+        _, stderr = node.communicate(timeout=300)
+        assert node.returncode == 0, stderr[-3000:]
     report = json.loads(Path("runs/quickstart/report.json").read_text())
     assert report["training"]["ranks"] == 2
     assert report["training"]["samples"] == 24

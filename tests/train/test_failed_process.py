@@ -25,8 +25,10 @@ Current thread 0x2 (most recent call first):
     assert where("a line\n") == ""
 
 
-@pytest.mark.parametrize(("kind", "said"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")])
-def test_the_reason_of_a_crash_is_not_a_line_of_its_stack(kind: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("Aborted", "what(): why"), ("Bus error", "Fatal Python error: Bus error")]
+)
+def test_the_reason_of_a_crash_is_not_a_line_of_its_stack(kind: str, reason: str) -> None:
     output = f"begins\n  what(): why\nFatal Python error: {kind}\n\nCurrent thread 0x2:\n\nExtension modules: a, b\n"
-    assert own_line(output) == said
+    assert own_line(output) == reason
     assert own_line(f"train.py: {kind}\n{output}") == kind

@@ -76,13 +76,15 @@ def test_skipped_batches_are_counted_in_the_report() -> None:
     assert run("callbacks.finite_loss=null", *SHORT_RUN)["guards"] == {}
 
 
-@pytest.mark.parametrize("wish", ["stop", "skip"])
-def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(wish: Any) -> None:
+@pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
+def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -> None:
     def fit() -> None:
         rank = int(os.environ["RANK"])
-        guard = FiniteLoss(wish)
-        given = Batches(batches(8, 6))  # NaN in batch 6, which belongs to the second rank
-        loader = DataLoader(given, 1, sampler=dist.get_sampler(given, shuffle=False), collate_fn=lambda rows: rows[0])
+        guard = FiniteLoss(on_nonfinite)
+        dataset = Batches(batches(8, 6))  # NaN in batch 6, which belongs to the second rank
+        loader = DataLoader(
+            dataset, 1, sampler=dist.get_sampler(dataset, shuffle=False), collate_fn=lambda rows: rows[0]
+        )
         data = DataSpec(loader, split_batch=lambda batch, _: [batch], get_num_samples_in_batch=lambda _: 4)
         trainer = make_trainer(model=Poisoned(), callbacks=[guard], max_duration="4ba", train_dataloader=data)
         trainer.fit()
@@ -95,7 +97,7 @@ def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(wish: Any) -> None:
             fit()
 
     done = on_ranks(whole)
-    if wish == "stop":
+    if on_nonfinite == "stop":
         assert [d.status for d in done] == [1, 1]
         assert all("train.py: loss: nan at step 3 " in d.stderr for d in done)
         return

@@ -144,10 +144,10 @@ def test_every_technique_is_killed_and_resumed(tmp_path: Path) -> None:
     results = run_cases(tmp_path, cases, timeout=600)
     kills = 0
     for name, _ in _techniques():
-        said = (tmp_path / f"{name}.out").read_text()[-3000:]
+        output = (tmp_path / f"{name}.out").read_text()[-3000:]
         assert results[f"{name}-whole"] == [0], (tmp_path / f"{name}-whole.out").read_text()[-3000:]
-        assert results[name][-1] == 0, said
-        assert results[name][0] == -signal.SIGKILL, said
+        assert results[name][-1] == 0, output
+        assert results[name][0] == -signal.SIGKILL, output
         kills += results[name].count(-signal.SIGKILL)
         report = check_same(tmp_path, f"{name}-whole", name)
         print(name, results[name], "resumed after", [entry["batch"] for entry in report["resumed"]])

@@ -60,8 +60,8 @@ def test_a_rank_stops_soon_after_its_launcher(how: signal.Signals, stubborn: lis
     assert rank.is_running(), "the rank runs as long as its launcher"
     process.send_signal(how)
     rank.wait(20)
-    said = process.communicate()[1]
-    assert said == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
+    stderr = process.communicate()[1]
+    assert stderr == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
 
 
 @pytest.mark.parametrize(("name", "environment"), [("composer", {}), ("start.sh", {"LOCAL_RANK": "0"})])

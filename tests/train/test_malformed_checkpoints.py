@@ -30,8 +30,8 @@ WEIGHT = f"state/model/{EMBEDDINGS}"
 
 
 @pytest.fixture(scope="module")
-def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return short_checkpoint(tmp_path_factory.mktemp("honest"))
+def valid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return short_checkpoint(tmp_path_factory.mktemp("valid_checkpoint"))
 
 
 @pytest.fixture(scope="module")
@@ -52,27 +52,27 @@ def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[State]:
     trainers[0].close()
 
 
-def changed(honest: Path, change: Change, name: str = "changed.pt") -> str:
-    held = torch.load(honest, weights_only=False)
-    change(held)
+def changed(valid_checkpoint: Path, change: Change, name: str = "changed.pt") -> str:
+    checkpoint = torch.load(valid_checkpoint, weights_only=False)
+    change(checkpoint)
     Path(name).parent.mkdir(parents=True, exist_ok=True)
-    torch.save(held, name)
+    torch.save(checkpoint, name)
     return f"checkpoint.load={name}"
 
 
-def sort_of(held: dict[str, Any], path: str, value: Any) -> None:
+def set_entry(checkpoint: dict[str, Any], path: str, value: Any) -> None:
     """Set the entry at a path of keys to ``value``; ``...`` deletes it."""
     *parents, last = [int(key) if key.isdigit() else key for key in path.split("/")]
     for key in parents:
-        held = held[key]
+        checkpoint = checkpoint[key]
     if value is ...:
-        del held[last]
+        del checkpoint[last]
     else:
-        held[last] = value
+        checkpoint[last] = value
 
 
 def put(path: str, value: Any) -> Change:
-    return lambda held: sort_of(held, path, value)
+    return lambda checkpoint: set_entry(checkpoint, path, value)
 
 
 TIME = "state/timestamp/Timestamp"
@@ -160,12 +160,14 @@ def in_runs() -> list[Path]:
     return sorted(path for path in Path("runs").rglob("*") if not path.name.endswith(".lock"))
 
 
-@pytest.mark.parametrize(("change", "said"), MALFORMED, ids=[said for _, said in MALFORMED])
-def test_a_malformed_checkpoint_is_refused_before_any_file_is_changed(change: Change, said: str, honest: Path) -> None:
+@pytest.mark.parametrize(("change", "message"), MALFORMED, ids=[message for _, message in MALFORMED])
+def test_a_malformed_checkpoint_is_refused_before_any_file_is_changed(
+    change: Change, message: str, valid_checkpoint: Path
+) -> None:
     Path("runs/quickstart").mkdir(parents=True)
     with pytest.raises(ConfigError) as error:
-        run(changed(honest, change), *BRIEF)
-    assert f"checkpoint.load: changed.pt is malformed: {said}" in str(error.value)
+        run(changed(valid_checkpoint, change), *BRIEF)
+    assert f"checkpoint.load: changed.pt is malformed: {message}" in str(error.value)
     assert "; use the model" in str(error.value) or "; use another checkpoint" in str(error.value)
     assert in_runs() == [Path("runs/quickstart")]
 
@@ -178,42 +180,46 @@ def test_a_malformed_checkpoint_is_refused_before_any_file_is_changed(change: Ch
         ("rng/0/python", (3, (*(2**32 - 1,) * 624, 624), None)),
     ],
 )
-def test_the_largest_seed_and_generator_states_are_accepted(path: str, value: Any, honest: Path, state: State) -> None:
-    held = torch.load(honest, weights_only=False)
-    plain_generators(held)
-    sort_of(held, path, value)
-    admit(held, state, weights_only=False)
+def test_the_largest_seed_and_generator_states_are_accepted(
+    path: str, value: Any, valid_checkpoint: Path, state: State
+) -> None:
+    checkpoint = torch.load(valid_checkpoint, weights_only=False)
+    plain_generators(checkpoint)
+    set_entry(checkpoint, path, value)
+    admit(checkpoint, state, weights_only=False)
     for key in [int(key) if key.isdigit() else key for key in path.split("/")]:
-        held = held[key]  # type: ignore[index]
-    assert held == value  # type: ignore[comparison-overlap]
+        checkpoint = checkpoint[key]  # type: ignore[index]
+    assert checkpoint == value  # type: ignore[comparison-overlap]
 
 
-@pytest.mark.parametrize(("change", "said"), UNFIT, ids=[said for _, said in UNFIT])
-def test_an_entry_that_does_not_fit_the_run_is_named(change: Change, said: str, honest: Path, state: State) -> None:
-    held = torch.load(honest, weights_only=False)
-    plain_generators(held)
-    admit(copy.deepcopy(held), state, weights_only=False)
-    change(held)
-    with pytest.raises(MalformedError, match=f"^{re.escape(said)}"):
-        admit(held, state, weights_only=False)
+@pytest.mark.parametrize(("change", "message"), UNFIT, ids=[message for _, message in UNFIT])
+def test_an_entry_that_does_not_fit_the_run_is_named(
+    change: Change, message: str, valid_checkpoint: Path, state: State
+) -> None:
+    checkpoint = torch.load(valid_checkpoint, weights_only=False)
+    plain_generators(checkpoint)
+    admit(copy.deepcopy(checkpoint), state, weights_only=False)
+    change(checkpoint)
+    with pytest.raises(MalformedError, match=f"^{re.escape(message)}"):
+        admit(checkpoint, state, weights_only=False)
 
 
-@pytest.mark.parametrize(("change", "said"), [UNFIT[0], UNFIT[-1]])
+@pytest.mark.parametrize(("change", "message"), [UNFIT[0], UNFIT[-1]])
 def test_a_checkpoint_that_does_not_fit_leaves_the_earlier_run_unchanged(
-    change: Change, said: str, honest: Path
+    change: Change, message: str, valid_checkpoint: Path
 ) -> None:
     Path("runs/quickstart").mkdir(parents=True)
     Path("runs/quickstart/report.json").touch()
     with pytest.raises(ConfigError) as error:
-        run(changed(honest, change), *BRIEF)
-    assert f"checkpoint.load: changed.pt does not fit this run: {said}" in str(error.value)
+        run(changed(valid_checkpoint, change), *BRIEF)
+    assert f"checkpoint.load: changed.pt does not fit this run: {message}" in str(error.value)
     assert "; use the model" in str(error.value) or "; use another checkpoint" in str(error.value)
     assert in_runs() == [Path("runs/quickstart"), Path("runs/quickstart/report.json")]
 
 
 @pytest.mark.parametrize("path", [f"{TIME}/batch", f"{SCHEDULE}/base_lrs"])
-def test_a_malformed_checkpoint_is_one_line_and_exit_status_2(path: str, honest: Path) -> None:
-    load = changed(honest, put(path, "x"))
+def test_a_malformed_checkpoint_is_one_line_and_exit_status_2(path: str, valid_checkpoint: Path) -> None:
+    load = changed(valid_checkpoint, put(path, "x"))
 
     def job() -> None:
         with exit_codes():
@@ -225,9 +231,9 @@ def test_a_malformed_checkpoint_is_one_line_and_exit_status_2(path: str, honest:
     assert done.stderr.splitlines()[-1].startswith("train.py: checkpoint.load: changed.pt ")
 
 
-def test_every_callback_with_a_state_dict_declares_its_fields(honest: Path) -> None:
+def test_every_callback_with_a_state_dict_declares_its_fields(valid_checkpoint: Path) -> None:
     """Only the fields that a callback declares are restored."""
-    kept = torch.load(honest, weights_only=False)["state"]["callbacks"]
+    kept = torch.load(valid_checkpoint, weights_only=False)["state"]["callbacks"]
     ours = {name for name, state in kept.items() if state and name != "WholeCheckpointSaver"}
     known = {c.__qualname__: c for c in every_subclass(Callback) if c.__module__.startswith("composer_speedups")}
     assert ours >= {"EngagementReport", "RunHistory", "ThroughputMonitor", "_TechniqueKeeper"}
@@ -243,28 +249,28 @@ def every_subclass(cls: type) -> set[type]:
     return {cls}.union(*map(every_subclass, cls.__subclasses__()))
 
 
-def test_weights_only_ignores_malformed_entries_other_than_weights(honest: Path) -> None:
-    def spoil(held: dict[str, Any]) -> None:
-        held["state"] = {"model": held["state"]["model"], "timestamp": "x", "optimizers": 3}
-        del held["rng"]
+def test_weights_only_ignores_malformed_entries_other_than_weights(valid_checkpoint: Path) -> None:
+    def spoil(checkpoint: dict[str, Any]) -> None:
+        checkpoint["state"] = {"model": checkpoint["state"]["model"], "timestamp": "x", "optimizers": 3}
+        del checkpoint["rng"]
 
-    assert run(changed(honest, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
+    assert run(changed(valid_checkpoint, spoil), "checkpoint.weights_only=true", *BRIEF)["training"]["batches"] == 4
 
 
 def test_checkpoints_of_another_task_or_vocabulary_are_refused() -> None:
     saved = ["trainer.max_duration=2ba", "trainer.eval_batches=1", "checkpoint.interval=2ba", "export=false"]
     run(*saved, "model.task=mlm", "run_name=mlm")
     run(*saved, "data.vocab_size=300", "run_name=small")
-    for name, said in (
+    for name, message in (
         ("mlm", r"state/model has no model\.\w+\.pooler\S+ and has 'model\.cls\S+', which .*model\.task"),
         ("small", r"word_embeddings.weight has the shape \(300, 128\), .*data\.vocab_size"),
     ):
         for only in ("checkpoint.weights_only=false", "checkpoint.weights_only=true"):
-            with pytest.raises(ConfigError, match=said):
+            with pytest.raises(ConfigError, match=message):
                 run(f"checkpoint.load=runs/{name}/checkpoints/ep0-ba2-rank0.pt", only, *BRIEF)
 
 
-def test_a_checkpoint_with_a_wrong_batch_in_its_name_is_not_the_newest(honest: Path) -> None:
+def test_a_checkpoint_with_a_wrong_batch_in_its_name_is_not_the_newest(valid_checkpoint: Path) -> None:
     folder = Path("runs/mine/checkpoints")
     job = ["run_name=mine", "checkpoint.interval=2ba", "checkpoint.keep=1", *BRIEF[1:]]
     run(*job, "trainer.max_duration=2ba")
@@ -284,7 +290,7 @@ def test_a_checkpoint_with_a_wrong_batch_in_its_name_is_not_the_newest(honest: P
 
 
 @pytest.mark.parametrize(
-    ("address", "said"),
+    ("address", "message"),
     [
         ("https://example.org/a.pt", "is an address from which Composer cannot load checkpoints (https)"),
         ("file:///tmp/a.pt", "is an address from which Composer cannot load checkpoints (file)"),
@@ -301,13 +307,13 @@ def test_a_checkpoint_with_a_wrong_batch_in_its_name_is_not_the_newest(honest: P
         ("a{rank.x}.pt", "is not a file"),
     ],
 )
-def test_invalid_checkpoint_uris_are_refused(address: str, said: str, honest: Path) -> None:
-    shutil.copy(honest, "run:one.pt")
+def test_invalid_checkpoint_uris_are_refused(address: str, message: str, valid_checkpoint: Path) -> None:
+    shutil.copy(valid_checkpoint, "run:one.pt")
     for more in ([], ["checkpoint.trust_checkpoint=true"], ["run_name=x", "checkpoint.interval=2ba"]):
         with pytest.raises(ConfigError) as error:
             run(f"checkpoint.load='{address}'", *more)
         assert "checkpoint.load" in str(error.value)
-        assert said in str(error.value)
+        assert message in str(error.value)
     assert in_runs() == []
 
 

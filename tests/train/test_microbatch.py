@@ -46,16 +46,16 @@ def three_gib() -> Iterator[None]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("given", [None, 512])
+@pytest.mark.parametrize("microbatch", [None, 512])
 @pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
-def test_a_batch_that_does_not_fit_the_gpu_is_trained_in_micro_batches(given: int | None) -> None:
+def test_a_batch_that_does_not_fit_the_gpu_is_trained_in_micro_batches(microbatch: int | None) -> None:
     """Neither the whole batch nor the configured micro-batch fits."""
     whole = run(*LARGE, "trainer.microbatch_size=64")
     with three_gib():
-        report = run(*LARGE, f"trainer.microbatch_size={'null' if given is None else given}")
+        report = run(*LARGE, f"trainer.microbatch_size={'null' if microbatch is None else microbatch}")
     training = report["training"]
     assert training["microbatch_chosen"] == "after running out of memory"
-    assert training["microbatch_changes"][0]["from"] == (given or 1024)
+    assert training["microbatch_changes"][0]["from"] == (microbatch or 1024)
     assert training["samples"] == 3 * 1024
     assert report["memory"]["peak_gib"] < 3
     assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)

@@ -250,6 +250,6 @@ def test_the_report_states_each_change_of_the_micro_batch(monkeypatch: pytest.Mo
     assert training["microbatch_changes"] == [{"batch": 0, "from": 8, "to": 4}]
     assert "chosen after running out of memory" in summary_table(report, "runs")
     assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
-    said = r"^trainer\.microbatch_size: .* micro-batch of 8, .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
-    with pytest.raises(RunFailedError, match=said):
+    message = r"^trainer\.microbatch_size: .* micro-batch of 8, .*; set trainer\.microbatch_size=4 \(CUDA out of memory"
+    with pytest.raises(RunFailedError, match=message):
         run(*settings, "trainer.on_out_of_memory=stop")

@@ -1,4 +1,4 @@
-"""Adafactor: a matrix's second moments kept as one number a row and one a column."""
+"""The Adafactor technique: a matrix's second moments are stored as one number per row and one per column."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.optim import Optimizer
 from composer_speedups.algorithms.adafactor.functional import apply_adafactor
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 
-_ADAMW_BYTES = 8  # two float32 moments a parameter
+_ADAMW_BYTES = 8  # two float32 moments per parameter
 
 
 class AdafactorOptimizer(OptimizerSwapTechnique):
-    """The run's AdamW becomes Adafactor, with a small fraction of its state.
+    """Replaces the run's AdamW by Adafactor, whose state is a small fraction of AdamW's.
 
     Raises:
-        TechniqueError: At INIT, when the optimizer is not AdamW or holds no matrix, and under FSDP.
+        TechniqueError: At INIT, if the optimizer is not AdamW or has no matrix, or under FSDP.
     """
 
     name = "adafactor"

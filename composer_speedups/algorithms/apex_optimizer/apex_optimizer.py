@@ -1,4 +1,4 @@
-"""NVIDIA Apex's fused AdamW."""
+"""The Apex technique: NVIDIA Apex's fused AdamW."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 
 
 class ApexOptimizer(OptimizerSwapTechnique):
-    """The run's AdamW becomes Apex's FusedAdam: the update of many parameters in one kernel.
+    """Replaces the run's AdamW by Apex's FusedAdam, which updates many parameters in one kernel.
 
     Raises:
-        TechniqueError: At INIT, without Apex or a GPU, with an optimizer other than AdamW, and under FSDP.
+        TechniqueError: At INIT, without Apex or a GPU, with an optimizer other than AdamW, or under FSDP.
     """
 
     name = "apex_optimizer"
@@ -34,5 +34,5 @@ class ApexOptimizer(OptimizerSwapTechnique):
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         counted = [group["step"] for group in optimizer.param_groups if group.get("step")]
         if not counted:
-            raise self.not_engaged("FusedAdam counted no step", "leave state.optimizers as it is after INIT")
+            raise self.not_engaged("FusedAdam counted no step", "do not change state.optimizers after INIT")
         return {"apex_steps": int(max(torch.as_tensor(c).item() for c in counted))}

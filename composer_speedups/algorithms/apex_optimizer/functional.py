@@ -1,4 +1,4 @@
-"""NVIDIA Apex's fused AdamW."""
+"""Replace AdamW by NVIDIA Apex's FusedAdam."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ __all__ = ["apply_apex_optimizer"]
 MISSING = "NVIDIA Apex is not installed (the package index has no build of it)"
 INSTALL = (
     "build it from github.com/NVIDIA/apex with --cpp_ext --cuda_ext, "
-    "or use fused_optimizer, which does the same with torch's own kernel"
+    "or use fused_optimizer, which has the same effect with torch's kernel"
 )
 
 
 def apply_apex_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Put Apex's FusedAdam, in its AdamW mode, in the place of AdamW.
+    """Replace AdamW by Apex's FusedAdam in its AdamW mode.
 
     Args:
-        optimizer: A ``torch.optim.AdamW`` that has not stepped; not to be used any more.
+        optimizer: A ``torch.optim.AdamW`` that has not stepped; it must not be used afterwards.
 
     Returns:
-        The new optimizer, over the same parameters and groups; ``optimizer`` itself if it is this one already.
+        The new optimizer with the same parameters and groups, or ``optimizer`` if it already is Apex's.
 
     Raises:
         ValueError: Apex or its CUDA kernels are not installed, the optimizer is not AdamW or has stepped, or a
@@ -46,7 +46,7 @@ def _build(groups: list[dict[str, Any]]) -> Optimizer:
         __qualname__ = "ApexFusedAdam"
 
         def zero_grad(self, set_to_none: bool = True) -> None:
-            """Takes torch's argument, which torch itself gives while a checkpoint is loaded and Apex does not know."""
+            """Accept ``set_to_none``, which torch passes while a checkpoint is loaded and Apex does not support."""
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
@@ -58,7 +58,7 @@ def _build(groups: list[dict[str, Any]]) -> Optimizer:
 
 
 def installed() -> bool:
-    """Whether ``apex`` is NVIDIA's: the index has another package of that name."""
+    """Return whether ``apex`` is NVIDIA's; the package index has another package with that name."""
     try:
         return importlib.util.find_spec("apex.optimizers") is not None
     except ImportError:

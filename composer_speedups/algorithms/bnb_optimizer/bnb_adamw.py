@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW, with overrides and paged memory that are its own and not the process's."""
+"""bitsandbytes' AdamW with its own managers of overrides and paged memory, instead of the process-wide ones."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 _PAGED = ("state1", "state2")
-_LEAST_PAGED = 100_000  # values; bitsandbytes leaves smaller tensors in GPU memory
+_LEAST_PAGED = 100_000  # number of values; bitsandbytes keeps smaller tensors in GPU memory
 
 
 def bnb_adamw(groups: list[dict[str, Any]], full_precision: list[nn.Parameter], **settings: Any) -> Optimizer:
-    """bitsandbytes' AdamW of its own ``settings``; the parameters of ``full_precision`` keep 32-bit state."""
+    """Create bitsandbytes' AdamW with its ``settings``; the parameters in ``full_precision`` keep 32-bit state."""
     from bitsandbytes.functional import GlobalPageManager
     from bitsandbytes.optim import AdamW, GlobalOptimManager
 
-    # bitsandbytes keeps overrides by id() in one manager for the whole process, where they would outlive the
-    # run and hit whichever parameter gets that id next, and paged tensors in another one, which would keep
-    # them alive. This optimizer gets managers of its own.
+    # bitsandbytes has process-wide managers. One keeps overrides by id(), which would outlive the run and apply to any
+    # later parameter with the same id. The other keeps paged tensors alive. This optimizer has its own managers.
     manager = GlobalOptimManager.__new__(GlobalOptimManager)
     manager.initialize()
     manager.override_config(full_precision, "optim_bits", 32)
@@ -31,16 +30,16 @@ def bnb_adamw(groups: list[dict[str, Any]], full_precision: list[nn.Parameter], 
 
 
 def paged_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """The state tensors that lie in paged memory."""
+    """Return the state tensors in paged memory."""
     tensors = (state.get(name) for state in optimizer.state.values() for name in _PAGED)
     return [t for t in tensors if getattr(t, "is_paged", False)]
 
 
 def page_again(optimizer: Any) -> int:
-    """Move state back to paged memory: loading a checkpoint puts it into plain GPU memory.
+    """Move state back to paged memory, after loading a checkpoint has put it into plain GPU memory.
 
     Returns:
-        How many tensors were moved.
+        Number of moved tensors.
     """
     moved = 0
     for parameter, state in optimizer.state.items():
@@ -49,7 +48,7 @@ def page_again(optimizer: Any) -> int:
             if loaded is None or loaded.numel() < _LEAST_PAGED or getattr(loaded, "is_paged", False):
                 continue
             state[name] = optimizer.get_state_buffer(parameter, dtype=loaded.dtype)
-            torch.cuda.synchronize(parameter.device)  # it is zeroed on the GPU, then written from the host
+            torch.cuda.synchronize(parameter.device)  # the GPU zeroes it before the host writes to it
             state[name].copy_(loaded)
             moved += 1
     return moved

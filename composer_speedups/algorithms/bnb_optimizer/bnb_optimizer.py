@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW: 8-bit or 32-bit state, paged if asked, with a stable embedding if asked."""
+"""The bitsandbytes technique: AdamW with 8-bit or 32-bit state, optionally paged and with a stable embedding."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from composer_speedups.core.trainer_state import model_of
 
 
 class BnbOptimizer(OptimizerSwapTechnique):
-    """bitsandbytes' AdamW; embeddings keep 32-bit state unless told otherwise.
+    """Uses bitsandbytes' AdamW; by default, embeddings keep 32-bit state.
 
     Raises:
-        TechniqueError: At INIT, without bitsandbytes, paged without a GPU, or with an unfit optimizer or model.
-        NotEngagedError: After the first batch, when no parameter has state of the bits asked for, when
-            embeddings have other bits, when nothing is paged, or when the stable embedding was not trained.
+        TechniqueError: At INIT, without bitsandbytes, for paged state without a GPU, or with an unsuitable optimizer or
+            model.
+        NotEngagedError: After the first batch, if no parameter has state with the requested bits, embeddings have other
+            bits, nothing is paged, or the stable embedding was not trained.
     """
 
     name = "bnb_optimizer"
@@ -38,15 +39,15 @@ class BnbOptimizer(OptimizerSwapTechnique):
     trials = (Variant({"bits": 32}), Variant({"bits": 8}))
 
     bits: Literal[8, 32] = Field(8)
-    """Bits a value of either moment; 32 is AdamW up to rounding."""
+    """Bits per value of each moment; 32 is AdamW up to rounding."""
     paged: bool = Field(False)
-    """State in paged memory; needs a GPU."""
+    """Keep the state in paged memory; needs a GPU."""
     stable_embedding: bool = Field(False)
-    """A LayerNorm over the word embedding, as the 8-bit optimizers' paper asks."""
+    """Add a LayerNorm to the word embedding, as the paper on 8-bit optimizers recommends."""
     embeddings_32bit: bool = Field(True)
     """Keep 32-bit state for embeddings."""
     min_8bit_size: int = Field(4096, ge=0)
-    """Least number of values of a parameter with 8-bit state."""
+    """Minimum number of values of a parameter with 8-bit state."""
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
@@ -59,7 +60,7 @@ class BnbOptimizer(OptimizerSwapTechnique):
         if self.stable_embedding:
             yield Requirement(
                 "lora" not in context.techniques,
-                "lora freezes the word embedding, and a stable embedding is for training it",
+                "lora freezes the word embedding, and a stable embedding must be trained",
                 "set stable_embedding=False",
             )
 

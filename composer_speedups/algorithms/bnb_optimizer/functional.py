@@ -1,4 +1,4 @@
-"""bitsandbytes' AdamW: 8-bit or 32-bit state, paged if asked, with a stable embedding if asked."""
+"""Replace torch's AdamW by bitsandbytes'."""
 
 from __future__ import annotations
 
@@ -26,34 +26,35 @@ def apply_bnb_optimizer(
     embeddings_32bit: bool = True,
     min_8bit_size: int = 4096,
 ) -> Optimizer:
-    """Put bitsandbytes' AdamW in the place of torch's.
+    """Replace torch's AdamW by bitsandbytes' AdamW.
 
     Args:
-        model: Says which parameters are embeddings; changed only by ``stable_embedding``.
-        optimizer: ``torch.optim.AdamW`` that has not stepped; must not step any more.
-        bits: Bits a value of either moment: 8, or 32, which is AdamW up to rounding.
-        paged: Keep state of 100,000 values and more in memory that the driver moves between GPU and host.
-        stable_embedding: Normalise the rows of the word embedding, with a new LayerNorm; see
-            :func:`.stable_embedding.apply_stable_embedding`. Its parameters join the group that holds the
-            model's other LayerNorms, or else the embedding's.
-        embeddings_32bit: Embeddings keep 32-bit state under ``bits=8``.
-        min_8bit_size: Parameters of fewer values keep 32-bit state.
+        model: The model, to find out which parameters are embeddings; changed only by ``stable_embedding``.
+        optimizer: A ``torch.optim.AdamW`` that has not stepped; it must not be used afterwards.
+        bits: Bits per value of each moment: 8, or 32, which is AdamW up to rounding.
+        paged: Keep state tensors with 100,000 or more values in memory that the driver moves between GPU and host.
+        stable_embedding: Normalise the rows of the word embedding with a new LayerNorm; see
+            :func:`.stable_embedding.apply_stable_embedding`. Its parameters join the parameter group of the model's
+            other LayerNorms, or without any, of the embedding.
+        embeddings_32bit: Keep 32-bit state for embeddings with ``bits=8``.
+        min_8bit_size: Parameters with fewer values keep 32-bit state.
 
     Returns:
-        The new optimizer, or ``optimizer`` if it is that already.
+        The new optimizer, or ``optimizer`` if it already is such an AdamW.
 
     Raises:
-        ValueError: Another number of bits, an optimizer that cannot be swapped, or no embedding to make stable.
+        ValueError: Another number of bits, an optimizer that cannot be replaced, or no suitable embedding.
 
     Source: bitsandbytes; Dettmers et al., arXiv 2110.02861.
     """
     if bits not in (8, 32):
         raise ValueError(f"bits must be 8 or 32, not {bits!r}")
     if min_8bit_size < 0:
-        raise ValueError(f"min_8bit_size must not be negative, and is {min_8bit_size}")
+        raise ValueError(f"min_8bit_size must be at least 0, not {min_8bit_size}")
     label = f"bitsandbytes AdamW({bits=}, {embeddings_32bit=}, {min_8bit_size=}, {stable_embedding=})"
     if label_of(optimizer) == label and optimizer.is_paged != paged:  # type: ignore[attr-defined]
-        raise UnfitOptimizerError(  # the label, which checkpoints keep, leaves out what their state does not show
+        # The label does not include ``paged``: checkpoints save the label, and their state does not depend on it.
+        raise UnfitOptimizerError(
             f"the optimizer is bitsandbytes AdamW with paged={not paged} already, and paged={paged} was requested",
             "swap a fresh torch.optim.AdamW",
         )
@@ -66,7 +67,8 @@ def apply_bnb_optimizer(
             parameters = apply_stable_embedding(model)
         except ValueError as error:
             raise UnfitOptimizerError(str(error), "set stable_embedding=False") from error
-        beside, groups = norms or {*embedding_weights(model)}, new.param_groups
-        group = next((g for g in groups if not beside.isdisjoint(g["params"])), groups[0])  # schedulers count them
+        similar, groups = norms or {*embedding_weights(model)}, new.param_groups
+        # Not a new group, because schedulers have a fixed number of groups.
+        group = next((g for g in groups if not similar.isdisjoint(g["params"])), groups[0])
         group["params"].extend(parameters)
     return new

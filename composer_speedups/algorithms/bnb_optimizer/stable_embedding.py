@@ -1,4 +1,4 @@
-"""bitsandbytes' StableEmbedding in the place of the word embedding of a model whose weights are kept."""
+"""Convert a model's word embedding to bitsandbytes' StableEmbedding, keeping its weight."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from torch import Tensor, nn
 
 
 def apply_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
-    """Turn the word embedding into a StableEmbedding: a LayerNorm over each row looked up, before positions are added.
+    """Convert the word embedding to a StableEmbedding, which applies LayerNorm to each row before positions are added.
 
-    The module, its weight (and so weights tied to it), hooks and name stay. Its weight is not drawn anew, as
-    StableEmbedding's own constructor would, and the norm starts with the mean standard deviation of the rows as
-    its gain, so that a pretrained model keeps the proportion of words to positions that it was trained with.
+    The module, its weight (hence also tied weights), hooks and name are kept. Unlike in StableEmbedding's constructor,
+    the weight is not initialized. The norm's gain is initialized with the mean standard deviation of the rows, so a
+    pretrained model keeps its proportion of words to positions.
 
     Args:
-        model: Changed in place. A transformers model (or one around it), or one with a single ``nn.Embedding``.
+        model: A transformers model (or a module around one), or a model with a single ``nn.Embedding``; changed in
+            place.
 
     Returns:
-        The new parameters, ``norm.weight`` and ``norm.bias`` of shape [hidden]; none if it was one already.
+        The new parameters, ``norm.weight`` and ``norm.bias`` of shape [hidden]; empty if it already was converted.
 
     Raises:
         ValueError: No word embedding of class ``nn.Embedding`` is found, or it is frozen.
@@ -34,11 +35,11 @@ def apply_stable_embedding(model: nn.Module) -> list[nn.Parameter]:
     if type(module) is not nn.Embedding:
         raise ValueError(f"the word embedding is a {type(module).__name__}, not an nn.Embedding")
     if not module.weight.requires_grad:
-        raise ValueError("the word embedding is frozen, and a stable embedding is for training it")
+        raise ValueError("the word embedding is frozen, and a stable embedding must be trained")
     norm = nn.LayerNorm(module.embedding_dim, device=module.weight.device)
     with torch.no_grad():
         norm.weight.fill_(float(module.weight.float().std(1, correction=0).mean()))
-    # Its constructor would register the module in bitsandbytes' process-wide manager, for good.
+    # StableEmbedding's constructor would permanently register the module in bitsandbytes' process-wide manager.
     module.__class__ = StableEmbedding
     module.norm = norm.train(module.training)
     return list(norm.parameters())
@@ -54,27 +55,27 @@ def _word_embedding(model: nn.Module) -> nn.Module:
                 continue
     found = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if len(found) != 1:
-        raise ValueError(f"which of its {len(found)} embeddings holds the words, the model does not say")
+        raise ValueError(f"the model has {len(found)} embeddings and no get_input_embeddings() to select one")
     return found[0]
 
 
 def stable_embeddings(model: nn.Module) -> dict[str, Any]:
-    """The StableEmbedding modules of a model by name."""
+    """Return the StableEmbedding modules of a model by name."""
     from bitsandbytes.nn import StableEmbedding
 
     return {name: m for name, m in model.named_modules() if isinstance(m, StableEmbedding)}
 
 
 def folded_weights(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state dict of the stock model that computes the same: each row of the embedding already normalised.
+    """Return the state dict of an equivalent stock model, in which the rows of the embedding are normalised.
 
     Args:
-        model: With stable embeddings; not changed.
+        model: A model with stable embeddings; not changed.
         weights: Its state dict; not changed.
 
     Returns:
-        A new dict, without the norms' entries. ``weights`` as it is where the embedding is tied to a decoder,
-        which reads the rows as they are.
+        A new dict without the norms' entries. If the embedding is tied to a decoder, which reads rows that are not
+        normalised, ``weights`` is returned.
     """
     folded = dict(weights)
     for name, module in stable_embeddings(model).items():

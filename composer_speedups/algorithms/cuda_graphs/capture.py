@@ -1,8 +1,7 @@
-"""A forward pass captured as a CUDA graph, and a backward pass as one or, in segments, as several.
+"""Capture a forward pass as a CUDA graph, and its backward pass as one graph or, in segments, as several.
 
-Like ``torch.cuda.make_graphed_callables``, whose order of steps this follows. There, each captured shape keeps
-gradients of its own for all parameters; here they end up in buffers that the shapes share, so that a further shape
-costs no more memory than its graph.
+This follows the steps of ``torch.cuda.make_graphed_callables``, in which each captured shape has its own gradients of
+all parameters. Here, the shapes share gradient buffers, so another shape takes only the memory of its graph.
 """
 
 from __future__ import annotations
@@ -21,24 +20,24 @@ from composer_speedups.algorithms.cuda_graphs.segments import Segments
 
 
 class Captured:
-    """A call's forward and backward pass: the graphs, and the memory that they read from and write to.
+    """The captured forward and backward pass of a call: its graphs, and the memory that they read and write.
 
-    It is called with tensors such as ``static``, and replays. Its outputs lie in the graph's memory, until the next
-    replay.
+    Calling it with tensors like ``static`` replays the graphs. The outputs are in the graph's memory, and valid until
+    the next replay.
 
     Args:
-        call: Tensors to tensors; it gives gradients to ``leaves``, and to nothing else.
-        static: Its arguments, in memory that stays: a replay copies the caller's into it.
-        leaves: What stands for each of ``shared.parameters`` in the call.
-        shared: Where each backward pass leaves the gradients.
-        recorder: What captures.
-        cut_behind: Blocks that part the backward pass into segments, a graph each. A call that cannot be cut there
-            has one segment.
+        call: A function from tensors to tensors; only ``leaves`` get gradients.
+        static: The arguments of the captured call; a replay copies its arguments into their memory.
+        leaves: The placeholders of ``shared.parameters`` in the call.
+        shared: The buffers for the gradients of each backward pass.
+        recorder: Captures the graphs.
+        cut_behind: Blocks after which the backward pass is cut into segments with one graph each. A call that cannot be
+            cut there has one segment.
 
     Attributes:
-        weights: The gradient of each output, for the backward pass to read; None for outputs that have none.
-        inputs: The parameters that each segment of the backward pass gives their gradient, beginning with the one
-            that is replayed first, which also has those that never get one.
+        weights: The static gradient of each output, an input of the backward pass; None for outputs without one.
+        inputs: For each segment of the backward pass, in the order of their replays, the parameters whose gradients are
+            complete after it. The first segment also has the parameters that never get a gradient.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class Captured:
     ) -> None:
         self._static, self._leaves, self._shared = static, leaves, shared
         self.weights: list[Tensor | None] = []
-        self._taught: list[frozenset[nn.Parameter]] = []  # by each segment
+        self._trained: list[frozenset[nn.Parameter]] = []  # parameters that get a gradient, by segment
         segments = Segments(call, cut_behind)
         if cut_behind and not self._can_be_cut(segments, recorder):
             segments = Segments(call, ())
@@ -63,23 +62,24 @@ class Captured:
             return tuple(output.detach() for output in segments.forward(static))
 
         def backward(segment: int) -> None:
-            begun = frozenset[nn.Parameter]().union(*self._taught[:segment])  # a tied weight, which another had too
+            # Tied weights may already have a gradient from another segment.
+            begun = frozenset[nn.Parameter]().union(*self._trained[:segment])
             shared.fill(segments.differentiate(segment, self.weights, leaves), begun)
 
         self._outputs, self._replay_forward = recorder.record(forward)
-        shared.release()  # a recorder may run what it records
+        shared.release()  # recorders of tests run the function
         self._replays = [recorder.record(partial(backward, segment))[1] for segment in range(len(segments))]
         segments.forget()
 
-        later = [frozenset[nn.Parameter]().union(*self._taught[i + 1 :]) for i in range(len(segments))]
-        whole = [taught - rest for taught, rest in zip(self._taught, later, strict=True)]
-        whole[0] |= frozenset(shared.parameters).difference(*self._taught)
-        self.inputs = [[p for p in shared.parameters if p in each] for each in whole]
+        later = [frozenset[nn.Parameter]().union(*self._trained[i + 1 :]) for i in range(len(segments))]
+        complete = [trained - rest for trained, rest in zip(self._trained, later, strict=True)]
+        complete[0] |= frozenset(shared.parameters).difference(*self._trained)
+        self.inputs = [[p for p in shared.parameters if p in each] for each in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
 
     @property
     def segments(self) -> int:
-        """Graphs of the backward pass."""
+        """Number of graphs of the backward pass."""
         return len(self._replays)
 
     def _can_be_cut(self, segments: Segments, recorder: Recorder) -> bool:
@@ -87,7 +87,7 @@ class Captured:
             self._warm_up(segments, recorder)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # CutError, or autograd's own; another cause shows again without cuts
+        except RuntimeError:  # CutError, or an error of autograd; any other cause is raised again without cuts
             segments.forget()
             return False
         return True
@@ -96,17 +96,17 @@ class Captured:
         def both() -> None:
             outputs = segments.forward(self._static)
             self.weights = [torch.zeros_like(o) if o.requires_grad else None for o in outputs]
-            self._taught = []
+            self._trained = []
             for segment in range(len(segments)):
                 wanted = [*self._leaves, *self._shared.parameters]
                 gradients = segments.differentiate(segment, self.weights, wanted, check=True)
                 if any(gradient is not None for gradient in gradients[len(self._leaves) :]):
-                    raise RuntimeError("a parameter is used that its module does not hold")
-                self._taught.append(self._shared.prepare(gradients[: len(self._leaves)]))
-            segments.forget()  # its memory is the capture's to use
+                    raise RuntimeError("the call uses a parameter that is not an attribute of its module")
+                self._trained.append(self._shared.prepare(gradients[: len(self._leaves)]))
+            segments.forget()  # so that the capture can use the memory
 
         compiled = None
-        while compiled != counters["stats"]["unique_graphs"]:  # what is compiled waits for the GPU, or copies to it
+        while compiled != counters["stats"]["unique_graphs"]:  # compilation synchronizes, or copies to the GPU
             compiled = counters["stats"]["unique_graphs"]
             recorder.warm_up(both)
 
@@ -123,28 +123,28 @@ class Captured:
         return tuple(output.detach() for output in self._outputs)
 
     def backward(self, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The first segment's gradients, one for each argument of the forward pass."""
+        """Replay the first segment, and return a gradient for each argument of the forward pass."""
         for static, weight in zip(self.weights, weights, strict=True):
             if static is not None and weight is None:
                 static.zero_()
             elif static is not None and weight is not None:
                 static.copy_(weight)
-        self._shared.release()  # once: what a parameter gets from here on is of this backward pass
+        self._shared.release()  # only here: later gradients in the buffers belong to this backward pass
         return [*(None for _ in self._static), *self.backward_segment(0)]
 
     def backward_segment(self, segment: int) -> list[Tensor | None]:
-        """The gradients of its :attr:`inputs`."""
+        """Replay a segment, and return the gradients of its :attr:`inputs`."""
         self._replays[segment]()
-        return self._shared.of(self.inputs[segment], self._taught[segment])
+        return self._shared.of(self.inputs[segment], self._trained[segment])
 
     def token(self) -> Tensor:
-        """What one segment hands the next, and the gradient of it: where the GPU is, so that one thread runs all."""
+        """Return the tensor that links segments in autograd's graph; it is on the GPU, so one thread runs them all."""
         assert self._token is not None
         return self._token.detach()
 
 
 class _Replay(torch.autograd.Function):
-    """The forward pass, and the segment of the backward pass that begins it."""
+    """The forward pass, and the first segment of the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, captured: Captured, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -161,10 +161,10 @@ class _Replay(torch.autograd.Function):
 
 
 class _Link(torch.autograd.Function):
-    """A further segment of the backward pass.
+    """Another segment of the backward pass.
 
-    autograd hands a node's gradients to the parameters before it runs the next node, so that DDP's hooks see them
-    before the next segment is replayed.
+    autograd accumulates a node's gradients before it runs the next node, so DDP's hooks run before the next segment is
+    replayed.
     """
 
     @staticmethod

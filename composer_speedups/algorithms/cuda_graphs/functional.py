@@ -1,4 +1,4 @@
-"""CUDA graphs of the forward and backward pass."""
+"""Make a model's training calls replay CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from composer_speedups.families.packed_encoder import unpadded_encoders
 
 __all__ = ["apply_cuda_graphs"]
 
-_SEGMENT = 50 * 2**20  # bytes of gradients
+_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
 
 
 def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
-    """Make a model's training calls replay CUDA graphs, captured at the first call of each input shape.
+    """Make a model's training calls replay CUDA graphs, which are captured at the first call of each input shape.
+
+    The first call of a shape raises :class:`CaptureError` if it cannot be captured, for example because it synchronizes
+    with the GPU.
 
     Args:
-        model: On a CUDA GPU and in its final form: compiled and unpadded already, if at all, and with all its
-            parameters, but not wrapped in DDP yet. Calls of an unpadded model that were not planned run as before.
-            Its ``forward`` (or its compiled call) is replaced in place. Arguments are tensors that need no
-            gradient, in dicts, lists or by themselves, and plain values.
-        max_graphs: Shapes captured; calls of further ones run as before. Each holds its activations' memory. In an
-            unpadded model the number of packed tokens is part of the shape.
-        segments: Graphs of each backward pass, cut between the model's repeated blocks, so that DDP sends the
-            gradients of the last blocks while the first ones are computed; a model that cannot be cut has one. By
-            default one in a process that trains alone, and otherwise as many as have 50 MiB of gradients each.
+        model: A model on a CUDA GPU. It must already be compiled or unpadded, if at all, and have all its parameters,
+            but not be wrapped in DDP. Its ``forward`` (or its compiled call) is replaced in place. Arguments must be
+            plain values and tensors without gradients, which may be in dicts or lists. Calls of an unpadded model
+            without a plan run eagerly.
+        max_graphs: Maximum number of captured shapes, each of which keeps the memory of its activations. Calls with
+            further shapes run eagerly. In an unpadded model, the number of packed tokens is part of the shape.
+        segments: Number of graphs of each backward pass, which is cut between the model's repeated blocks. So DDP sends
+            the gradients of the last blocks while those of the first blocks are computed. A model that cannot be cut
+            has one segment. The default is one on a single rank, else as many as have at least 50 MiB of gradients.
 
     Returns:
-        What now stands for the forward pass; its ``graphs``, ``replays`` and ``eager_calls`` count, and
-        ``backward_segments`` says how many segments there are.
-        :class:`CaptureError` comes from the first call of a shape that cannot be captured: one that waits for
-        the GPU, say.
+        The replacement of the forward pass, with the counters ``graphs``, ``replays`` and ``eager_calls``, and the
+        number of segments, ``backward_segments``.
 
     Raises:
-        ValueError: ``max_graphs`` or ``segments`` below 1, or a model that is not on a CUDA GPU or that DDP wraps
-            already.
+        ValueError: ``max_graphs`` or ``segments`` is below 1, or the model is not on a CUDA GPU or already wrapped in
+            DDP.
 
     Source: torch.cuda.make_graphed_callables, whose steps this follows.
     """
@@ -48,7 +49,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
     if segments is not None and segments < 1:
         raise ValueError(f"segments must be at least 1, not {segments}")
     if isinstance(model, DistributedDataParallel):
-        raise ValueError("no communication can be captured: apply this to the model before DDP wraps it")
+        raise ValueError("communication cannot be captured; call apply_cuda_graphs before DDP wraps the model")
     device = next((p.device.type for p in model.parameters()), "cpu")
     if device != "cuda":
         raise ValueError(f"CUDA graphs need a model on a CUDA GPU, and this one is on the {device}")
@@ -64,14 +65,14 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
 
 
 def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
-    """Behind which blocks to cut, so that all segments have at least ``least`` and as few blocks as that takes.
+    """Return after which blocks to cut, so that every segment has at least ``least`` bytes and few blocks.
 
     Args:
         sizes: Bytes of each block's gradients, from the first block to the last.
-        least: Bytes of a segment; by default 50 MiB.
+        least: Minimum bytes per segment. Default 50 MiB.
 
     Returns:
-        Ascending positions in ``sizes``. What is left over belongs to the first segment.
+        Ascending indices of ``sizes``. The first segment gets the remaining blocks.
     """
     points: list[int] = []
     size, left = 0, sum(sizes)
@@ -84,16 +85,16 @@ def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
 
 
 def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Module]:
-    """The blocks behind which a backward pass is cut into segments.
+    """Return the blocks after which a backward pass is cut into segments.
 
     Args:
-        model: In its final form. One without repeated blocks has none to cut, nor has one that is compiled around
-            its blocks.
-        segments: How many to cut it into, with as many blocks each; no more than there are blocks. By default by
-            the size of their gradients (:func:`cut_points`).
+        model: The model in its final form. It is not cut if it has no repeated blocks, or if a module around the blocks
+            is compiled.
+        segments: Number of segments with equal numbers of blocks, at most the number of blocks. By default, it depends
+            on the size of the gradients (:func:`cut_points`).
 
     Returns:
-        Blocks in the order of the forward pass; none for one segment.
+        Blocks in the order of the forward pass; empty for one segment.
     """
     try:
         blocks = repeated_blocks(model)

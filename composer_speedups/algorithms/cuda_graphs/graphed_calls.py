@@ -1,4 +1,4 @@
-"""A callable whose training calls are captured into CUDA graphs, one a combination of input shapes."""
+"""A callable whose training calls are captured as CUDA graphs, one per combination of input shapes."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ class CaptureError(RuntimeError):
 
 
 class GraphedCalls:
-    """Stands for a model's forward: captures its forward and backward pass at the first call of each shape.
+    """Replaces a model's forward, and captures its forward and backward pass at the first call of each shape.
 
-    Calls in eval mode or without gradients, and those of further shapes once ``max_graphs`` are captured, go to
-    the original function.
+    Calls in eval mode or without gradients run the original function. So do calls with further shapes after
+    ``max_graphs`` shapes were captured.
 
     Args:
         model: The module whose parameters get gradients.
-        original: What a call of the model ran before.
-        max_graphs: Shapes captured; each holds the memory of its activations for good.
-        recorder: What makes a recorder for each capture, from the pool; by default :class:`CUDARecorder`.
+        original: The function that a call of the model ran before.
+        max_graphs: Maximum number of captured shapes; each keeps the memory of its activations.
+        recorder: Creates the recorder of a capture from the pool; by default :class:`CUDARecorder`.
 
     Attributes:
-        carries: Modules and their attributes that a call reads beside its arguments: tensors and plain values, in
-            tuples. They count as arguments; while one is None or empty, calls go to the original.
-        cut_behind: Blocks of the model that part its backward pass into segments, a graph each; none at first. See
-            :mod:`.segments`.
-        pool: Memory pool that the graphs share, from ``torch.cuda.graph_pool_handle``; None gives each its own.
-            Sharing needs every call's backward pass to come before the next call.
-        replays: Calls that replayed a graph.
-        eager_calls: Training calls that did not.
-        eager_first: Training calls still to be left to the original, for those who want to watch it; 0 at first.
-        held: Whether all training calls are left to it, until :meth:`begin`; False at first.
-        on_failure: Gets the :class:`CaptureError` of a call that cannot be captured, and by default raises it. When
-            it returns, the original function takes over for good.
+        carries: Modules and attributes that a call reads in addition to its arguments: tensors and plain values, in
+            tuples. They are treated as arguments. If one is None or empty, the call runs the original function.
+        cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
+            :mod:`.segments`); empty by default.
+        pool: Memory pool shared by the graphs, from ``torch.cuda.graph_pool_handle``; None gives each graph its own.
+            With a shared pool, every call's backward pass must run before the next call.
+        replays: Number of calls that replayed a graph.
+        eager_calls: Number of training calls that did not replay a graph.
+        eager_first: Number of further training calls that run the original function, so that they can be observed; 0 by
+            default.
+        held: Whether all training calls run the original function until :meth:`begin`; False by default.
+        on_failure: Called with the :class:`CaptureError` of a call that cannot be captured; raises it by default. If it
+            returns, all later calls run the original function.
     """
 
     def __init__(
@@ -68,18 +69,18 @@ class GraphedCalls:
 
     @property
     def graphs(self) -> int:
-        """Graphs captured; each is one of the forward pass and one of each segment of the backward pass."""
+        """Number of captured shapes; each has a graph of the forward pass and one per backward segment."""
         return len(self._graphs)
 
     @property
     def backward_segments(self) -> int:
-        """Segments that the backward pass has; the fewest of any shape's."""
+        """Number of segments of the backward pass, the minimum over the shapes."""
         return min((graph.segments for graph in self._graphs.values()), default=1)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training or not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree knows no UserDict
+        args = tuple(dict(a) if isinstance(a, Mapping) else a for a in args)  # pytree does not support UserDict
         carried = tuple(getattr(module, attribute) for module, attribute in self.carries)
         leaves, spec = tree_flatten((args, kwargs, carried))
         leaves = _without_repeats(leaves)
@@ -97,23 +98,23 @@ class GraphedCalls:
             except CaptureError as error:
                 self.on_failure(error)
                 self.release()
-        if key not in self._graphs:  # it failed, and what the error held is free
+        if key not in self._graphs:  # capturing failed, and the error's memory is released
             self.eager_calls += 1
             return self.original(*args, **kwargs)
         self.replays += 1
         return self._graphs[key](leaves)
 
-    def begin(self, places: Mapping[nn.Parameter, Tensor]) -> None:
-        """Be held no longer; the gradients of the graphs go to ``places``, as :class:`SharedGradients` has it."""
-        self.held, self._gradients = False, SharedGradients(self.model.parameters(), places)
+    def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
+        """Start capturing if :attr:`held`; graphs write gradients to ``buffers`` (see :class:`SharedGradients`)."""
+        self.held, self._gradients = False, SharedGradients(self.model.parameters(), buffers)
 
     def install(self, attribute: str) -> None:
-        """Become ``model.<attribute>``."""
+        """Replace ``model.<attribute>`` by this object."""
         setattr(self.model, attribute, self)
         self._attribute = attribute
 
     def release(self) -> None:
-        """Give the model its original function back, drop the graphs and their memory, and capture no more."""
+        """Restore the model's original function, release the graphs and their memory, and stop capturing."""
         if self._attribute is not None and getattr(self.model, self._attribute) is self:
             setattr(self.model, self._attribute, self.original)
         self._graphs.clear()
@@ -126,7 +127,7 @@ def _raise(error: CaptureError) -> None:
 
 
 class _SameAs(NamedTuple):
-    """In the place of a tensor that is among the arguments already: in a graph too the two must be one."""
+    """Replaces a tensor that is already among the arguments, so that both are the same tensor in the graph, too."""
 
     leaf: int
 
@@ -143,12 +144,12 @@ def _without_repeats(leaves: list[Any]) -> list[Any]:
 
 
 def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
-    """What one graph serves: shapes, dtypes, other arguments by value and autocast; None for what none can."""
+    """Return the key of a call's graph: shapes, dtypes, autocast, and other arguments by value; None if unsupported."""
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     parts: list[Hashable] = [repr(spec), autocast]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            if leaf.requires_grad:  # its gradient would need a static place of the caller's
+            if leaf.requires_grad:  # its gradient would need static memory of the caller
                 return None
             parts.append((leaf.shape, leaf.dtype, leaf.device))
         elif leaf is None or isinstance(leaf, (bool, int, float, str, _SameAs)):
@@ -159,33 +160,33 @@ def _key(leaves: list[Any], spec: TreeSpec) -> Hashable | None:
 
 
 class _Graph:
-    """One captured forward and backward pass, of the call with tensors alone on both sides and stand-ins inside."""
+    """The captured graphs of one shape, with conversion between the model's arguments and outputs and flat tensors."""
 
     def __init__(self, calls: GraphedCalls, gradients: SharedGradients, leaves: list[Any], spec: TreeSpec) -> None:
         self._original, self._carries = calls.original, calls.carries
         self._placeholders = ParameterPlaceholders(calls.model)
         self._leaves, self._spec = leaves, spec
-        self._outputs: list[Any] = []  # what is no tensor among them
+        self._outputs: list[Any] = []  # the outputs that are not tensors, with None for tensors
         self._is_tensor: list[bool] = []
         self._output_spec: TreeSpec | None = None
         static = tuple(leaf.clone() for leaf in leaves if isinstance(leaf, Tensor))
-        buffers = [(b, b.clone()) for b in calls.model.buffers()]  # warm-up moves running statistics
+        buffers = [(b, b.clone()) for b in calls.model.buffers()]  # warm-up changes running statistics
         recorder = calls.recorder(calls.pool)
         try:
-            # The cache of autocast would hand tensors of one replay to the next.
+            # Autocast's cache would reuse tensors of one replay in the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-            with _undone_when_it_fails(), autocast:
-                stand_ins = self._placeholders.of(gradients.parameters)
+            with _restored_on_failure(), autocast:
+                placeholders = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
-                    self._replay = Captured(self._call, static, stand_ins, gradients, recorder, calls.cut_behind)
+                    self._replay = Captured(self._call, static, placeholders, gradients, recorder, calls.cut_behind)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, AssertionError) as error:
             raise CaptureError(first_line(error)) from error
         finally:
             for buffer, before in buffers:
-                if not torch.equal(buffer, before):  # a pass that is under way may have saved it
+                if not torch.equal(buffer, before):  # do not write needlessly: an unfinished pass may have saved it
                     buffer.copy_(before)
 
     @property
@@ -193,7 +194,7 @@ class _Graph:
         return self._replay.segments
 
     def __call__(self, leaves: list[Any]) -> Any:
-        """The model's own output object around a replay's tensors."""
+        """Replay, and return the tensors in the model's output object."""
         assert self._output_spec is not None
         computed = iter(self._replay(*(leaf for leaf in leaves if isinstance(leaf, Tensor))))
         outputs = [next(computed) if t else c for t, c in zip(self._is_tensor, self._outputs, strict=True)]
@@ -204,7 +205,7 @@ class _Graph:
         leaves = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in self._leaves]
         leaves = [leaves[leaf.leaf] if isinstance(leaf, _SameAs) else leaf for leaf in leaves]
         args, kwargs, carried = tree_unflatten(leaves, self._spec)
-        with _carrying(self._carries, carried), self._placeholders.in_place():
+        with _static_attributes(self._carries, carried), self._placeholders.in_place():
             outputs, self._output_spec = tree_flatten(self._original(*args, **kwargs))
         self._outputs = [None if isinstance(leaf, Tensor) else leaf for leaf in outputs]
         self._is_tensor = [isinstance(leaf, Tensor) for leaf in outputs]
@@ -212,8 +213,8 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def _undone_when_it_fails() -> Iterator[None]:
-    """A capture that fails leaves its stream the current one, and the generator where nothing else can draw."""
+def _restored_on_failure() -> Iterator[None]:
+    """Restore the current stream and the generator's state if a capture fails."""
     if not torch.cuda.is_available():
         yield
         return
@@ -228,8 +229,8 @@ def _undone_when_it_fails() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _carrying(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> Iterator[None]:
-    """The attributes at the graph's own tensors, which a replay fills."""
+def _static_attributes(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> Iterator[None]:
+    """Set the attributes to the graph's static tensors, which a replay fills, and restore them on exit."""
     before = [getattr(module, attribute) for module, attribute in carries]
     for (module, attribute), value in zip(carries, values, strict=True):
         setattr(module, attribute, value)

@@ -1,4 +1,4 @@
-"""What captured graphs read and write in the place of a model's parameters and of their gradients."""
+"""Placeholders for a model's parameters during capture, and buffers for the gradients of captured graphs."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from torch import Tensor, nn
 
 
 class ParameterPlaceholders:
-    """Parameters that stand in for a model's own while it is captured; shared ones have one.
+    """Parameters that replace a model's parameters while it is captured; they use the same memory.
 
-    While a loss is alive, so are autograd's nodes that add up gradients of the parameters, and each belongs to the
-    stream that it was made on. A capture that met them would make that stream wait for its own, which CUDA forbids.
-    Other leaves of the same memory have nodes of their own.
+    As long as a loss exists, autograd keeps the nodes that accumulate the parameters' gradients, and each node belongs
+    to the stream on which it was created. A capture that uses such a node would make that stream wait for the capturing
+    stream, which CUDA forbids. Other leaf tensors with the same memory have their own nodes.
 
     Args:
-        model: Whose parameters they stand in for; they lie in the same memory.
+        model: The model; a parameter shared by several modules has one placeholder.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
-        self._stand_ins = {parameter: _leaf(parameter) for _, _, parameter in self._places}
+        self._slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        self._placeholders = {parameter: _leaf(parameter) for _, _, parameter in self._slots}
 
     def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        return [self._stand_ins[parameter] for parameter in parameters]
+        return [self._placeholders[parameter] for parameter in parameters]
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """The modules hold them, and afterwards their own parameters again."""
+        """Put the placeholders into the modules, and restore the parameters on exit."""
         try:
-            for module, name, parameter in self._places:
-                setattr(module, name, self._stand_ins[parameter])  # RNNs keep lists of their own, which follow this
+            for module, name, parameter in self._slots:
+                setattr(module, name, self._placeholders[parameter])  # setattr also updates the weight lists of RNNs
             yield
         finally:
-            for module, name, parameter in self._places:
+            for module, name, parameter in self._slots:
                 setattr(module, name, parameter)
 
 
@@ -46,21 +46,23 @@ def _leaf(parameter: nn.Parameter) -> nn.Parameter:
 
 
 class SharedGradients:
-    """One buffer a parameter for all captured graphs, for the gradients of whatever graph was replayed last.
+    """One gradient buffer per parameter, shared by all captured graphs; it has the gradient of the last replay.
 
-    autograd takes a buffer itself as ``parameter.grad`` where there was none.
+    If a parameter has no gradient, autograd sets ``parameter.grad`` to the buffer itself.
 
     Args:
-        parameters: Those that are trained get gradients.
-        places: Memory to use as the buffers of some, each of its parameter's shape and dtype.
+        parameters: The model's parameters; those that require gradients are used.
+        buffers: Existing tensors to use as buffers of some parameters, with the parameter's shape and dtype.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], places: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], buffers: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> None:
         self.parameters = [p for p in parameters if p.requires_grad]
-        self._buffers = dict(places or {})
+        self._buffers = dict(buffers or {})
 
     def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
-        """Make the buffers that gradients such as these need, outside of a capture; the parameters that have some."""
+        """Allocate the buffers for such gradients, outside of a capture; return the parameters with a gradient."""
         found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         for parameter, gradient in found:
             if parameter not in self._buffers:
@@ -68,7 +70,7 @@ class SharedGradients:
         return frozenset(parameter for parameter, _ in found)
 
     def fill(self, gradients: Sequence[Tensor | None], begun: Container[nn.Parameter] = ()) -> None:
-        """Write the gradients to their buffers; those of ``begun`` are added to what is there."""
+        """Write the gradients to their buffers, or add them for the parameters in ``begun``."""
         found = [(p, g) for p, g in zip(self.parameters, gradients, strict=True) if g is not None]
         for write, pairs in (
             (torch._foreach_copy_, [(self._buffers[p], g) for p, g in found if p not in begun]),
@@ -78,11 +80,11 @@ class SharedGradients:
                 write([buffer for buffer, _ in pairs], [gradient for _, gradient in pairs])
 
     def release(self) -> None:
-        """Give parameters whose gradient lies in a buffer a copy of it, before the buffer is written to."""
+        """Copy the gradients that are buffers, before the buffers are overwritten."""
         for parameter, buffer in self._buffers.items():
             if parameter.grad is not None and parameter.grad.data_ptr() == buffer.data_ptr():
                 parameter.grad = parameter.grad.clone()
 
-    def of(self, parameters: Iterable[nn.Parameter], taught: Container[nn.Parameter]) -> list[Tensor | None]:
-        """The buffers of ``parameters``; None for those that are not among ``taught``."""
-        return [self._buffers[p].detach() if p in taught else None for p in parameters]
+    def of(self, parameters: Iterable[nn.Parameter], trained: Container[nn.Parameter]) -> list[Tensor | None]:
+        """Return the buffers of ``parameters``, with None for those not in ``trained``."""
+        return [self._buffers[p].detach() if p in trained else None for p in parameters]

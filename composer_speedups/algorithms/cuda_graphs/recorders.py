@@ -1,4 +1,4 @@
-"""What captures CUDA graphs."""
+"""The interface to CUDA graph capture, which tests replace."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from composer_speedups.core.trainer_state import world_size
 
 
 class Recorder(Protocol):
-    """What captures; tests give their own."""
+    """Captures functions for replay; tests have their own implementations."""
 
     def settle(self) -> None:
-        """Wait for what was launched so far, which is no part of the capture's time."""
+        """Wait for kernels that were already launched, so that the capture's time does not include them."""
 
     def warm_up(self, run: Callable[[], None]) -> None:
-        """Run once, so that what is done at a kernel's first launch is not part of the graph."""
+        """Run once, so that work of a kernel's first launch is not captured."""
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What ``run`` returns, and a function that computes it again, from and to the same memory."""
+        """Return the result of ``run``, and a function that recomputes it in the same memory."""
 
 
 class CUDARecorder:
-    """Records CUDA graphs that share one memory pool.
+    """Captures CUDA graphs that share a memory pool.
 
     Args:
-        pool: From ``torch.cuda.graph_pool_handle``; None makes one.
+        pool: A handle from ``torch.cuda.graph_pool_handle``; None creates a pool.
     """
 
     def __init__(self, pool: Any = None) -> None:
@@ -45,7 +45,7 @@ class CUDARecorder:
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
-        # On several ranks a thread of NCCL's asks the GPU how its work stands, which "global" forbids all threads.
+        # On several ranks, a thread of NCCL queries CUDA events, which "global" forbids in every thread.
         mode = "thread_local" if world_size() > 1 else "global"
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
             result = run()
@@ -54,5 +54,5 @@ class CUDARecorder:
 
 @cache
 def _side_stream(device: int) -> torch.cuda.Stream:
-    """One for all: cuBLAS keeps a workspace for each stream that it is used on."""
+    """Return the only side stream of a device, because cuBLAS keeps a workspace for each stream that uses it."""
     return torch.cuda.Stream(device)

@@ -1,16 +1,18 @@
-"""A forward pass that is cut behind some of its blocks, so that its backward pass can be run in segments.
+"""Cut a forward pass after some of its blocks, so that its backward pass can run in segments.
 
-A graph's gradients are there at its end. Were the backward pass one graph, DDP could send none before all are computed;
-with a graph for each segment it sends those of the last blocks while the GPU is at the first ones.
+The gradients of a CUDA graph are available only at its end. With one graph for the backward pass, DDP could not send
+any gradient before all are computed. With a graph per segment, it sends the gradients of the last blocks while the GPU
+computes those of the first.
 
-A cut gives the next block a leaf in place of the block's output. The segment behind it is differentiated with respect
-to the parameters and the leaf, and what the leaf gets is where the segment before the cut continues. This is exact:
+At a cut, the next block gets a leaf tensor in place of the block's output. The segment after the cut is differentiated
+with respect to the parameters and the leaf. The leaf's gradient is the output gradient of the segment before the cut.
+This is exact:
 
-- All leaves are asked for in every segment, the parameters and each earlier cut, so that what jumps over a cut from an
-  earlier one (a skip connection, say) gets there too. No other leaf is in the call, or its capture is refused.
-- Whatever uses a cut was computed after it and so is differentiated before it: its gradient is whole by its turn.
-- What jumps over a cut from before it and from no other cut would be gone through in two segments, with what autograd
-  keeps for it freed by the first. That the segments have no node in common is looked at, before anything is captured.
+- Every segment is differentiated with respect to all leaves (the parameters and all earlier cuts), so gradients also
+  flow through connections from an earlier cut that skip this one. A call with any other leaf is not captured.
+- All users of a cut are computed after it and hence differentiated before it, so its gradient is complete when needed.
+- A connection that skips a cut and starts between two cuts would be differentiated in two segments, the first of which
+  frees its saved tensors. Before capturing, a check ensures that segments do not have a common autograd node.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ class CutError(RuntimeError):
 
 
 class _Cut:
-    """Behind a block: its output, the leaf in its place, and the leaf's gradient so far."""
+    """A cut after a block: its output, the leaf that replaces it, and the leaf's gradient so far."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden, self.leaf = hidden, hidden.detach().requires_grad_()
@@ -36,16 +38,16 @@ class _Cut:
 
 
 class Segments:
-    """A call, and its backward pass from its outputs to its last cut, from there to the one before, and so on.
+    """A call whose backward pass runs in segments: from the outputs to the last cut, then to the one before, and so on.
 
     Args:
-        call: Tensors to tensors.
-        blocks: Modules behind which it is cut, in the order in which it calls them; none for one segment.
+        call: A function from tensors to tensors.
+        blocks: Modules after which it is cut, in the order of their calls; empty for one segment.
     """
 
     def __init__(self, call: Callable[..., tuple[Tensor, ...]], blocks: Sequence[nn.Module]) -> None:
         self._call, self._blocks = call, list(blocks)
-        self._outputs: tuple[Tensor, ...] = ()  # with what autograd knows of them
+        self._outputs: tuple[Tensor, ...] = ()  # with their autograd graph
         self._cuts: list[_Cut] = []
         self._called: list[nn.Module] = []
         self._visited: set[Any] = set()
@@ -54,34 +56,34 @@ class Segments:
         return len(self._blocks) + 1
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The call's outputs; :meth:`differentiate` follows for each segment.
+        """Return the call's outputs; call :meth:`differentiate` for each segment afterwards.
 
         Raises:
-            CutError: A block was not called once, in its turn, or its output cannot be cut.
+            CutError: A block was not called exactly once and in order, or its output cannot be cut.
         """
         self.forget()
         with self._cutting():
             self._outputs = self._call(*inputs)
         if self._called != self._blocks:
-            raise CutError("not every block is called once and in its turn")
+            raise CutError("not every block is called exactly once and in order")
         return self._outputs
 
     def differentiate(
         self, segment: int, weights: Sequence[Tensor | None], inputs: Sequence[Tensor], *, check: bool = False
     ) -> list[Tensor | None]:
-        """The gradients that a segment gives.
+        """Compute the gradients of a segment.
 
         Args:
-            segment: 0 is the one that ends with the outputs; they come in turn.
-            weights: The gradient of each output; None for those that have none.
+            segment: Number of the segment; 0 ends with the outputs. Segments must be differentiated in order.
+            weights: The gradient of each output; None for outputs without one.
             inputs: Leaves of the call.
-            check: Look whether an earlier segment went through a part of this one.
+            check: Whether to check that earlier segments have no autograd node in common with this one.
 
         Returns:
-            One for each of ``inputs``, None where the segment gives it none. They are summed over the segments.
+            A gradient for each of ``inputs``, None if the segment does not use it. The caller sums them over segments.
 
         Raises:
-            CutError: The segments overlap, or nothing uses the cut that this one ends with.
+            CutError: The segments overlap, or nothing uses the output at which this segment ends.
         """
         if segment == 0:
             pairs = [(o, w) for o, w in zip(self._outputs, weights, strict=True) if w is not None]
@@ -101,7 +103,7 @@ class Segments:
         return list(found[len(leaves) :])
 
     def forget(self) -> None:
-        """Let go of the last call's tensors, whose memory is the next one's to use."""
+        """Release the last call's tensors, so that the next call can use their memory."""
         self._outputs, self._cuts, self._called = (), [], []
         self._visited.clear()
 
@@ -112,7 +114,7 @@ class Segments:
                 compiled = block._compiled_call_impl
                 if compiled is None:
                     stack.callback(block.register_forward_hook(self._cut).remove)
-                else:  # a hook would be part of what is compiled
+                else:  # a hook would become part of the compiled code
                     block._compiled_call_impl = self._behind(block, compiled)
                     stack.callback(setattr, block, "_compiled_call_impl", compiled)
             yield
@@ -122,18 +124,18 @@ class Segments:
 
     def _cut(self, block: nn.Module, args: Any, output: Any) -> Any:
         if torch.compiler.is_compiling():
-            return output  # and is missed after the call
+            return output  # forward() then raises, because the block was not recorded
         rest = output[1:] if type(output) is tuple else None
         hidden = output if rest is None else next(iter(output), None)
         if not isinstance(hidden, Tensor) or not hidden.requires_grad:
-            raise CutError("a block's output is no tensor that gradients go through")
+            raise CutError("a block's output is not a tensor that requires gradients")
         self._called.append(block)
         self._cuts.append(_Cut(hidden))
         leaf = self._cuts[-1].leaf
         return leaf if rest is None else (leaf, *rest)
 
     def _visit(self, outputs: Sequence[Tensor]) -> None:
-        """Go through what autograd would, as far as the leaves, which segments may have in common."""
+        """Visit the autograd nodes that lead to the outputs, except for leaves, which segments may share."""
         own: set[Any] = set()
         nodes: list[Any] = [output.grad_fn for output in outputs]
         while nodes:
@@ -141,7 +143,7 @@ class Segments:
             if node is None or node in own or type(node).__name__ == "AccumulateGrad":
                 continue
             if node in self._visited:
-                raise CutError("what comes before a cut is used behind it")
+                raise CutError("a tensor from before a cut is used after it")
             own.add(node)
             nodes.extend(following for following, _ in node.next_functions)
         self._visited |= own

@@ -1,4 +1,4 @@
-"""The loss that Composer logs read as soon as it is known."""
+"""The early loss technique: Composer reads the logged loss as soon as it is known."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from composer_speedups.distributed.host_scalars import Interception
 
 
 class EarlyLoss(Technique):
-    """The loss that Composer reads at each batch is read when it is known, and not when the batch is over.
+    """Makes Composer read each batch's loss when it is known, instead of at the end of the batch.
 
-    The host then prepares the next batch while the GPU computes gradients. Values stay as they are.
+    Then the host prepares the next batch while the GPU computes gradients. The logged values are the same.
 
     Raises:
-        TechniqueError: At INIT, without a GPU, with another training loop than those of the versions of Composer that
-            it was tested with, or on ranks that have NCCL alone, which waits for the GPU, and that gloo cannot connect.
+        TechniqueError: At INIT, without a GPU, with a training loop that differs from the tested versions of Composer,
+            or on ranks that have only NCCL, which synchronizes with the GPU, and that gloo cannot connect.
     """
 
     name = "early_loss"
@@ -53,13 +53,13 @@ class EarlyLoss(Technique):
         assert self._interception is not None
         readback = self._interception.readback
         if readback.first is None:
-            raise self.not_engaged("Composer read no loss through it", "take out what replaces the Trainer's loop")
+            raise self.not_engaged("Composer read no loss through it", "remove code that replaces the Trainer's loop")
         value, on_device = readback.first
-        if not math.isclose(value, float(on_device), rel_tol=1e-6):  # ranks may be added up in another order
+        if not math.isclose(value, float(on_device), rel_tol=1e-6):  # the order of the sum over ranks may differ
             raise self.not_engaged(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
         found: dict[str, Any] = {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.ahead}
         if self.ended and 2 * readback.ahead < readback.reads:
-            found["note"] = "most batches were over when the host asked: it does not keep this GPU waiting"
+            found["note"] = "most batches had ended when the host read their loss: this GPU does not wait for the host"
         return found
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The loss that Composer logs read as soon as it is known."""
+"""Make a Composer Trainer read each batch's loss early."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ __all__ = ["apply_early_loss"]
 
 
 def apply_early_loss(device: Device) -> Interception:
-    """Have a Composer Trainer on this device read each batch's loss as soon as the forward pass is done.
+    """Make a Composer Trainer on this device read each batch's loss as soon as the forward pass has ended.
 
-    For Composer's loop alone: a loop of one's own reads the loss later, or not at each batch. On several ranks, every
-    one of them has to call it, for they make a gloo group of their own where the default group is NCCL's alone.
+    It is only for Composer's loop; your own loop can read the loss later, or not in every batch. A collective: every
+    rank must call it, because the ranks create a gloo group if the default group has only NCCL.
 
     Args:
-        device: The Trainer's, on a CUDA GPU; its ``tensor_to_device`` is replaced in place.
+        device: The Trainer's device, on a CUDA GPU; its ``tensor_to_device`` is replaced in place.
 
     Returns:
-        What stands for the method; ``undo()`` gives the device its own back and closes the group, and ``readback``
-        counts. Where losses are dicts now and tensors then, ``readback.forget()`` has to be called before each forward
-        pass.
+        The replacement of the method. ``undo()`` restores the device and closes the group; ``readback`` has counts. If
+        losses are sometimes dicts and sometimes tensors, call ``readback.forget()`` before each forward pass.
 
     Raises:
-        ValueError: A device that is no GPU, a Composer whose loop is another than those it was tested with, or ranks
-            that gloo cannot connect; see :func:`.open_host_group`.
+        ValueError: The device is not a GPU, Composer's loop differs from the tested versions, or gloo cannot connect
+            the ranks; see :func:`.open_host_group`.
     """
     inner = torch_device(device)
     if inner.type != "cuda":
-        raise ValueError(f"early_loss gets ahead of a GPU, and this device is the {inner.type}")
+        raise ValueError(f"early_loss needs a CUDA GPU, and this device is the {inner.type}")
     if isinstance(device.tensor_to_device, Interception):
         return device.tensor_to_device
     return _intercept(device, Readback(CUDACopies(inner)))

@@ -1,4 +1,4 @@
-"""The allocator's cached blocks given back to the GPU now and then."""
+"""The empty cache technique: releases the allocator's cached blocks at an interval."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ GIB = 2**30
 
 
 class EmptyCache(Technique):
-    """Gives the allocator's unused blocks back after the first batch and then every ``every`` batches.
+    """Releases the allocator's unused blocks after the first batch and then every ``every`` batches.
 
-    It frees memory for other processes and undoes fragmentation; it saves no time.
+    It frees memory for other processes and reduces fragmentation, but does not save time.
 
     Raises:
         TechniqueError: At INIT, without a GPU.
@@ -30,10 +30,10 @@ class EmptyCache(Technique):
     stage = Stage.FLAGS
     exactness = "exact"
     trials = ()
-    never_tried = "it trades time for memory, and this search is for time"
+    never_tried = "it saves memory at the cost of time, and tune optimizes time"
 
     every: int = Field(100, ge=1)
-    """Batches between two times."""
+    """Interval in batches."""
 
     def reset(self) -> None:
         super().reset()
@@ -53,5 +53,5 @@ class EmptyCache(Technique):
 
     def verify(self, state: State) -> dict[str, Any]:
         if not self._times:
-            raise self.not_engaged("the cache was never emptied", "keep BATCH_END for it")
+            raise self.not_engaged("the cache was never emptied", "do not suppress the event BATCH_END")
         return {"times_emptied": self._times, "gib_given_back": round(self._freed / GIB, 3)}

@@ -1,4 +1,4 @@
-"""The allocator's cached blocks given back to the GPU now and then."""
+"""Release the allocator's cached blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ __all__ = ["apply_empty_cache"]
 
 
 def apply_empty_cache() -> int:
-    """Give the allocator's unused blocks back to the GPU.
+    """Release the allocator's unused blocks to the GPU.
 
     Returns:
-        Bytes given back; 0 where torch has not used a GPU.
+        Number of released bytes; 0 if torch has not used a GPU.
 
     Source: torch.cuda.empty_cache.
     """

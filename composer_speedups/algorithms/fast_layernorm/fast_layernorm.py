@@ -1,4 +1,4 @@
-"""LayerNorm in the autocast dtype, by torch's kernel or by one of Liger's or Apex's."""
+"""The fast LayerNorm technique: LayerNorm in the autocast dtype, with torch's, Liger's or Apex's kernel."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from composer_speedups.surgery.already_applied import NoEffectWarning
 
 
 class FastLayerNorm(Technique):
-    """LayerNorm in the autocast dtype, so that the residual stream stays in it too.
+    """Computes LayerNorm in the autocast dtype, so the residual stream has that dtype, too.
 
     Raises:
-        TechniqueError: At INIT, without mixed precision (``low_precision``), GPU or package (the others), or
-            without a LayerNorm that the kernel can take over.
+        TechniqueError: At INIT, without mixed precision (``low_precision``), without a GPU or the package (other
+            implementations), or without a LayerNorm that the kernel supports.
     """
 
     name = "fast_layernorm"
@@ -46,8 +46,8 @@ class FastLayerNorm(Technique):
     trials = (Variant({"implementation": "low_precision"}), Variant({"implementation": "triton"}))
 
     implementation: Literal["low_precision", "triton", "apex"] = Field("low_precision")
-    """low_precision is torch's kernel on 16-bit values, triton Liger's kernel, apex NVIDIA Apex's; the latter two also
-    run without mixed precision, in float32."""
+    """low_precision is torch's kernel with 16-bit values, triton is Liger's kernel, apex is NVIDIA Apex's. The latter
+    two also run without mixed precision, in float32."""
 
     def reset(self) -> None:
         super().reset()
@@ -61,11 +61,11 @@ class FastLayerNorm(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         with warnings.catch_warnings(), self.refusals():
-            warnings.simplefilter("ignore", NoEffectWarning)  # said as an error or as evidence below
+            warnings.simplefilter("ignore", NoEffectWarning)  # reported as an error or as evidence below
             apply_fast_layernorm(state.model, state.optimizers, self.implementation)
         modules, left = self._modules(state), left_alone(state.model)
         if not modules:
-            reason = f" that fits: {unfit(self.implementation)}" if left else ""
+            reason = f" that is supported: {unfit(self.implementation)}" if left else ""
             raise TechniqueError(self.name, f"the model has no torch.nn.LayerNorm{reason}", "remove it")
         self._count = len(modules)
         evidence: dict[str, Any] = {"modules": len(modules), "implementation": self.implementation}
@@ -75,20 +75,21 @@ class FastLayerNorm(Technique):
         return of_class(state.model, LAYERS[self.implementation])
 
     def watch(self, state: State) -> None:
-        if not is_compiled(state.model):  # hooks would change its graph
+        if not is_compiled(state.model):  # hooks would change the compiled graph
             self._outputs.watch(self._modules(state))
 
     def stop_watching(self, state: State) -> None:
         self._outputs.stop()
 
     def close(self) -> None:
-        self._outputs.stop()  # a forward pass that raised left the hooks
+        self._outputs.stop()  # hooks remain if a forward pass raised
 
     def verify(self, state: State) -> dict[str, Any]:
         modules, outputs, seen_in = self._modules(state), self._outputs, "forward pass"
         if len(modules) < self._count:
             raise self.not_engaged(
-                f"{self._count - len(modules)} of {self._count} modules are another class again", "leave it after INIT"
+                f"{self._count - len(modules)} of {self._count} modules have another class again",
+                "do not change them after INIT",
             )
         if not outputs.dtypes or not outputs.functions:  # compiled, or recomputed without gradients
             outputs, seen_in = self._probe(modules[0], state), "probe"
@@ -106,12 +107,13 @@ class FastLayerNorm(Technique):
         }
 
     def _probe(self, module: nn.Module, state: State) -> Outputs:
-        """What one of the modules gives for a sample, outside the model and its compiled code."""
+        """Run one of the modules on a sample, outside of the model and its compiled code."""
         assert isinstance(module, nn.LayerNorm)
         device, outputs = device_of(state), Outputs()
         sample = torch.ones(2, *module.normalized_shape, device=device, requires_grad=True)
-        autocast = device.type == "cpu" and self.implementation == "low_precision"  # there, mixed_precision's own
+        # On a CPU, mixed_precision uses its own autocast, not the Trainer's precision.
+        autocast = device.type == "cpu" and self.implementation == "low_precision"
         cpu_autocast = torch.autocast("cpu", torch.bfloat16, enabled=autocast)
         with torch.enable_grad(), get_precision_context(state.precision, state.precision_config), cpu_autocast:
-            outputs.see(module.forward(sample))
+            outputs.record(module.forward(sample))
         return outputs

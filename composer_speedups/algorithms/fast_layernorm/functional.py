@@ -1,4 +1,4 @@
-"""LayerNorm in the autocast dtype, by torch's kernel or by one of Liger's or Apex's."""
+"""Make a model's LayerNorms compute in the autocast dtype."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def apply_fast_layernorm(
     """Make every ``torch.nn.LayerNorm`` of a model compute in the autocast dtype.
 
     Args:
-        model: Changed in place; parameters, their names and hooks stay as they are. Under ``"triton"`` and
-            ``"apex"`` it runs on a GPU only, and LayerNorms without weight and bias are left alone.
-        optimizers: Taken for Composer's convention; nothing needs changing in them.
-        implementation: ``"low_precision"`` is torch's kernel on 16-bit values under autocast; ``"triton"`` is
-            Liger's kernel and ``"apex"`` NVIDIA Apex's, with and without autocast.
+        model: The model; changed in place, except for parameters, their names and hooks. With ``"triton"`` and
+            ``"apex"``, it runs only on a GPU, and LayerNorms without weight or bias are not changed.
+        optimizers: Ignored; an argument by Composer's convention.
+        implementation: ``"low_precision"`` is torch's kernel with 16-bit values under autocast; ``"triton"`` is Liger's
+            kernel and ``"apex"`` NVIDIA Apex's, with and without autocast.
 
     Returns:
-        Names of the modules changed.
+        Names of the changed modules.
 
     Raises:
-        ValueError: An unknown implementation, one that cannot run here, or a model that has another one.
+        ValueError: An unknown implementation, one that cannot run on this machine, or a model that has another one.
 
     Source: Composer's LowPrecisionLayerNorm; Liger Kernel (arXiv 2410.10989); NVIDIA Apex.
     """
@@ -58,14 +58,15 @@ def apply_fast_layernorm(
     names = swap_class(model, nn.LayerNorm, LAYERS[implementation], lambda module: fits(module, implementation))
     left = left_alone(model)
     if left:
-        warnings.warn(NoEffectWarning(f"left alone, for {unfit(implementation)}: {', '.join(left)}"), stacklevel=2)
+        reason = f"not changed, because {unfit(implementation)}: {', '.join(left)}"
+        warnings.warn(NoEffectWarning(reason), stacklevel=2)
     elif not of_class(model, LAYERS[implementation]):
         warnings.warn(NoEffectWarning("no torch.nn.LayerNorm was found in the model"), stacklevel=2)
     return names
 
 
 def requirements_of(implementation: Implementation, context: Context) -> Iterable[Requirement]:
-    """What a fused kernel needs; torch's own runs anywhere."""
+    """Yield the requirements of a fused kernel; torch's kernel has none."""
     if implementation == "triton":
         yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
         yield needs_package("liger_kernel", "composer_speedups[liger]")
@@ -74,7 +75,8 @@ def requirements_of(implementation: Implementation, context: Context) -> Iterabl
         yield Requirement(
             all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")),
             "Apex is not installed with its CUDA extensions",
-            "build it so from the repository NVIDIA/apex on GitHub; the index's package apex is another project",
+            "build it from the repository NVIDIA/apex on GitHub, with CUDA extensions; the package apex on the index "
+            "is another project",
         )
 
 
@@ -87,4 +89,4 @@ def left_alone(model: nn.Module) -> list[str]:
 
 
 def unfit(implementation: Implementation) -> str:
-    return f"{implementation} wants a weight, a bias{' and one dimension' if implementation == 'triton' else ''}"
+    return f"{implementation} needs a weight, a bias{' and one dimension' if implementation == 'triton' else ''}"

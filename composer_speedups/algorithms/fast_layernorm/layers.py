@@ -1,4 +1,4 @@
-"""LayerNorm modules that nn.LayerNorm turns into in place: same parameters and name, another ``forward``."""
+"""LayerNorm classes with another ``forward``, which replace nn.LayerNorm as the class of existing modules."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Implementation = Literal["low_precision", "triton", "apex"]
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """LayerNorm that takes and gives the autocast dtype; without autocast, plain LayerNorm.
+    """LayerNorm with input and output in the autocast dtype; without autocast, a plain LayerNorm.
 
-    Statistics are still accumulated in float32 by torch's kernel; inputs, weights and outputs are rounded.
-    Composer's LPLayerNorm does the same on a GPU but does not see the CPU's autocast.
+    torch's kernel computes statistics in float32; inputs, weights and outputs are rounded. Composer's LPLayerNorm is
+    the same on a GPU, but ignores the CPU's autocast.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -28,10 +28,10 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
 
 class TritonLayerNorm(nn.LayerNorm):
-    """Liger's LayerNorm: one Triton kernel forward, one backward, both computing in float32.
+    """Liger's LayerNorm: one Triton kernel forward and one backward, which compute in float32.
 
-    Takes and gives the autocast dtype, or the input's without autocast. The weights are read as they are, so
-    nothing but input and output is rounded.
+    Input and output have the autocast dtype, or without autocast, the input's dtype. The weights are not cast, so only
+    input and output are rounded.
 
     Source: Liger Kernel, arXiv 2410.10989.
     """
@@ -43,11 +43,11 @@ class TritonLayerNorm(nn.LayerNorm):
 
 
 class ApexLayerNorm(nn.LayerNorm):
-    """Apex's fused CUDA LayerNorm, which computes in float32 and gives the dtype it was given.
+    """Apex's fused CUDA LayerNorm, which computes in float32 and returns the input's dtype.
 
-    Takes and gives the autocast dtype, or the input's without autocast; Apex wants the weights in the same one.
-    The function is called rather than ``apex.normalization.FusedLayerNorm``, whose ``forward`` goes back to
-    torch's LayerNorm on the CPU and while it is being compiled.
+    Input and output have the autocast dtype, or without autocast, the input's dtype. Apex needs weights in the same
+    dtype, so they are cast. ``apex.normalization.FusedLayerNorm`` is not used, because its ``forward`` falls back to
+    torch's LayerNorm on a CPU and during compilation.
 
     Source: NVIDIA Apex, apex/normalization/fused_layer_norm.py.
     """
@@ -68,9 +68,9 @@ LAYERS: dict[Implementation, type[nn.LayerNorm]] = {
 
 
 def fits(module: nn.Module, implementation: Implementation) -> bool:
-    """Whether the implementation can take over a LayerNorm.
+    """Return whether the implementation supports a LayerNorm.
 
-    The fused kernels need weight and bias, and Liger's normalises over one dimension only.
+    The fused kernels need weight and bias, and Liger's kernel normalises over one dimension only.
     """
     if implementation == "low_precision":
         return True
@@ -79,6 +79,6 @@ def fits(module: nn.Module, implementation: Implementation) -> bool:
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Autocast itself passes over these kernels; without the cast, the residual stream would stay float32."""
+    """Cast to the autocast dtype. Autocast ignores these kernels, so the residual stream would otherwise be float32."""
     device_type = x.device.type
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x

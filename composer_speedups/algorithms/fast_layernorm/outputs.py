@@ -1,4 +1,4 @@
-"""What LayerNorms gave in a forward pass: the dtype, and the autograd function that made it."""
+"""Record the dtypes of LayerNorms' outputs, and the autograd functions that computed them."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.fast_layernorm.layers import Implementation
 
-# In the names of the autograd functions, lower case and without underscores. torch's own is NativeLayerNorm.
+# Substrings of the autograd functions' names, in lower case and without underscores. torch's is NativeLayerNorm.
 _MARKS = {"low_precision": "nativelayernorm", "triton": "ligerlayernorm", "apex": "fusedlayernorm"}
 
 
 class Outputs:
-    """Counts dtypes and autograd functions of the outputs of the modules watched.
+    """Counts the dtypes and the autograd functions of watched modules' outputs.
 
     Attributes:
-        dtypes: ``float32``, ``bfloat16`` … → outputs of it.
-        functions: ``LigerLayerNormFunction``, ``NativeLayerNorm`` … → outputs made by it; an output without
-            a gradient tells nothing of what made it and is not counted.
+        dtypes: Number of outputs of each dtype: ``float32``, ``bfloat16`` …
+        functions: Number of outputs of each autograd function: ``LigerLayerNormFunction``, ``NativeLayerNorm`` …
+            Outputs without a gradient do not show the function and are not counted.
     """
 
     def __init__(self) -> None:
@@ -30,12 +30,12 @@ class Outputs:
         self._hooks = ExitStack()
 
     def watch(self, modules: Iterable[nn.Module]) -> None:
-        """Look at the outputs of ``modules`` until :meth:`stop`, or until others are to be watched."""
+        """Record the outputs of ``modules`` until :meth:`stop` or the next :meth:`watch`."""
         self.stop()
         for module in modules:
-            self._hooks.callback(module.register_forward_hook(lambda _m, _i, output: self.see(output)).remove)
+            self._hooks.callback(module.register_forward_hook(lambda _m, _i, output: self.record(output)).remove)
 
-    def see(self, output: Tensor) -> None:
+    def record(self, output: Tensor) -> None:
         self.dtypes[str(output.dtype).removeprefix("torch.")] += 1
         if output.grad_fn is not None:
             self.functions[output.grad_fn.name().rstrip("0123456789").removesuffix("Backward")] += 1
@@ -45,14 +45,14 @@ class Outputs:
 
 
 def is_of(implementation: Implementation, function: str) -> bool:
-    """Whether an autograd function is that of an implementation."""
+    """Return whether an autograd function belongs to an implementation."""
     return _MARKS[implementation] in function.replace("_", "").lower()
 
 
 def in_compiled_graphs() -> bool:
-    """Whether a graph that torch.compile captured in this process calls Liger's LayerNorm kernel.
+    """Return whether a graph that torch.compile captured in this process calls Liger's LayerNorm kernel.
 
-    Compiled code runs no hooks; dynamo keeps the Triton kernels of its graphs in a table.
+    Compiled code does not run hooks, but dynamo keeps the Triton kernels of its graphs in a table.
     """
     table = sys.modules.get("torch._higher_order_ops.triton_kernel_wrap")
     kernels = getattr(getattr(table, "kernel_side_table", None), "id_to_kernel", {}).values()

@@ -1,4 +1,4 @@
-"""The encoder's matmuls in float8."""
+"""The float8 Linear technique: the encoder's matmuls in float8."""
 
 from __future__ import annotations
 
@@ -31,30 +31,30 @@ from composer_speedups.core.trainer_state import device_of, is_compiled
 
 
 class Float8Linear(Technique):
-    """The encoder's matmuls in float8 (torchao), on Ada, Hopper and newer.
+    """Computes the encoder's matmuls in float8 (torchao), on Ada, Hopper and newer GPUs.
 
     Raises:
-        TechniqueError: At INIT, without torchao, bf16 mixed precision or such a GPU, or without a Linear that fits;
-            in the first batch, when the kernel cannot run (with ``"warn"``, the Linears are plain again from then on).
+        TechniqueError: At INIT, without torchao, bf16 mixed precision or such a GPU, or without a suitable Linear; in
+            the first batch, if the kernel cannot run (with ``"warn"``, training continues with plain Linears).
     """
 
     name = "float8_linear"
     stage = Stage.SURGERY
     exactness = "lower_precision"
     conflicts = (
-        Conflict(FSDP, "its matmuls are tried on whole weights, which FSDP gathers block by block only"),
-        Conflict("kahan_optimizer", "kahan_optimizer trains without autocast, whose dtype float8_linear takes"),
+        Conflict(FSDP, "its matmuls are probed with whole weights, which FSDP gathers only block by block"),
+        Conflict("kahan_optimizer", "kahan_optimizer trains without autocast, whose dtype float8_linear uses"),
     )
     gain = 0.85
     trials = (Variant({"recipe": "tensorwise"}), Variant({"recipe": "rowwise"}))
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = Field("tensorwise")
-    """One scale a tensor, one a row, or one a row with the weight's gradient in the autocast dtype."""
+    """One scale per tensor, one per row, or one per row with the weight's gradient in the autocast dtype."""
     min_features: int = Field(0)
-    """Leave out Linears with fewer inputs or outputs."""
+    """Do not convert Linears with fewer inputs or outputs."""
     emulate: bool = Field(False)
-    """Round to float8 and multiply in float32, on any device: slower, for learning what float8 does to a model where
-    there is no hardware for it."""
+    """Round to float8 and multiply in float32, on any device. Slower; shows float8's effect on a model without the
+    hardware."""
 
     def reset(self) -> None:
         super().reset()
@@ -72,7 +72,7 @@ class Float8Linear(Technique):
     def engage(self, state: State) -> dict[str, Any]:
         if state.precision == Precision.AMP_FP16:
             raise TechniqueError(
-                self.name, "goes with bf16, and this run is fp16", "set the precision to bf16, or remove it"
+                self.name, "it needs bf16, and this run is fp16", "set the precision to bf16, or remove it"
             )
         with self.refusals():
             apply_float8_linear(state.model, self.recipe, self.min_features, self.emulate)
@@ -87,9 +87,9 @@ class Float8Linear(Technique):
         return {"modules": modules, "recipe": self.recipe, "emulated": self.emulate}
 
     def watch(self, state: State) -> None:
-        """See the float8 matmuls of the first forward pass; of compiled code, those of a probe of one module.
+        """Record the float8 matmuls of the first forward pass, or in compiled code, of a probe of one module.
 
-        The probe comes first in any case: it tells a kernel that cannot run here from any other failure.
+        The probe always runs first, to distinguish a kernel that cannot run from other errors.
         """
         if not self._operators:
             try:
@@ -115,7 +115,7 @@ class Float8Linear(Technique):
         self._seen_in = seen_in
 
     def _probe(self, state: State) -> OperatorRecorder:
-        """Forward and backward pass of one module on an odd number of rows."""
+        """Record the forward and backward pass of one module with an odd number of rows."""
         module = next(iter(converted_layers(state.model).values()))
         recorder = float8_modules().Float8Recorder()
         sample = torch.ones(MULTIPLE + 1, module.in_features, device=device_of(state), requires_grad=True)
@@ -132,12 +132,12 @@ class Float8Linear(Technique):
         return recorder
 
     def close(self) -> None:
-        self._recording.close()  # of a forward pass that raised
+        self._recording.close()  # still open if a forward pass raised
 
     def verify(self, state: State) -> dict[str, Any]:
         matmuls = self._operators.get("float8_mm", 0)
         kernels = self._operators.get("_scaled_mm", 0)
-        fix = "leave the model's modules as they are after INIT, or remove it"
+        fix = "do not change the model's modules after INIT, or remove it"
         if matmuls == 0:
             raise self.not_engaged(f"the {self._seen_in} had no matmul of float8 tensors", fix)
         if not self.emulate and kernels == 0:

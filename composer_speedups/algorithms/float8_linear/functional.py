@@ -1,4 +1,4 @@
-"""The encoder's matmuls in float8."""
+"""Make the Linears of a model's blocks multiply in float8."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import nn
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_float8_linear"]
-# torch._scaled_mm runs from Ada on; its row-wise kernel is written for Hopper.
+# torch._scaled_mm needs Ada or newer, its row-wise kernel Hopper.
 CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0), "rowwise_with_gw_hp": (9, 0)}
-MULTIPLE = 16  # of both dimensions of a weight
+MULTIPLE = 16  # both dimensions of a weight must be a multiple of it
 
 
 def apply_float8_linear(
@@ -26,23 +26,23 @@ def apply_float8_linear(
 ) -> list[str]:
     """Make the Linears of a model's blocks multiply in float8, forward and backward.
 
-    Weights stay in their dtype; inputs, weights and gradients are scaled and cast for each matmul. Pooler and heads
-    lie outside of the blocks and are left alone.
+    Weights keep their dtype; inputs, weights and gradients are scaled and cast for each matmul. Pooler and heads are
+    outside of the blocks and are not changed.
 
     Args:
-        model: Changed in place; parameters, names and hooks stay. Train it under autocast.
-        recipe: ``"tensorwise"`` (default) has one scale a tensor, ``"rowwise"`` one a row, and
-            ``"rowwise_with_gw_hp"`` also leaves the weight's gradient in the autocast dtype.
-        min_features: Leave out Linears with fewer inputs or outputs. Default 0; those whose inputs or outputs are
-            no multiple of 16 are left out always.
-        emulate: Round to float8 and multiply in float32, on any device: for tests, and to learn what float8 does
-            to a model. Default False.
+        model: The model; changed in place, except for parameters, names and hooks. Train it under autocast.
+        recipe: ``"tensorwise"`` (default) has one scale per tensor, ``"rowwise"`` one per row, and
+            ``"rowwise_with_gw_hp"`` also computes the weight's gradient in the autocast dtype.
+        min_features: Do not convert Linears with fewer inputs or outputs. Default 0. Linears whose inputs or outputs
+            are not a multiple of 16 are never converted.
+        emulate: Round to float8 and multiply in float32, on any device, for tests and to see float8's effect on a
+            model. Default False.
 
     Returns:
-        Names of the modules changed; none when the model has the same float8 Linears already.
+        Names of the converted modules; empty if the model already has the same float8 Linears.
 
     Raises:
-        ValueError: An unknown recipe, a device without float8 matmuls, or a model that has float8 Linears of other
+        ValueError: An unknown recipe, a device without float8 matmuls, or a model that has float8 Linears with other
             settings.
 
     Source: torchao.float8; Micikevicius et al., arXiv 2209.05433.
@@ -71,7 +71,7 @@ def apply_float8_linear(
 
 def float8_modules() -> ModuleType:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # an escape in one of torchao's doc strings, from Python 3.12 on
+        warnings.simplefilter("ignore", SyntaxWarning)  # raised by Python 3.12 for a docstring of torchao
         from composer_speedups.algorithms.float8_linear import modules
     return modules
 
@@ -83,12 +83,12 @@ def _check_device(device: torch.device, recipe: str) -> None:
         raise ValueError(
             f"{recipe} float8 needs a CUDA GPU of compute capability {wanted} or newer, and the model is on "
             f"{torch.cuda.get_device_name(device) if capability > (0, 0) else f'the {device.type}'}; set emulate=True "
-            "to learn its rounding without its speed"
+            "to see the effect of its rounding"
         )
 
 
 def _linears_of_blocks(model: nn.Module) -> dict[str, nn.Linear]:
-    """The plain Linears below a ModuleList: those of the encoder's blocks."""
+    """Return the plain Linears inside a ModuleList, that is, in the encoder's blocks."""
     lists = [f"{name}." if name else "" for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
     return {
         name: module

@@ -1,6 +1,6 @@
-"""torchao's float8 Linear for any number of rows, and a recorder that sees the matmuls inside it.
+"""torchao's float8 Linear for any number of rows, and a recorder of the matmuls inside it.
 
-Imports torchao, so import it where it is needed: torchao is an extra, and slow to import.
+Import this module only when needed: it imports torchao, which is optional and slow to import.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
 from composer_speedups.core.operator_recorder import OperatorRecorder
 
-_ROWS = 16  # inner dimensions of torch._scaled_mm are multiples of it; in the weight's gradient that is rows
-_ADDED = "_added_for_float8"  # attributes that a plain Linear has not
-_SETTINGS = "_float8_settings"  # one of them
+_ROWS = 16  # torch._scaled_mm needs inner dimensions that are a multiple of it: the rows, in the weight's gradient
+_ADDED = "_added_for_float8"  # names of the attributes that a plain Linear does not have
+_SETTINGS = "_float8_settings"  # one of these attributes
 
 
 class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
-    """torchao's Float8Linear, padding its input with rows of zeros to a multiple of 16.
+    """torchao's Float8Linear, with its input padded by rows of zeros to a multiple of 16.
 
-    They change no scale and no sum, so outputs and gradients are those of the real rows. Without them a last batch
-    of odd size would stop the run in its backward pass.
+    The zeros do not change scales and sums, so outputs and gradients of the real rows are the same. Without padding,
+    the backward pass of a batch with another number of rows would raise an error.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):  # torchao asks for a GPU's autocast alone
+        if torch.is_autocast_enabled(device_type):  # torchao checks only a GPU's autocast
             input = input.to(torch.get_autocast_dtype(device_type))
         rows = input.shape[:-1].numel()
-        if rows == 0:  # an expert without tokens: torchao would ask for the maximum of nothing
+        if rows == 0:  # an expert without tokens, of which torchao could not compute the maximum
             return F.linear(input, self.weight, self.bias)
         missing = -rows % _ROWS
         if missing == 0:
@@ -43,9 +43,9 @@ class RowPaddedFloat8Linear(Float8Linear):  # type: ignore[misc]
 
 
 def to_float8(module: nn.Linear, config: Any, settings: dict[str, Any] | None = None) -> None:
-    """Turn a Linear into a float8 one in place, with torchao's own state: the module, its hooks and mode stay.
+    """Convert a Linear to float8 in place, with torchao's state, keeping the module, its hooks and its mode.
 
-    ``settings`` are for :func:`settings_of` to read back.
+    ``settings`` are stored for :func:`settings_of`.
     """
     state = RowPaddedFloat8Linear.from_float(module, config).__dict__
     added = {key: value for key, value in state.items() if key not in module.__dict__}
@@ -55,7 +55,7 @@ def to_float8(module: nn.Linear, config: Any, settings: dict[str, Any] | None = 
 
 
 def settings_of(module: nn.Linear) -> dict[str, Any]:
-    """The settings that :func:`to_float8` was given."""
+    """Return the settings that were passed to :func:`to_float8`."""
     settings: dict[str, Any] = module.__dict__[_SETTINGS]
     return settings
 
@@ -68,7 +68,7 @@ def to_plain(module: nn.Linear) -> None:
 
 
 class Float8Recorder(OperatorRecorder):
-    """Counts operators inside torchao's float8 tensors too, and matmuls of two such tensors as ``float8_mm``."""
+    """Counts operators inside torchao's float8 tensors, too, and matmuls of two such tensors as ``float8_mm``."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         operands = [a for a in args if isinstance(a, Float8TrainingTensor)]
@@ -76,5 +76,5 @@ class Float8Recorder(OperatorRecorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if func.overloadpacket.__name__ == "mm" and len(operands) == 2:
             self.counts["float8_mm"] += all(a._data.dtype.itemsize == 1 for a in operands)
-        with self:  # torch calls a mode with itself switched off, and would run what is inside unseen
+        with self:  # torch disables a mode while it handles a call, so operators inside would not be counted
             return Float8TrainingTensor.__torch_dispatch__(func, types, args, kwargs or {})

@@ -1,4 +1,4 @@
-"""AdamW with horizontally batched kernels."""
+"""The foreach optimizer technique: multi-tensor kernels for the optimizer step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
 
 
 class ForEachOptimizer(OptimizerFlagTechnique):
-    """The run's torch optimizer steps with horizontally batched kernels.
+    """Makes the run's torch optimizer step with multi-tensor (horizontally batched) kernels.
 
     Raises:
-        TechniqueError: At INIT, when the optimizer has no foreach implementation.
+        TechniqueError: At INIT, if the optimizer has no foreach implementation.
     """
 
     name = "foreach_optimizer"

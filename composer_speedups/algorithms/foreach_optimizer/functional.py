@@ -1,4 +1,4 @@
-"""AdamW with horizontally batched kernels."""
+"""Use torch's multi-tensor optimizer step."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Compile the kernels of fused_layers in a process of their own, while the run's imports go on.
+"""Compile the kernels of fused_layers in a separate process during the run's imports.
 
-Imports keep Python's one lock for seconds, and so does much of Triton's work: threads would wait for each other. What
-the other process compiles, the run finds in Triton's cache on disk. It knows the shapes from the model's config.json;
-where it does not, the run compiles for itself.
+Imports hold Python's global interpreter lock for seconds, and so does much of Triton's work, so threads would wait for
+each other. The run finds the compiled kernels in Triton's cache on disk. The process reads the shapes from the model's
+config.json; if it cannot, the run compiles the kernels.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from composer_speedups.tasks.model_names import SIZES, resolve_name
 
 
 def before_torch(run: PlannedRun) -> subprocess.Popen[bytes] | None:
-    """Start it where there is a GPU to train on, on the first one of this host."""
+    """Start the process if the run trains on a GPU; only local rank 0 starts one."""
     gpu = run.device != "cpu" and Path("/dev/nvidiactl").exists()
     return _start(run) if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else None
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
-    """The kernels' shape, from ``name``, ``size`` and ``dropout`` of the config's model.
+    """Return the kernels' shape for ``name``, ``size`` and ``dropout`` of the config's model.
 
     Raises:
-        ConfigError, KeyError, OSError: It cannot be told: another family, or a model that is not on this machine yet.
+        ConfigError, KeyError, OSError: An unknown family, or a model that is not on this machine yet.
     """
     if model["size"] is not None:
         _, hidden, heads = SIZES[model["size"]]
@@ -58,7 +58,7 @@ def _config_file(name: str) -> Path:
 
 
 def _shared_gpus() -> bool:
-    """Whether several processes may use each of them; a GPU in exclusive mode is the run's alone."""
+    """Return whether several processes may use each GPU; in exclusive mode, only the run may."""
     modes = command_output("nvidia-smi", "--query-gpu=compute_mode", "--format=csv,noheader") or ""
     return {mode.strip() for mode in modes.split("\n")} == {"Default"}
 

@@ -1,7 +1,7 @@
-"""When the last layer need not compute more than each row's first token.
+"""Mark calls for which the last layer needs to compute only each row's first token.
 
-That is so where transformers' own head is all that reads it, and the call comes through that head: the outermost
-model marks its encoder's call, and a call of the encoder by anybody else computes everything.
+That is sufficient if only transformers' own classification head reads the output and the call comes through that head.
+Therefore the outermost model marks the call of its encoder; any other call of the encoder computes all tokens.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from composer_speedups.families.stock import Untouched, model_differences, outer
 
 
 class _Mark:
-    """A forward pre-hook of the outermost model, and a forward hook that takes the mark away again."""
+    """A forward pre-hook of the outermost model that sets the mark, and a forward hook that removes it."""
 
     def __init__(self, model: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
         self._encoder = encoder
         inside = {*blocks_of(encoder).modules(), *model.get_input_embeddings().modules()}
-        # A hook on any of these could read the last layer's output; of the layers, only the last one has it, and
-        # transformers hooks the input embeddings for gradient checkpointing.
+        # Hooks of these modules could read the last layer's output. Other layers and the input embeddings, which
+        # transformers hooks for gradient checkpointing, do not have it.
         readers = [module for module in model.modules() if module is not model and module not in inside]
         self._readers = Untouched([*readers, blocks_of(encoder), blocks_of(encoder)[-1]], model)
 
@@ -37,7 +37,7 @@ class _Mark:
 
 
 def mark_calls(model: nn.Module) -> None:
-    """Have the models in a module mark their calls, where their head reads nothing but each row's first token."""
+    """Make the models in a module mark their calls if their head reads only each row's first token."""
     for name, outer in outermost_models(model).items():
         encoders, family = unpadded_encoders(outer), family_of(type(outer))
         if len(encoders) != 1 or family is None or marks_calls(outer):
@@ -52,7 +52,7 @@ def mark_calls(model: nn.Module) -> None:
 
 
 def marks_calls(model: nn.Module) -> bool:
-    """Whether :func:`mark_calls` changed a model, or one inside it."""
+    """Return whether :func:`mark_calls` changed a model or one inside it."""
     return any(_is_mark(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 

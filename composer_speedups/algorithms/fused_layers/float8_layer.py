@@ -1,8 +1,7 @@
-"""One encoder layer of the BERT family as one autograd function whose products are in 8 bits, but for those of the
-weights' gradients, which are in 16.
+"""An encoder layer of BERT's kind as one autograd function with 8-bit matmuls; weights' gradients are in 16 bits.
 
-Every operand is written by the kernel that computes it, beside its 16-bit form where that is needed: for the residual,
-and for the weights' gradients. See :mod:`~composer_speedups.kernels.float8` for the scales.
+The kernel that computes a tensor also writes its 8-bit copy. The 16-bit tensor is only written if it is needed, for the
+residual or for a weight's gradient. See :mod:`~composer_speedups.kernels.float8` for the scales.
 
 Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
 """
@@ -35,7 +34,7 @@ __all__ = ["OPERANDS", "float8_layer"]
 
 
 class _Row(IntEnum):
-    """Rows of a layer's scales: operands of the forward products, weights, and last the gradients."""
+    """Rows of a layer's scales: inputs of the forward matmuls, weights, and gradients last."""
 
     X = 0
     ATTENDED = auto()
@@ -65,14 +64,14 @@ def float8_layer(
     *,
     learn: bool,
 ) -> Tensor:
-    """The layer's output (T, H) for packed tokens on a GPU.
+    """Compute the layer's output (T, H) for packed tokens on a GPU.
 
     Args:
-        x_TH: bf16; sums and statistics are in float32.
-        parts, rates: The layer, whose widths are multiples of 16.
+        x_TH: The layer's input, bf16; sums and statistics are float32.
+        parts, rates: The layer's modules, whose widths are multiples of 16, and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
-        scales: :func:`~composer_speedups.kernels.float8.new_scales` of :data:`OPERANDS`.
-        learn: Note this pass's magnitudes in ``scales``, for the next one.
+        scales: One row per operand of :data:`OPERANDS`, from :func:`~composer_speedups.kernels.float8.new_scales`.
+        learn: Record this pass's magnitudes in ``scales``, for the next pass.
     """
     begun = begin_scales(scales, _GRADIENTS, keep=learn)
     return _Float8Layer.apply(x_TH, cu_seqlens, longest, parts, rates, begun, *parts.parameters())
@@ -113,7 +112,7 @@ class _Float8Layer(torch.autograd.Function):
             *(weight.values for weight in turned),
         )  # fmt: skip
         ctx.longest, ctx.rates, ctx.scales = longest, rates, scales
-        # Another pass may come before this one's backward pass, and cast the weights by other scales.
+        # Another forward pass before this backward pass may cast the weights with other scales.
         ctx.weight_scales = rows.clone().unbind()
         ctx.dtypes = [p.dtype for p in parameters]
         return out
@@ -157,11 +156,11 @@ class _Float8Layer(torch.autograd.Function):
         return d_x, None, None, None, None, None, *wanted
 
 
-_FAST = True  # sums of the input gradients' products
+_FAST = True  # fast accumulation in the input gradients' matmuls
 
 
 def _biases(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Of the four products in a dtype; those of query, key and value are one."""
+    """Return the biases of the four matmuls in a dtype; query, key and value are concatenated."""
     three = parameters[1].new_empty(3 * len(parameters[1]), dtype=dtype)
     others = [torch.empty_like(parameters[i], dtype=dtype) for i in (7, 11, 13)]
     torch._foreach_copy_([*three.chunk(3), *others], [parameters[i] for i in (1, 3, 5, 7, 11, 13)])

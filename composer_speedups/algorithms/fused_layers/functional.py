@@ -1,4 +1,4 @@
-"""Each encoder layer as one autograd function with fused kernels, on packed tokens."""
+"""Fuse the layers of an unpadded model, undo that, and save and load the scales of 8-bit layers."""
 
 from __future__ import annotations
 
@@ -36,40 +36,40 @@ def apply_fused_layers(
 ) -> list[str]:
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
-    A layer is fused only if it is exactly what transformers builds from the model's configuration. One that holds
-    anything else (a PEFT adapter, a hook, another activation, a quantised or pruned weight) runs its own forward on the
-    packed tokens, and so does one to which that happens later.
+    A layer is fused only if it is exactly what transformers builds from the model's configuration. A layer with any
+    difference (a PEFT adapter, a hook, another activation, a quantised or pruned weight) runs its own forward on the
+    packed tokens. So does a layer that is changed later.
 
     Args:
-        model: What :func:`apply_unpadding` changed; changed in place. Its parameters, their names and its
-            ``state_dict`` stay.
-        last_layer: ``"needed"`` computes in the last layer only what the head reads, where that is known to be each
-            row's first token, and where the model is called through that head; ``"all"`` computes it like the others.
-        precision: Of the layers' products: ``"autocast"`` is autocast's dtype; ``"fp8"`` computes results and input
-            gradients in 8 bits and the weights' gradients in bf16. Scales follow the tensors' magnitudes in training
-            mode, and are no part of the ``state_dict`` (see :func:`float8_scales`). A last layer that computes first
-            tokens only stays in bf16.
+        model: A model changed by :func:`apply_unpadding`; changed in place, except for its parameters, their names and
+            its ``state_dict``.
+        last_layer: ``"needed"`` computes in the last layer only each row's first token, if the head is known to read
+            nothing else and the model is called through that head; ``"all"`` computes every token.
+        precision: Precision of the layers' matmuls. ``"autocast"`` is autocast's dtype; ``"fp8"`` computes results and
+            input gradients in 8 bits and the weights' gradients in bf16. In training mode, scales follow the tensors'
+            magnitudes; they are not in the ``state_dict`` (see :func:`float8_scales`). A last layer that computes only
+            first tokens uses bf16.
 
     Returns:
-        Names of the layers and embeddings changed; those that already were are left out.
+        Names of the layers and embeddings that were changed, without those that already are fused.
 
     Raises:
-        ValueError: The model has no unpadded encoder, or no layer that the kernels can take, or has another
-            ``last_layer`` or ``precision`` already; or, for ``"fp8"``, is not on a CUDA GPU of compute capability 8.9
-            or newer, or has widths that are no multiples of 16.
+        ValueError: The model has no unpadded encoder or no supported layer, or already is fused with another
+            ``last_layer`` or ``precision``; or for ``"fp8"``, it is not on a CUDA GPU of compute capability 8.9 or
+            newer, or has widths that are not multiples of 16.
     """
     return fuse(model, last_layer, precision)
 
 
 def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: int | None = None) -> list[str]:
-    """:func:`apply_fused_layers`; ``owner`` takes over what another one owns."""
+    """Fuse layers as :func:`apply_fused_layers` does; modules of another owner get this ``owner``."""
     if last_layer not in ("needed", "all"):
         raise ValueError(f"last_layer must be 'needed' or 'all', not {last_layer!r}")
     if precision not in ("autocast", "fp8"):
         raise ValueError(f"precision must be 'autocast' or 'fp8', not {precision!r}")
     encoders = unpadded_encoders(model)
     if not encoders:
-        raise ValueError("fused_layers computes packed tokens, and the model has no unpadded encoder; add unpadding")
+        raise ValueError("fused_layers needs packed tokens, and the model has no unpadded encoder; add unpadding")
     layers = _layers(model)
     fused = [layer for layer in layers.values() if isinstance(layer, FusedLayer)]
     for layer in fused:
@@ -77,7 +77,7 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         refuse_other_settings("fused layers", applied, {"last_layer": last_layer, "precision": precision})
     reasons = unfused_layers(model)
     if not fused and len(reasons) == len(layers):
-        raise ValueError(f"fused_layers can fuse none of the layers: {next(iter(reasons.values()))}")
+        raise ValueError(f"fused_layers cannot fuse any layer: {next(iter(reasons.values()))}")
     if precision == "fp8":
         check_float8(layers.values())
     names = []
@@ -94,9 +94,8 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
                 module.register_buffer("float8_scales", _new_scales(module), persistent=False)
         if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
             module.owner = owner
-    inner = {
-        id(layer) for encoder in encoders for layer in [*blocks_of(encoder)][:-1]
-    }  # one may stand in several places
+    # A layer may be both: some models use one layer at several positions.
+    inner = {id(layer) for encoder in encoders for layer in [*blocks_of(encoder)][:-1]}
     for layer in layers.values():
         if isinstance(layer, FusedLayer):
             layer.is_last = id(layer) not in inner
@@ -106,12 +105,12 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
 
 
 def undo_fused_layers(model: nn.Module) -> list[str]:
-    """Give layers and embeddings their own classes back; returns the names of those changed."""
+    """Restore the classes of layers and embeddings, and return the names of the changed modules."""
     return unfuse(model)
 
 
 def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
-    """:func:`undo_fused_layers`, of those that ``owner`` owns; None for all."""
+    """Restore modules as :func:`undo_fused_layers` does, but only those of ``owner``; None restores all."""
     names = []
     for name, module in model.named_modules():
         if isinstance(module, FusedLayer | FusedEmbeddings) and owner in (None, module.owner):
@@ -127,26 +126,25 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
 
 
 def float8_scales(model: nn.Module) -> dict[str, list[list[int]]]:
-    """What the 8-bit layers of a model know of their operands' magnitudes, for a checkpoint beside the model's.
+    """Return the scales of a model's 8-bit layers, to be saved in addition to its state dict. Synchronizes.
 
     Returns:
-        Name of each layer that :func:`apply_fused_layers` gave 8-bit products → a row of numbers for each operand. It
-        waits for the device.
+        A row of numbers for each operand, by name of each layer with 8-bit matmuls.
     """
     found = {name: module for name, module in model.named_modules() if _is_float8(module)}
     return {name: module.float8_scales.tolist() for name, module in found.items()}
 
 
 def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[int]]]) -> None:
-    """Set what :func:`float8_scales` returned.
+    """Load scales that :func:`float8_scales` returned.
 
     Raises:
-        ValueError: It is another model's.
+        ValueError: The scales do not match the model.
     """
     layers = {name: module for name, module in model.named_modules() if _is_float8(module)}
     if layers.keys() != scales.keys():
         odd = ", ".join(sorted(layers.keys() ^ scales.keys()))
-        raise ValueError(f"the scales are of other 8-bit layers than the model's: {odd}")
+        raise ValueError(f"the scales and the model have different 8-bit layers: {odd}")
     for name, module in layers.items():
         held: Tensor = module.float8_scales
         rows = scales[name]
@@ -162,15 +160,15 @@ def _is_float8(module: nn.Module) -> bool:
 
 
 def check_float8(layers: Iterable[Any]) -> None:
-    """Whether 8-bit products can run there.
+    """Check that the layers can compute with 8-bit matmuls.
 
     Raises:
-        ValueError: Another kind of layer, another device, or other widths.
+        ValueError: An unsupported kind of layer, device or width.
     """
     for layer in layers:
         family = family_of(type(layer))
         if family is not None and (family.gated or family.position_table is not None):
-            raise ValueError(f"precision='fp8' knows BERT's layers and those like it, not {type(layer).__name__}")
+            raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
         weight = next(layer.parameters())
         capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (0, 0)
         if capability < _FLOAT8:
@@ -196,7 +194,7 @@ def _new_scales(layer: FusedLayer) -> Tensor:
 
 
 def unfused_layers(model: nn.Module) -> dict[str, str]:
-    """Layers of a model's unpadded encoders that cannot be fused, or were changed since, by name, and why."""
+    """Return why layers of a model's unpadded encoders are not fused or no longer run fused, by name."""
     encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
     found, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
@@ -216,7 +214,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _has_role(role: str, module: nn.Module) -> bool:
-    """Whether a module is the block, or the embeddings, of a family whose arithmetic the kernels know."""
+    """Return whether a module is a layer, or embeddings, of a family that the kernels support."""
     family = family_of(type(module))
     if family is None or family.parts is None:
         return False
@@ -236,31 +234,32 @@ def _methods(layer: nn.Module) -> type[FusedLayer]:
 def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if not _has_role("layer", layer):
         known = family_titles(lambda family: family.parts)
-        return f"fused_layers knows the layers of {known}, and this model's are {type(layer).__name__}"
+        return f"fused_layers supports the layers of {known}, and this model's are {type(layer).__name__}"
     activation = config_value(config, "activation")
     if activation != "gelu":
-        return f"fused_layers knows the exact GELU, and this model's activation is {activation!r}"
+        return f"fused_layers supports the exact GELU, and this model's activation is {activation!r}"
     size = config.hidden_size // config.num_attention_heads
     if size not in _SIZES:
-        return f"fused_layers takes heads of {', '.join(map(str, _SIZES))} units, and these have {size}"
+        return f"fused_layers supports heads of {', '.join(map(str, _SIZES))} units, and these have {size}"
     family = family_of(type(layer))
     if family is not None and family.gated and any(name.endswith("bias") for name, _ in layer.named_parameters()):
-        return f"fused_layers takes a {type(layer).__name__} without biases, and this one has some"
+        return f"fused_layers supports {type(layer).__name__} without biases, and this one has some"
     return None
 
 
 def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Module] | None = None) -> str | None:
-    """How a layer, or the embeddings, differ from what transformers builds; the first of the differences.
+    """Return the first difference of a layer or of embeddings from what transformers builds; None without any.
 
-    ``built`` keeps what was built for the comparison, for the next module of the class.
+    ``built`` caches the modules built for the comparison, for further modules of the class.
     """
     built = {} if built is None else built
-    index = {name: value for name, value in vars(module).items() if name == "layer_idx"}  # ModernBERT's differ by it
+    # ModernBERT's layers differ by their index.
+    index = {name: value for name, value in vars(module).items() if name == "layer_idx"}
     kind = (type(module), id(config), *index.values())
     if kind not in built:
         built[kind] = built_on_meta(type(module), config, **index)
         family = family_of(type(module))
-        if family is not None and family.packed_attention is not None:  # unpadding changed the layer's own
+        if family is not None and family.packed_attention is not None:  # unpadding changed the layer's attention
             for inner in built[kind].modules():
                 if family.has("attention", type(inner)):
                     inner.__class__ = derived_class(family.packed_attention, type(inner))
@@ -268,7 +267,7 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
 
 
 def _config_around(model: nn.Module, name: str) -> Any:
-    """The configuration of the innermost model of transformers around a module."""
+    """Return the config of the innermost transformers model around a module."""
     around = [
         (outer, module)
         for outer, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""Each encoder layer as one autograd function with fused kernels, on packed tokens."""
+"""The fused layers technique: each encoder layer is one autograd function with fused kernels, on packed tokens."""
 
 from __future__ import annotations
 
@@ -34,24 +34,23 @@ _OWN = "fused_layers computes the whole layer itself"
 
 
 class FusedLayers(ParityCheckedTechnique):
-    """Each encoder layer as one function: one QKV product, and fused kernels for all that is no matrix product.
+    """Computes each encoder layer as one function, with one QKV matmul and fused kernels between the matmuls.
 
     Raises:
-        TechniqueError: At INIT, without ``unpadding``, for a model none of whose layers the kernels can take, and on a
-            GPU in fp32 or without Triton; with ``precision="fp8"``, on a CPU, on a GPU older than Ada and in fp16, too;
-            in the first batch, for a model of one's own that then computes something
-            else.
+        TechniqueError: At INIT, without ``unpadding``, for a model without a supported layer, and on a GPU in fp32 or
+            without Triton; with ``precision="fp8"``, also on a CPU, on a GPU older than Ada and in fp16. In the first
+            batch, for a custom model whose results differ.
     """
 
     name = "fused_layers"
     stage = Stage.KERNELS
     exactness = "lower_precision"
     conflicts = (
-        Conflict("fast_layernorm", f"{_OWN}, LayerNorms included"),
-        Conflict("float8_linear", f"{_OWN}, matrix products included"),
-        Conflict("lora", f"{_OWN}, and would leave the adapters out"),
-        Conflict("sparse_upcycling", f"{_OWN}, and would leave the experts out"),
-        Conflict("torch_compile", f"{_OWN}, with kernels that are compiled already"),
+        Conflict("fast_layernorm", f"{_OWN}, including LayerNorms"),
+        Conflict("float8_linear", f"{_OWN}, including matmuls"),
+        Conflict("lora", f"{_OWN} and would ignore the adapters"),
+        Conflict("sparse_upcycling", f"{_OWN} and would ignore the experts"),
+        Conflict("torch_compile", f"{_OWN}, with kernels that already are compiled"),
     )
     gain = 1.8
     trials = (
@@ -61,27 +60,27 @@ class FusedLayers(ParityCheckedTechnique):
     checkpoint_fields = ParityCheckedTechnique.checkpoint_fields | {"float8_scales": list[dict[str, list[list[int]]]]}
 
     last_layer: Literal["needed", "all"] = Field("needed")
-    """Compute in the last layer only what a classification head reads, each row's first token; or all, as in the
-    others."""
+    """needed computes in the last layer only each row's first token under a classification head, which reads nothing
+    else; all computes every token."""
     precision: Literal["autocast", "fp8"] = Field("autocast")
-    """Compute the layers' products in autocast's dtype; or results and input gradients in 8 bits, on Ada, Hopper and
-    newer."""
+    """autocast computes the layers' matmuls in autocast's dtype; fp8 computes results and input gradients in 8 bits,
+    on Ada, Hopper and newer GPUs."""
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
-        """Its kernels on a GPU take 16 bits only; on a CPU it computes in the precision of the run."""
+        """Return "rounding" on a CPU, where it computes in the run's precision; the kernels on a GPU need 16 bits."""
         return "rounding" if device == "cpu" else cls.exactness
 
     def reset(self) -> None:
         super().reset()
         self._layers: list[FusedLayer] = []
         self._embeddings: list[FusedEmbeddings] = []
-        self._compiling: Any = None  # a Compiling, whose module imports Triton
-        self._loaded: dict[str, list[list[int]]] = {}  # scales of the checkpoint
+        self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
+        self._loaded: dict[str, list[list[int]]] = {}  # scales from the checkpoint
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(
-            "unpadding" in context.techniques, "it computes packed tokens, and nothing packs them", "add unpadding"
+            "unpadding" in context.techniques, "it needs packed tokens, and nothing packs them", "add unpadding"
         )
         if context.device.type == "cuda":
             yield needs_autocast(context, "its kernels compute in 16 bits: it")
@@ -90,17 +89,17 @@ class FusedLayers(ParityCheckedTechnique):
         if self.precision == "fp8":
             yield needs_cuda(context, "precision: fp8", (8, 9))
             fp16 = context.precision == Precision.AMP_FP16.value
-            yield Requirement(not fp16, "precision: fp8 goes with bf16, and this run is fp16", "set it to bf16")
+            yield Requirement(not fp16, "precision: fp8 needs bf16, and this run is fp16", "set it to bf16")
 
     def engage(self, state: State) -> dict[str, Any]:
-        if self.precision == "fp8" and state.precision == Precision.AMP_FP16:  # mixed_precision's, which came before
+        if self.precision == "fp8" and state.precision == Precision.AMP_FP16:  # set by mixed_precision before
             raise TechniqueError(
-                self.name, "precision: fp8 goes with bf16, and this run is fp16", "set mixed_precision's dtype to bf16"
+                self.name, "precision: fp8 needs bf16, and this run is fp16", "set mixed_precision's dtype to bf16"
             )
         with self.refusals():
             self.reapply(state)
         device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
-        if device.type == "cuda" and not other:  # compile_ahead knows the kernels of BERT's kind
+        if device.type == "cuda" and not other:  # compile_ahead supports only layers like BERT's
             from composer_speedups.kernels.compile_ahead import compile_ahead
 
             dtype = torch.float16 if state.precision == Precision.AMP_FP16 else torch.bfloat16
@@ -120,7 +119,7 @@ class FusedLayers(ParityCheckedTechnique):
         unfuse(state.model, self.owner)
 
     def state_dict(self) -> dict[str, Any]:
-        # Of all ranks, whose data differ: Composer has each of them make the whole checkpoint, and rank 0 write it.
+        # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
         state = self._state() if self._state is not None else None
         scales: list[dict[str, list[list[int]]]] = []
         if self.precision == "fp8" and self.engaged and state is not None:
@@ -138,7 +137,7 @@ class FusedLayers(ParityCheckedTechnique):
 
     def fit_start(self, state: State) -> None:
         if self._compiling is not None and getattr(state.train_dataloader, "num_workers", None):
-            self._compiling.close()  # workers are forked next, with whatever lock a thread holds
+            self._compiling.close()  # workers are forked next, and would inherit locks of the threads
 
     def watch(self, state: State) -> None:
         if self._compiling is not None:
@@ -146,7 +145,7 @@ class FusedLayers(ParityCheckedTechnique):
 
     def stop_watching(self, state: State) -> None:
         if self._compiling is not None:
-            self._compiling.close()  # nothing may be launched beside a capture of CUDA graphs, which may come next
+            self._compiling.close()  # no kernel may be launched during a capture of CUDA graphs, which may come next
 
     def close(self) -> None:
         if self._compiling is not None:
@@ -155,19 +154,19 @@ class FusedLayers(ParityCheckedTechnique):
 
     def verify(self, state: State) -> dict[str, Any]:
         ran = [layer.ran for layer in self._layers]
-        wrong = [way for way in ran if way in (None, "stock")]
+        wrong = [each for each in ran if each in (None, "stock")]
         if wrong:
-            went = "not at all" if wrong[0] is None else "as the stock model's"
-            raise self.not_engaged(f"{len(wrong)} of {len(ran)} layers ran {went}", "keep unpadding engaged")
+            reason = "did not run" if wrong[0] is None else "ran the stock model's code"
+            raise self.not_engaged(f"{len(wrong)} of {len(ran)} layers {reason}", "keep unpadding engaged")
         unfused = unfused_layers(state.model)
         if set(ran) == {"unfused"}:
             reason = f"no layer ran fused ({next(iter(unfused.values()), 'they were changed')})"
-            raise self.not_engaged(reason, "leave the layers as they are after INIT")
+            raise self.not_engaged(reason, "do not change the layers after INIT")
         if self.precision == "fp8" and "triton, fp8" not in ran:
-            raise self.not_engaged("no layer computed in 8 bits", "take precision: fp8 out for this model")
-        ways = {way: ran.count(way) for way in sorted(set(filter(None, ran)))}
+            raise self.not_engaged("no layer computed in 8 bits", "remove precision: fp8 for this model")
+        counts = {each: ran.count(each) for each in sorted(set(filter(None, ran)))}
         return {
             **({"unfused": unfused} if unfused else {}),
-            "layers_ran": ", ".join(f"{count} {way}" for way, count in ways.items()),
+            "layers_ran": ", ".join(f"{count} {each}" for each, count in counts.items()),
             "embeddings_ran": ", ".join(sorted({module.ran or "not at all" for module in self._embeddings})),
         }

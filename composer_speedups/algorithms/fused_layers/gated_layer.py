@@ -1,8 +1,8 @@
-"""One encoder layer with pre-norms, rotary positions and a gated feed-forward layer as one autograd function.
+"""An encoder layer with pre-norms, rotary positions and a gated feed-forward layer as one autograd function.
 
-The residual stream, which no norm brings back to scale, stays in float32; all products are in the autocast dtype.
+The residual stream is float32, because no norm rescales it; all matmuls are in the autocast dtype.
 
-Shapes: T packed tokens, H hidden units, D units a head.
+Shapes: T packed tokens, H hidden units, D units per head.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ def gated_layer(
     longest: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The layer's output, float32 (T, H), for packed tokens on a GPU.
+    """Compute the layer's output, float32 (T, H), for packed tokens on a GPU.
 
     Args:
         x_TH: The residual stream.
-        parts, rates: The layer; ``rates.output`` is that of the feed-forward layer's inner units.
-        cos_TD, sin_TD: Of the tokens' rotary angles.
+        parts, rates: The layer's modules and dropout rates; ``rates.output`` is for the feed-forward layer's inner
+            units.
+        cos_TD, sin_TD: Cosines and sines of the tokens' rotary angles.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
-        dtype: bf16 or fp16, of the products; sums and statistics are float32.
+        dtype: Dtype of the matmuls, bf16 or fp16; sums and statistics are float32.
     """
     return _GatedLayer.apply(x_TH, cos_TD, sin_TD, cu_seqlens, longest, parts, rates, dtype, *parts.parameters())
 
@@ -60,7 +61,7 @@ class _GatedLayer(torch.autograd.Function):
     ) -> Tensor:
         x, cos, sin = x.float().contiguous(), cos.contiguous(), sin.contiguous()
         qkv_w, out_w, up_w, down_w = _in_dtype(parameters[:4], dtype)
-        norms = parameters[4:]  # of the attention, where it has one, and of the feed-forward layer
+        norms = parameters[4:]  # of the attention, if it has one, and of the feed-forward layer
         seeds = dropout_seeds(rates, x.device)
         normed, stats1 = x.to(dtype), x.new_empty(0)
         if parts.attention_norm is not None:

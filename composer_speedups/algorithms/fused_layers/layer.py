@@ -1,5 +1,6 @@
-"""One encoder layer of the BERT family as one autograd function: four matrix products and three kernels forward; for
-DeBERTa with attention of its own.
+"""An encoder layer of BERT's kind as one autograd function; its forward pass is four matmuls and three kernels.
+
+DeBERTa's layers have another attention kernel.
 
 Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
 """
@@ -21,11 +22,11 @@ from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
 
 def fused_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
-    """The layer's output (T, H) for packed tokens on a GPU.
+    """Compute the layer's output (T, H) for packed tokens on a GPU.
 
     Args:
-        x_TH: bf16 or fp16; the products are computed in its dtype, sums and statistics in float32.
-        parts, rates: The layer.
+        x_TH: The layer's input, bf16 or fp16. Matmuls have its dtype; sums and statistics are float32.
+        parts, rates: The layer's modules and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
     """
     return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, None, None, *parts.parameters())
@@ -40,8 +41,11 @@ def disentangled_layer(
     cu_seqlens: Tensor,
     longest: int,
 ) -> Tensor:
-    """As :func:`fused_layer`, with the attention of :mod:`~composer_speedups.kernels.disentangled_attention`, whose
-    ``positions`` (P, 2·H) get their gradient, and ``entries``."""
+    """Compute a DeBERTa layer's output (T, H), like :func:`fused_layer`.
+
+    For ``positions`` (P, 2·H), which get a gradient, and ``entries``, see
+    :func:`~composer_speedups.kernels.disentangled_attention.disentangled_forward`.
+    """
     return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, positions, entries, *parts.parameters())
 
 
@@ -87,8 +91,8 @@ class _Layer(torch.autograd.Function):
         (x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, seed0, seed1, seed2,
          qkv_w, out_w, up_w, down_w, norm1_w, norm1_b, norm2_w, positions, entries) = ctx.saved_tensors  # fmt: skip
         rates = ctx.rates
-        # Without dropout, the first two of a norm's gradients are one tensor: it is added to when the products
-        # that read it are done.
+        # Without dropout, the first two gradients of a norm are the same tensor, so it is added to only after the
+        # matmuls that read it.
         d_hidden, d_down, norm2, _ = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
         d_up, activated, d_up_b = gelu_backward(torch.mm(d_down, down_w), up)
         d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
@@ -118,7 +122,7 @@ class _Layer(torch.autograd.Function):
 
 
 def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights and biases of the four products in a dtype; those of query, key and value are one."""
+    """Return the weights and the biases of the four matmuls in a dtype; query, key and value are concatenated."""
     features = parameters[0].shape[0]
     targets: list[Tensor] = []
     products: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -133,14 +137,14 @@ def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Te
 
 
 def dropout_seeds(rates: DropoutRates, device: torch.device) -> tuple[Tensor, ...]:
-    """A seed for each place of dropout, from torch's generator of the device, without waiting for it."""
+    """Draw a seed for each dropout site from torch's generator of the device, without synchronizing."""
     if not any(rates):
         return (torch.zeros(1, dtype=torch.int32, device=device),) * 3
     return torch.randint(-(2**31), 2**31 - 1, (3,), dtype=torch.int32, device=device).split(1)
 
 
 def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:
-    """(O, I), straight into float32 where torch's matmul can write it (2.8 and newer)."""
+    """Compute a weight's gradient (O, I); torch 2.8 and newer write float32 directly."""
     if dtype == torch.float32 and grad_TO.is_cuda and hasattr(torch.ops.aten.mm, "dtype"):
         return torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32)
     return torch.mm(grad_TO.t(), x_TI)

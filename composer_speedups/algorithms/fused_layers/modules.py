@@ -1,10 +1,10 @@
-"""Blocks and embeddings of a known family that compute with fused kernels; parameters, names and settings stay.
+"""Layers and embeddings that compute with fused kernels.
 
-Their classes are derived from transformers' own (see :func:`~...surgery.module_classes.derived_class`). Where a kernel
-does not run (CPU, float32, a batch that was not packed, a module that was changed), torch's own operators or the
-original forward do.
+Their classes are derived from transformers' (see :func:`~...surgery.module_classes.derived_class`); parameters, names
+and settings do not change. If a kernel cannot run (CPU, float32, a batch that is not packed, a changed module), they
+use torch's operators or the original forward.
 
-Shapes: T packed tokens, H hidden units, A heads, D units a head, B rows, S slots a row.
+Shapes: T packed tokens, H hidden units, A heads, D units per head, B rows, S slots per row.
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ from composer_speedups.kernels import Shape
 
 
 class FusedLayer(nn.Module):
-    """The methods of a fused block; the class that it is derived from has the original forward.
+    """Mixin with the methods of a fused layer; the derived class inherits the original forward from transformers.
 
     Attributes:
-        untouched: The modules inside the layer when it was fused. Once one of them was exchanged, hooked or patched,
-            the layer runs its original forward.
-        last_layer: What :func:`apply_fused_layers` was asked for.
-        is_last: No other layer of its encoder reads what it computes.
-        owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
-        precision: Likewise.
-        float8_scales: With ``precision="fp8"``, a buffer with the scales of the products' operands, which every
-            training pass moves; in no checkpoint of the model.
-        ran: How the last forward pass went: ``"triton"``, ``"triton, fp8"``, ``"torch"``, ``"first tokens"``,
-            ``"unfused"`` (packed tokens through the original forward), ``"stock"`` (a padded batch through it), or
-            None before there was one.
+        untouched: The modules inside the layer when it was fused. If one of them is replaced, hooked or patched, the
+            layer runs its original forward.
+        last_layer, precision: Settings of :func:`apply_fused_layers`.
+        is_last: Whether no other layer of its encoder reads its output.
+        owner: Number of the :class:`FusedLayers` that changed it; None for :func:`apply_fused_layers`.
+        float8_scales: With ``precision="fp8"``, a non-persistent buffer with the scales of the matmuls' operands, which
+            every training pass updates.
+        ran: How the last forward pass ran: ``"triton"``, ``"triton, fp8"``, ``"torch"``, ``"first tokens"``,
+            ``"unfused"`` (the original forward on packed tokens), ``"stock"`` (the original forward on a padded batch),
+            or None before the first one.
     """
 
     prefix = "Fused"
@@ -55,26 +54,26 @@ class FusedLayer(nn.Module):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         family = family_of(cls)
-        if family is None:  # methods for another kind of block
+        if family is None:  # a mixin for another kind of layer
             return
         assert family.parts is not None
         cls.parts, cls.dropouts = family.parts, family.dropouts  # type: ignore[method-assign, assignment]
 
     @property
     def own_attention(self) -> str | None:
-        """The attention kernel of the last forward pass, if it was none of PyTorch's, which would see none."""
+        """The layer's own attention kernel in the last forward pass, which PyTorch cannot record; None if not used."""
         return "fused_layers' own" if self.ran in ("triton", "triton, fp8") else None
 
     def parts(self) -> Any:
-        """See :class:`Family`, whose function each subclass has."""
+        """Return the layer's modules; subclasses have their :class:`Family`'s function."""
         raise NotImplementedError
 
     def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
-        """See :class:`Family`, whose function each subclass has."""
+        """Return the layer's dropout modules; subclasses have their :class:`Family`'s function."""
         raise NotImplementedError
 
     def rates(self, *, in_training: bool = False) -> DropoutRates:
-        """What is dropped now, or in training mode; a module inside may be in eval mode alone."""
+        """Return the current dropout rates, or those of training mode; single modules may be in eval mode."""
         return DropoutRates(
             *(each[1].p if each is not None and (in_training or each[0].training) else 0.0 for each in self.dropouts())
         )
@@ -87,10 +86,10 @@ class FusedLayer(nn.Module):
         first_tokens_only: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """(1, T, H) → (1, T, H) with a plan; without one, whatever the original takes and gives.
+        """Map (1, T, H) to (1, T, H) with a plan; without one, call the original forward.
 
-        ``first_tokens_only``: nothing but each row's first token is read of the last layer's result; the others may
-        be zeros.
+        With ``first_tokens_only``, only each row's first token of the last layer's output is read, so the others may be
+        zeros.
         """
         if unpadding is None:
             self.ran = "stock"
@@ -102,7 +101,7 @@ class FusedLayer(nn.Module):
         return self.fused(x_TH, unpadding, first_tokens_only=first_tokens_only, **kwargs).unsqueeze(0)
 
     def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
-        """(T, H) → (T, H), and :attr:`ran`."""
+        """Map (T, H) to (T, H), and set :attr:`ran`."""
         parts, rates = self.parts(), self.rates()
         if first_tokens_only and self.is_last:
             self.ran = "first tokens"
@@ -120,7 +119,7 @@ class FusedLayer(nn.Module):
 
     def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
         if dtype != torch.bfloat16:
-            raise ValueError(f"fused_layers with precision='fp8' goes with bf16 autocast, and this is {dtype}")
+            raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and this is {dtype}")
         from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
 
         self.ran = "triton, fp8"
@@ -130,10 +129,10 @@ class FusedLayer(nn.Module):
 
 
 class FusedGatedLayer(FusedLayer):
-    """The methods of a fused block with pre-norms and a gated feed-forward layer; its result is float32 on a GPU."""
+    """Mixin for fused layers with pre-norms and a gated feed-forward layer; on a GPU, the output is float32."""
 
     def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
-        """``position_embeddings`` of ``kwargs``: cosine and sine of the tokens' angles, (1, T, D)."""
+        """Map (T, H) to (T, H); ``position_embeddings`` in ``kwargs`` are the angles' cosines and sines, (1, T, D)."""
         parts = self.parts()
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
         if first_tokens_only and self.is_last:
@@ -152,7 +151,7 @@ class FusedGatedLayer(FusedLayer):
 
 
 class FusedDisentangledLayer(FusedLayer):
-    """The methods of a fused block of DeBERTa; it gives (1, T, H) and None, as the original does without attentions."""
+    """Mixin for fused DeBERTa layers; they return (1, T, H) and None, like the original without attention weights."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -162,12 +161,11 @@ class FusedDisentangledLayer(FusedLayer):
         cls.position_table = family.position_table  # type: ignore[method-assign, assignment]
 
     def position_table(self, rel_embeddings: Tensor) -> Tensor:
-        """See :class:`Family`, whose function each subclass has."""
+        """Return the keys and queries of positions; subclasses have their :class:`Family`'s function."""
         raise NotImplementedError
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """(1, T, H) → (1, T, H) and None with :class:`Relative` positions; without, whatever the original takes and
-        gives."""
+        """Map (1, T, H) to (1, T, H) and None with :class:`Relative` positions, else call the original forward."""
         relative = kwargs.get("relative_pos")
         if not isinstance(relative, Relative):
             self.ran = "stock"
@@ -181,7 +179,7 @@ class FusedDisentangledLayer(FusedLayer):
         return super(FusedLayer, self).forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
 
     def _disentangled(self, x_TH: Tensor, relative: Relative, rel_embeddings: Tensor) -> Tensor | None:
-        """(T, H), and :attr:`ran`; None where the kernels do not run."""
+        """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
         parts, rates, plan = self.parts(), self.rates(), relative.plan
         if relative.first_tokens_only and self.is_last:
             self.ran = "first tokens"
@@ -197,7 +195,7 @@ class FusedDisentangledLayer(FusedLayer):
 
 
 def plain_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
-    """The same block in torch's own operators, (T, H) → (T, H)."""
+    """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
     weight = torch.cat([parts.query.weight, parts.key.weight, parts.value.weight])
     bias = torch.cat([parts.query.bias, parts.key.bias, parts.value.bias])
     query, key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(3, -1))
@@ -207,10 +205,10 @@ def plain_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Pl
 
 
 def _first_tokens_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
-    """(T, H) → (T, H) with the output of each row's first token, and zeros elsewhere.
+    """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
 
-    For a last layer under a head that reads nothing else: keys and values of all tokens, but queries, and all that
-    comes after attention, of one token a row.
+    It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries and
+    everything after attention, only for one token per row.
     """
     first_BH = _first_tokens(x_TH, plan)
     query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
@@ -223,7 +221,7 @@ def _first_tokens_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, 
 def _gated_first_tokens(
     x_TH: Tensor, parts: GatedLayerModules, rates: DropoutRates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
 ) -> Tensor:
-    """As :func:`_first_tokens_layer`, of a gated block."""
+    """Compute :func:`_first_tokens_layer` for a gated layer."""
     normed_TH = x_TH if parts.attention_norm is None else parts.attention_norm(x_TH)
     query, key_value = parts.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
     query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (parts.heads, -1))
@@ -232,7 +230,7 @@ def _gated_first_tokens(
     key_TH = _rotated(key_TH.unflatten(-1, (parts.heads, -1)), cos_TD, sin_TD).flatten(1)
     key, value = (repad(each, plan, parts.heads) for each in (key_TH, value_TH))
     seen = real_keys(plan)
-    if parts.window is not None:  # a row that goes so far begins in its first slot, and has no holes
+    if parts.window is not None:  # a row this long starts in its first slot and has no holes
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= parts.window)
     attended = F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key, value, seen, rates.weights)
     summed = _first_tokens(x_TH, plan) + F.dropout(parts.out(attended.flatten(1)), rates.attention)
@@ -244,7 +242,7 @@ def _gated_first_tokens(
 def _disentangled_first_tokens(
     x_TH: Tensor, parts: LayerModules, rates: DropoutRates, table: Tensor, relative: Relative
 ) -> Tensor:
-    """As :func:`_first_tokens_layer`, of a block of DeBERTa."""
+    """Compute :func:`_first_tokens_layer` for a DeBERTa layer."""
     plan = relative.plan
     first_BH = _first_tokens(x_TH, plan)
     query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
@@ -260,13 +258,13 @@ def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
 
 
 def _first_tokens(x_TH: Tensor, plan: Plan) -> Tensor:
-    """(T, H) → (B, H); of an empty row another's, which :func:`_among_zeros` drops."""
+    """Return each row's first token, (T, H) → (B, H); an empty row gets another token, which _among_zeros drops."""
     starts = plan.cu_seqlens[: plan.mask_BS.shape[0]].long()
     return x_TH.index_select(0, starts.clamp(max=len(x_TH) - 1))
 
 
 def _among_zeros(first_BH: Tensor, plan: Plan, tokens: int) -> Tensor:
-    """(B, H) → (T, H) with each row's first token where it belongs, and zeros elsewhere."""
+    """Scatter each row's first token to its position among zeros, (B, H) → (T, H)."""
     rows = plan.mask_BS.shape[0]
     starts, ends = plan.cu_seqlens[:rows].long(), plan.cu_seqlens[1 : rows + 1]
     slots = torch.where(ends > starts, starts, tokens)
@@ -280,18 +278,18 @@ def _after_attention(attended: Tensor, x: Tensor, parts: LayerModules, rates: Dr
 
 
 class FusedEmbeddings(nn.Module):
-    """The methods of fused embeddings; the class that they are derived from has the original forward.
+    """Mixin with the methods of fused embeddings; the derived class inherits the original forward.
 
     Attributes:
-        untouched: The modules inside when the module was fused; once one of them was exchanged, hooked or patched, the
+        untouched: The modules inside when the module was fused. If one of them is replaced, hooked or patched, the
             original forward runs.
-        owner: Which :class:`FusedLayers` changed it, by a number of its own; None for :func:`apply_fused_layers`.
-        ran: How the last forward pass went: ``"triton"``, ``"stock"``, or None before there was one.
+        owner: Number of the :class:`FusedLayers` that changed it; None for :func:`apply_fused_layers`.
+        ran: How the last forward pass ran: ``"triton"``, ``"stock"``, or None before the first one.
     """
 
     prefix = "Fused"
     family: ClassVar[Family]
-    arguments: ClassVar[list[str]]  # of the original forward
+    arguments: ClassVar[list[str]]  # names of the original forward's arguments
     untouched: Untouched
     owner: int | None = None
     ran: str | None = None
@@ -307,7 +305,7 @@ class FusedEmbeddings(nn.Module):
         cls.family, cls.arguments = family, list(inspect.signature(super().forward).parameters)[1:]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Ids (B, S) → (B, S, H), in the autocast dtype where the kernel runs; arguments as the original's."""
+        """Map ids (B, S) to (B, S, H), in the autocast dtype if the kernel runs; has the original's arguments."""
         inputs = dict(zip(self.arguments, args, strict=False)) | kwargs
         others = {name: value for name, value in inputs.items() if name not in _READ}
         input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _READ)
@@ -337,7 +335,7 @@ class FusedEmbeddings(nn.Module):
             and autocast_dtype("cuda", self.LayerNorm.weight.dtype) != torch.float32
             and self.untouched.still()
             and not any(value is not None and (isinstance(value, Tensor) or value != 0) for value in others.values())
-            and not torch.are_deterministic_algorithms_enabled()  # its atomic additions are in no fixed order
+            and not torch.are_deterministic_algorithms_enabled()  # the order of its atomic additions varies
         )
 
 
@@ -345,7 +343,7 @@ _READ = ("input_ids", "position_ids", "token_type_ids")
 
 
 def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shape:
-    """What the kernels of a model are compiled for; ``embeddings`` is None where the model has its own."""
+    """Return the shape that a model's kernels are compiled for; ``embeddings`` is None if they are not fused."""
     parts, rates = layer.parts(), layer.rates(in_training=True)
     hidden, embedded = parts.query.in_features, rates.output
     return Shape(

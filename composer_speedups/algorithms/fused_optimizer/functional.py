@@ -1,4 +1,4 @@
-"""torch's fused AdamW."""
+"""Use torch's fused optimizer step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["apply_fused_optimizer"]
 
 
 def apply_fused_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Make a torch optimizer do its whole update in one kernel for many parameters.
+    """Make a torch optimizer compute its whole update in one kernel for many parameters.
 
     Args:
         optimizer: Any torch.optim optimizer with a ``fused`` flag; changed in place.

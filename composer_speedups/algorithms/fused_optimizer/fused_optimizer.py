@@ -1,4 +1,4 @@
-"""torch's fused AdamW."""
+"""The fused optimizer technique: torch's fused kernel for the optimizer step."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
 
 
 class FusedOptimizer(OptimizerFlagTechnique):
-    """The run's torch optimizer steps with torch's fused kernel.
+    """Makes the run's torch optimizer step with torch's fused kernel.
 
     Raises:
-        TechniqueError: At INIT, when the optimizer has no fused implementation.
+        TechniqueError: At INIT, if the optimizer has no fused implementation.
     """
 
     name = "fused_optimizer"

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: a block's activations are recomputed in the backward pass, not kept."""
+"""The gradient checkpointing technique: a block's activations are recomputed in the backward pass."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from composer_speedups.core.trainer_state import is_compiled, model_of
 
 
 class GradientCheckpointing(Technique):
-    """Activations recomputed block by block in the backward pass: less memory, one more forward pass.
+    """Recomputes activations block by block in the backward pass, which saves memory and costs a forward pass.
 
     Raises:
-        TechniqueError: At INIT, without a repeated block or with transformers' own checkpointing on.
+        TechniqueError: At INIT, without a repeated block, or if transformers' own checkpointing is enabled.
     """
 
     name = "gradient_checkpointing"
@@ -25,15 +25,15 @@ class GradientCheckpointing(Technique):
     exactness = "exact"
     conflicts = (
         Conflict(
-            "cuda_graphs", "dropout's state is read from the generator before each block, which a capture forbids"
+            "cuda_graphs", "the generator's state is read before each block, for dropout, which a capture forbids"
         ),
     )
     trials = ()
-    never_tried = "it trades time for memory, and this search is for time"
-    _seen_in_this_process = False  # a second run may reuse what the first compiled
+    never_tried = "it saves memory at the cost of time, and tune optimizes time"
+    _seen_in_this_process = False  # a second run may reuse compiled code of the first
 
     every: int = Field(1, ge=1)
-    """Every how many blocks one is recomputed; 1 is all of them."""
+    """Recompute one of every n blocks; 1 for all of them."""
 
     def reset(self) -> None:
         super().reset()
@@ -53,10 +53,10 @@ class GradientCheckpointing(Technique):
         self._watch.stop()
 
     def close(self) -> None:
-        self._watch.stop()  # also after a forward pass that raised
+        self._watch.stop()  # still active if a forward pass raised
 
     def verify(self, state: State) -> dict[str, Any]:
-        """What ran again in the first batch's backward pass, or what its compiled graphs say will."""
+        """Check that blocks were recomputed in the first backward pass, or that its compiled graphs do that."""
         if self._evidence:
             return {}
         counts = [recomputations(module) for module in model_of(state).modules()]
@@ -71,6 +71,6 @@ class GradientCheckpointing(Technique):
         else:
             raise self.not_engaged(
                 "no block was recomputed in the first backward pass",
-                "keep the blocks as they are after INIT and in training mode, and train at least one of them",
+                "do not change the blocks after INIT, keep them in training mode, and train at least one of them",
             )
         return self._evidence

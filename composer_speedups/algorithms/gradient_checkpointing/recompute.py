@@ -1,7 +1,7 @@
-"""Blocks whose activations are recomputed in the backward pass: one instance's ``forward`` at a time.
+"""Wrap the ``forward`` of single blocks so that their activations are recomputed in the backward pass.
 
-The instance gets a ``forward`` of its own; its class, parameters and names stay. Hooks on the block run around
-that ``forward``, so once a step, and not again when it is recomputed.
+The new ``forward`` is an attribute of the instance; its class, parameters and names do not change. Hooks of the block
+run around that ``forward``, hence once per step and not during recomputation.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _BEFORE, _COUNT = "_forward_before_checkpointing", "_recomputations"
 
 
 def wrap(block: nn.Module) -> bool:
-    """Recompute ``block`` in every backward pass; False when it already was."""
+    """Make ``block`` recompute its activations in every backward pass; return False if it already does."""
     if is_checkpointed(block):
         return False
     attributes = vars(block)
-    if "forward" in attributes:  # an instance's own forward, of somebody else
+    if "forward" in attributes:  # the instance already overrides it
         attributes[_BEFORE] = attributes["forward"]
-    attributes["forward"] = MethodType(_forward, block)  # a method: a deep copy of the block gets its own
+    attributes["forward"] = MethodType(_forward, block)  # a method, so that a deep copy is bound to the copied block
     attributes[_COUNT] = 0
     return True
 
 
 def undo(block: nn.Module) -> bool:
-    """Take the wrapper off again; False when there was none."""
+    """Remove the wrapper; return False if there is none."""
     if not is_checkpointed(block):
         return False
     attributes = vars(block)
@@ -48,7 +48,7 @@ def is_checkpointed(block: nn.Module) -> bool:
 
 
 def recomputations(block: nn.Module) -> int:
-    """How often the block ran again inside a backward pass; compiled code does not count."""
+    """Return how often the block ran inside a backward pass; runs of compiled code are not counted."""
     return int(vars(block).get(_COUNT, 0))
 
 
@@ -68,20 +68,20 @@ def _run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     before = getattr(block, _BEFORE, None)
-    # The class's function and not a bound method: compiled blocks would guard on each block's own.
+    # The class's function, not a bound method, because compiled code would be specific to each block's method.
     return type(block).forward(block, *args, **kwargs) if before is None else before(*args, **kwargs)
 
 
 class GraphWatch:
-    """Between start and stop, counts the graphs that torch.compile captures and the regions in them marked for
-    recomputation: nothing in Python runs twice there.
+    """Counts the graphs that torch.compile captures between start and stop, and their regions to be recomputed.
 
-    It looks at each graph as dynamo hands it to the backend. What comes after may be taken from a cache on disk, and
-    has no hook in torch 2.7 to 2.11; nor has this step, so its method is replaced meanwhile.
+    In compiled code, recomputation does not run any Python code that could count it. The graphs are inspected when
+    dynamo passes them to the backend, by replacing a method: torch 2.7 to 2.11 has no hook there, and later steps may
+    be skipped because of a cache on disk.
 
     Attributes:
-        graphs: Graphs captured.
-        regions: Calls of ``tag_activation_checkpoint`` in them; AOTAutograd recomputes what they hold.
+        graphs: Number of captured graphs.
+        regions: Number of calls of ``tag_activation_checkpoint`` in them; AOTAutograd recomputes the called subgraphs.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class GraphWatch:
         self._counting = ExitStack()
 
     def start(self) -> None:
-        # Not at the top: importing the compiler takes long, and this is for models that are compiled.
+        # Not at the top, because importing the compiler is slow and only needed for compiled models.
         from torch._dynamo.output_graph import OutputGraph
         from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
@@ -98,8 +98,9 @@ class GraphWatch:
 
         def call_user_compiler(output: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             self.graphs += 1
-            parts = (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
-            self.regions += sum(node.target is tag_activation_checkpoint for part in parts for node in part.graph.nodes)
+            subgraphs = (each for each in graph.modules() if isinstance(each, torch.fx.GraphModule))
+            nodes = (node for each in subgraphs for node in each.graph.nodes)
+            self.regions += sum(node.target is tag_activation_checkpoint for node in nodes)
             return before(output, graph, *args, **kwargs)
 
         self._counting.enter_context(temporary_attribute(OutputGraph, "call_user_compiler", call_user_compiler))

@@ -1,4 +1,4 @@
-"""AdamW on bfloat16 weights, with Kahan summation keeping what rounding would lose."""
+"""Convert a model to bfloat16 and train it with AdamW and Kahan summation."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _LABEL = "AdamW(kahan_sum=True)"
 
 
 def apply_kahan_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
-    """Turn a model's weights to bfloat16 and step them with AdamW and Kahan summation.
+    """Convert a model's weights to bfloat16 and return an AdamW with Kahan summation for them.
 
-    Weights, gradients, moments and compensation take 2 bytes each a parameter, 8 where float32 AdamW takes 16.
+    Weight, gradient, two moments and compensation take 2 bytes each per parameter, 10 compared with 16 in float32.
 
     Args:
-        model: Its float32 parameters become bfloat16 in place; they stay the same objects under the same names.
-            Buffers keep their dtype. Floating-point inputs of its ``forward`` are cast from now on.
-        optimizer: A ``torch.optim.AdamW`` over them that has not stepped; not to be used any more.
+        model: The model. Its float32 parameters are converted in place and remain the same objects with the same
+            names. Buffers keep their dtype. Floating-point inputs of its ``forward`` are cast to bfloat16.
+        optimizer: A ``torch.optim.AdamW`` of these parameters that has not stepped; it must not be used afterwards.
 
     Returns:
-        The new optimizer, over the same parameters and groups; ``optimizer`` itself if it is this one already.
+        The new optimizer with the same parameters and groups, or ``optimizer`` if it already is a KahanAdamW.
 
     Raises:
         ValueError: The optimizer is not AdamW or has stepped, a parameter is neither float32 nor bfloat16, or the
@@ -46,7 +46,7 @@ def apply_kahan_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
     new = swap_optimizer(optimizer, _LABEL, _build)
     for parameter in parameters:
         if parameter.dtype != torch.bfloat16:
-            parameter.grad = None  # of another dtype from now on
+            parameter.grad = None  # its dtype would not match
             parameter.data = parameter.data.to(torch.bfloat16)
     for module in [*model.children()] if is_composer_model(model) else [model]:
         if _to_bfloat16 not in module._forward_pre_hooks.values():
@@ -55,7 +55,7 @@ def apply_kahan_optimizer(model: nn.Module, optimizer: Optimizer) -> Optimizer:
 
 
 def _to_bfloat16(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Inputs follow the weights: images and embeddings come as float32, token ids stay as they are."""
+    """Cast floating-point inputs, such as images and embeddings, to bfloat16; token ids are not changed."""
     return tree_map(
         lambda x: x.to(torch.bfloat16) if isinstance(x, torch.Tensor) and x.is_floating_point() else x, (args, kwargs)
     )
@@ -64,7 +64,7 @@ def _to_bfloat16(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
 def _build(groups: list[dict[str, Any]]) -> Optimizer:
     from optimi import AdamW
 
-    class KahanAdamW(AdamW):  # Composer files the state under the class's name, which must not be torch's AdamW
+    class KahanAdamW(AdamW):  # checkpoints store the state by class name, which must differ from torch's AdamW
         __qualname__ = "KahanAdamW"
 
     for group in groups:

@@ -1,4 +1,4 @@
-"""AdamW on bfloat16 weights, with Kahan summation keeping what rounding would lose."""
+"""The Kahan optimizer technique: AdamW on bfloat16 weights, with Kahan summation for what rounding would lose."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Conflict
 
-_ROUNDS_AWAY = 2**-9  # a bfloat16 number times (1 - less than this) rounds back to itself
+_ROUNDS_AWAY = 2**-9  # for any smaller x, a bfloat16 number times (1 - x) rounds to the same number
 
 
 class KahanOptimizer(OptimizerSwapTechnique):
-    """Training in pure bfloat16: weights, gradients and AdamW's state, with Kahan-compensated updates.
+    """Trains in pure bfloat16 (weights, gradients and AdamW's state), with Kahan-compensated updates.
 
     Raises:
         TechniqueError: At INIT, without torch-optimi, on a GPU without bfloat16, under autocast, with an optimizer
-            other than AdamW, and under FSDP.
+            other than AdamW, or under FSDP.
     """
 
     name = "kahan_optimizer"
     exactness = "recipe"  # the weights themselves become bfloat16
-    must_move = False  # updates smaller than a bfloat16 step wait in the compensation
+    must_move = False  # updates below bfloat16's resolution accumulate in the compensation
     conflicts = (
         *OptimizerSwapTechnique.conflicts,
         Conflict(
-            "mixed_precision", "kahan_optimizer makes the weights bfloat16, and autocast has nothing left to lower"
+            "mixed_precision", "kahan_optimizer converts the weights to bfloat16, so autocast would have no effect"
         ),
-        Conflict("tf32_matmul", "kahan_optimizer makes the weights bfloat16, and no float32 matmul is left"),
+        Conflict("tf32_matmul", "kahan_optimizer converts the weights to bfloat16, so there are no float32 matmuls"),
     )
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -41,7 +41,7 @@ class KahanOptimizer(OptimizerSwapTechnique):
             yield needs_cuda(context, "bfloat16", (8, 0))
         yield Requirement(
             not context.autocast,
-            f"its weights are bfloat16 already, and this run has autocast ({context.precision})",
+            f"its weights are bfloat16, and this run has autocast ({context.precision})",
             "set the Trainer's precision to fp32 and remove mixed_precision",
         )
 
@@ -51,17 +51,17 @@ class KahanOptimizer(OptimizerSwapTechnique):
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
         dtypes = {str(p.dtype).removeprefix("torch.") for p in state.model.parameters()}
         if dtypes != {"bfloat16"}:
-            raise self.not_engaged(f"the weights are {', '.join(sorted(dtypes))}", "leave their dtype as it is")
+            raise self.not_engaged(f"the weights are {', '.join(sorted(dtypes))}", "do not change their dtype")
         compensations = [s.get("kahan_comp") for s in optimizer.state.values()]
         kept = sum(int(c.count_nonzero()) for c in compensations if c is not None)
-        stepped = self._watch.moved is not None  # at a learning rate that a warm-up has brought off the ground
+        stepped = self._watch.moved is not None  # with a learning rate above 0, which a warm-up starts at
         if stepped and not kept:
             raise self.not_engaged("no step left a compensation", "look for code that changes the optimizer's groups")
         return {"weights": "bfloat16", "compensated": kept, "weight_decay": _decay(optimizer)}
 
 
 def _decay(optimizer: Optimizer) -> str:
-    """Whether the decay of a single step is large enough for a bfloat16 weight to show."""
+    """Return whether the weight decay of a single step changes a bfloat16 weight."""
     steps = [float(group["lr"]) * group["weight_decay"] for group in optimizer.param_groups]
     if not any(steps):
         return "none"

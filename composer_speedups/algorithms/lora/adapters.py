@@ -1,4 +1,4 @@
-"""PEFT's LoRA layers put into a model in place: the model object, its class and its blocks stay."""
+"""Insert PEFT's LoRA layers into a model in place, keeping the model object, its class and its blocks."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from composer_speedups.families.family import family_of
 from composer_speedups.families.stock import outermost_models
 
 ADAPTER = "default"  # PEFT's name for a single adapter
-_SETTINGS = "_lora_settings"  # the model's attribute that keeps them
+_SETTINGS = "_lora_settings"  # attribute of the model
 
 _TASKS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
 
 
 def host(model: nn.Module) -> nn.Module:
-    """The module that adapters go into: the Hugging Face model inside ``model``, or ``model`` itself."""
+    """Return the module to insert adapters into: the Hugging Face model inside ``model``, or ``model`` itself."""
     found = [*outermost_models(model).values()]
     return found[0] if len(found) == 1 else model
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
-    """Name → PEFT layer, of every module with LoRA matrices."""
+    """Return the PEFT layer of every module with LoRA matrices, by name."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def trained_copies(model: nn.Module) -> dict[str, Any]:
-    """Name → PEFT wrapper, of every module that is trained whole beside its frozen original."""
+    """Return the PEFT wrapper of every module that is fully trained, with its frozen original, by name."""
     from peft.utils.other import ModulesToSaveWrapper
 
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
 
 
 def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
-    """Frozen parameter → the trained ones that stand for it; none for most."""
+    """Map each frozen parameter to the trained parameters that replace it in the optimizer; most have none."""
     found: dict[Parameter, list[Parameter]] = {}
     for layer in adapted_layers(model).values():
         found[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
@@ -51,7 +51,7 @@ def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
-    """What :func:`insert` was given for the adapters in ``model``; None without any, or with somebody else's."""
+    """Return the settings that :func:`insert` got for the adapters in ``model``; None without our adapters."""
     settings: dict[str, Any] | None = vars(host(model)).get(_SETTINGS)
     return settings if adapted_layers(model) else None
 
@@ -64,10 +64,10 @@ def wanted_settings(
     targets: str | Sequence[str] | None,
     modules_to_save: Sequence[str] | None,
 ) -> dict[str, Any]:
-    """The settings of adapters, with what None stands for in this model.
+    """Return the settings of adapters, with None replaced by the model's defaults.
 
     Raises:
-        ValueError: Targets that are missing.
+        ValueError: Wrong targets, or None for a model without default targets.
     """
     saved = head_names(model) if modules_to_save is None else modules_to_save
     names = _target_names(model, targets)
@@ -81,9 +81,9 @@ def wanted_settings(
 
 
 def head_names(model: nn.Module) -> list[str]:
-    """The modules on top of a Hugging Face encoder, which are new and must be trained whole.
+    """Return the names of the modules on top of a Hugging Face encoder, which are new and must be fully trained.
 
-    None for a language model, whose head is pretrained, and for a model that is no Hugging Face model.
+    Empty for a language model, whose head is pretrained, and for a model that is not a Hugging Face model.
     """
     if not isinstance(model, PreTrainedModel) or model.get_output_embeddings() is not None:
         return []
@@ -97,19 +97,23 @@ def head_names(model: nn.Module) -> list[str]:
 
 
 def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
-    """Freeze ``model`` and put adapters of :func:`wanted_settings` into it; returns the names of those adapted.
+    """Freeze ``model``, insert adapters with the given settings, and return the names of the adapted modules.
+
+    Args:
+        model: The module that :func:`host` returned; changed in place.
+        settings: As returned by :func:`wanted_settings`.
 
     Raises:
-        ValueError: Targets that match no Linear, or match something else.
+        ValueError: A target that does not match any module, or matches one that is not a Linear.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
     names, saved = settings["targets"], settings["modules_to_save"]
     task = next((t for end, t in _TASKS.items() if type(model).__name__.endswith(f"For{end}")), None)
     config = LoraConfig(
-        task_type=task,  # PEFT's class for it, when the adapter is loaded again
+        task_type=task,  # selects PEFT's class when the adapter is loaded
         r=settings["rank"],
-        lora_alpha=settings["alpha"],  # a float is fine: it is only divided by the rank
+        lora_alpha=settings["alpha"],  # may be a float: PEFT only divides it by the rank
         lora_dropout=settings["dropout"],
         target_modules=names,
         modules_to_save=saved or None,
@@ -140,14 +144,14 @@ def _target_names(model: nn.Module, targets: str | Sequence[str] | None) -> str 
     default = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(kind)
     if default is None:
         raise ValueError(
-            f"there is no default for which modules of a {kind or type(model).__name__} to adapt; "
-            f"set targets to 'all-linear' or to some of {_linear_names(model)}"
+            f"{kind or type(model).__name__} models have no default targets; set targets to 'all-linear' or to some of "
+            f"{_linear_names(model)}"
         )
     return list(default) if not isinstance(default, str) else default
 
 
 def _check_targets(model: nn.Module, config: Any, names: str | Sequence[str]) -> None:
-    """Refuse a name that matches nothing, which PEFT passes over when another one matches."""
+    """Refuse a name that matches nothing; PEFT ignores it if another name matches."""
     from peft.tuners.tuners_utils import _ExcludedModule, check_target_module_exists
 
     for name in [names] if isinstance(names, str) else names:
@@ -159,10 +163,10 @@ def _check_targets(model: nn.Module, config: Any, names: str | Sequence[str]) ->
             if (hit := check_target_module_exists(one, key)) and not isinstance(hit, _ExcludedModule)
         }
         if not matched:
-            raise ValueError(f"targets: no module is called {name!r}; the model's Linear ones: {_linear_names(model)}")
+            raise ValueError(f"targets: no module is called {name!r}; the model's Linears are {_linear_names(model)}")
         for key, module in matched.items():
             if not isinstance(module, nn.Linear):
-                raise ValueError(f"targets: {key} is a {type(module).__name__}; only Linear modules are adapted here")
+                raise ValueError(f"targets: {key} is a {type(module).__name__}; only Linear modules are supported")
 
 
 def _linear_names(model: nn.Module) -> str:

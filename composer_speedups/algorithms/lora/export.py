@@ -1,4 +1,4 @@
-"""What a model with adapters leaves: the stock model with them merged in, and the adapters in PEFT's format."""
+"""Export a model with adapters: the stock model with merged weights, and the adapters in PEFT's format."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from composer_speedups.core.files import replace_folder
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dict of the model without adapters that computes the same: W + alpha / rank · B A.
+    """Return the state dict of an equivalent model without adapters: W + alpha / rank · B A.
 
-    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves the stock model. The live model
-    is only read.
+    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves the stock model. ``model`` is not
+    changed.
 
     Args:
         model: The Hugging Face model (or plain module) that :func:`apply_lora` adapted.
-        weights: Its state dict, where that takes gathering; None for ``model.state_dict()``.
+        weights: Its state dict, if that must be gathered from several ranks; None for ``model.state_dict()``.
 
     Returns:
-        Stock name → tensor. Merged weights are new tensors, in the dtype of the weight; all others are those of
-        ``weights``.
+        The state dict with the stock model's names. Merged weights are new tensors in the weight's dtype; the others
+        are the tensors of ``weights``.
     """
     weights = dict(model.state_dict() if weights is None else weights)
     for name, layer in adapted_layers(model).items():
@@ -51,15 +51,15 @@ def _rename(key: str, renamed: dict[str, str]) -> str:
 
 
 def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor] | None = None) -> Path:
-    """Save the adapters and the modules trained whole as PEFT does; an earlier ``folder`` is replaced.
+    """Save the adapters and the fully trained modules in PEFT's format; an existing ``folder`` is replaced.
 
-    ``PeftModel.from_pretrained(base, folder)`` puts them on a fresh copy of the base model, whose name or path
-    the folder's ``adapter_config.json`` holds where it has one.
+    ``PeftModel.from_pretrained(base, folder)`` loads them into a copy of the base model. The folder's
+    ``adapter_config.json`` has the base model's name or path, if there is one.
 
     Args:
         model: The model that :func:`apply_lora` adapted, or a ComposerModel around it.
-        folder: Its parent exists.
-        weights: The adapted model's state dict, where that takes gathering.
+        folder: The folder to write; its parent must exist.
+        weights: The adapted model's state dict, if that must be gathered from several ranks.
 
     Raises:
         ValueError: The model has no adapters.
@@ -69,12 +69,12 @@ def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor
     model = host(model)
     if not adapted_layers(model):
         raise ValueError("the model has no adapters; call apply_lora first")
-    # PEFT would look the base model up on the hub to see whether its vocabulary was resized.
+    # Otherwise PEFT would look up the base model on the hub, to check whether its vocabulary was resized.
     trained = get_peft_model_state_dict(model, weights, ADAPTER, save_embedding_layers=False)
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[union-attr, index]
     config.inference_mode = True
     mapping = None
-    if config.task_type is None:  # how PEFT finds the base model's class then
+    if config.task_type is None:  # then PEFT finds the base model's class in this mapping
         mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
     with replace_folder(Path(folder)) as partial:
         tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in trained.items()}

@@ -1,4 +1,4 @@
-"""LoRA: the base model frozen, low-rank adapters and the classifier trained."""
+"""Freeze a model and add low-rank adapters (LoRA)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_lora", "merged_state_dict", "save_adapter"]
-MOST_RANKS = 4096  # above any hidden size of a BERT, a low rank is none
+MOST_RANKS = 4096  # larger than the hidden size of any BERT
 
 
 def apply_lora(
@@ -33,26 +33,26 @@ def apply_lora(
     dropout: float = 0.0,
     modules_to_save: list[str] | None = None,
 ) -> list[str]:
-    """Freeze a model and train low-rank adapters of some of its Linear modules instead, through PEFT.
+    """Freeze a model and train low-rank adapters of some of its Linear modules instead, with PEFT.
 
     Args:
-        model: A Hugging Face model, a ComposerModel around one, or any module; changed in place. Every
-            parameter is frozen but the adapters and copies of the modules to save.
-        optimizers: Those of the training loop, if they exist: frozen parameters leave their groups, and what is
-            trained instead enters the group of the weight that it stands for.
+        model: A Hugging Face model, a ComposerModel around one, or any module; changed in place. All parameters are
+            frozen, except for the adapters and copies of the modules to save.
+        optimizers: The optimizers of the training loop, if they exist. Frozen parameters are removed from their groups,
+            and each new parameter joins the group of the weight that it replaces.
         rank: Rank of the adapters. Default 8.
         alpha: The adapters' output is scaled by alpha / rank. Default 16, a scale of 2.
-        targets: Ends of the names of the Linear modules to adapt, or ``"all-linear"``. None is PEFT's default:
-            the query and value projections.
-        dropout: On the adapters' input, 0 to below 1. Default 0.
-        modules_to_save: Modules trained and saved whole. None is all on top of a Hugging Face encoder: the
-            classifier, which is new; nothing for a masked LM, whose head is pretrained.
+        targets: Name suffixes of the Linear modules to adapt, or ``"all-linear"``. None is PEFT's default: the query
+            and value projections.
+        dropout: Dropout of the adapters' input, 0 to below 1. Default 0.
+        modules_to_save: Modules to train and save in full. None selects all modules on top of a Hugging Face encoder,
+            such as the new classifier; for a masked LM, whose head is pretrained, there are none.
 
     Returns:
-        Names of the modules adapted; none when the model has the same adapters already.
+        Names of the adapted modules; empty if the model already has the same adapters.
 
     Raises:
-        ValueError: A bad number, a target that matches nothing, or a model with other adapters.
+        ValueError: A number out of range, a target that does not match, or a model with other adapters.
 
     Source: arXiv 2106.09685; PEFT.
     """
@@ -66,7 +66,7 @@ def apply_lora(
     wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
     before = settings_of(model)
     if _is_peft_model(model) or (adapted_layers(model) and before is None):
-        raise ValueError("the model has PEFT adapters already; give its base model, or remove the technique")
+        raise ValueError("the model already has PEFT adapters; pass its base model, or remove the technique")
     names = []
     if before is None:
         names = insert(inner, wanted)

@@ -1,4 +1,4 @@
-"""LoRA: the base model frozen, low-rank adapters and the classifier trained."""
+"""The LoRA technique: trains low-rank adapters and the classifier of a frozen model."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from composer_speedups.core.trainer_state import model_of
 
 
 class LoRA(Technique):
-    """Frozen base model, low-rank adapters (PEFT) and a classifier trained whole.
+    """Freezes the base model, and trains low-rank adapters (PEFT) and the whole classifier.
 
     Raises:
-        TechniqueError: At INIT, without PEFT, or when a target matches nothing.
+        TechniqueError: At INIT, without PEFT, or if a target does not match.
     """
 
     name = "lora"
@@ -37,7 +37,7 @@ class LoRA(Technique):
     changes_structure = True
     exactness = "recipe"
     conflicts = (
-        Conflict("sparse_upcycling", "LoRA freezes the experts and the router, which would stay the copies they are"),
+        Conflict("sparse_upcycling", "LoRA freezes the experts and the router, so the experts would remain copies"),
     )
     gain = 1.15
 
@@ -46,11 +46,11 @@ class LoRA(Technique):
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
     targets: Literal["all-linear"] | list[str] | None = Field(None)
-    """Ends of the names of the Linear modules to adapt; null is query and value."""
+    """Name suffixes of the Linear modules to adapt; null for query and value."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """On the adapters' input."""
+    """Dropout of the adapters' input."""
     modules_to_save: list[str] | None = Field(None)
-    """Modules trained whole; null is the classification head."""
+    """Modules to train in full; null for the classification head."""
 
     def reset(self) -> None:
         super().reset()
@@ -74,14 +74,14 @@ class LoRA(Technique):
         }
 
     def watch(self, state: State) -> None:
-        """Note the weights' sums and the learning rate before the first step."""
+        """Record the sums of the weights and the learning rate before the first step."""
         if not self._before:
             trained, frozen = _split(host(model_of(state)))
             self._before = _sums({**trained, **frozen})
             self._rate = max(float(group["lr"]) for o in state.optimizers for group in o.param_groups)
 
     def verify(self, state: State) -> dict[str, Any]:
-        """The adapters got gradients and moved, the base got none and did not."""
+        """Check that the adapters have gradients and changed, and that frozen weights do not and did not."""
         if not self._before:
             return {}
         inner = host(model_of(state))
@@ -95,30 +95,30 @@ class LoRA(Technique):
         if changed or any(p.grad is not None for p in frozen.values()):
             raise self.not_engaged(
                 f"frozen weights were trained ({changed[0] if changed else 'they have gradients'})",
-                "leave the optimizer's groups and requires_grad as they are after INIT",
+                "do not change the optimizer's groups and requires_grad after INIT",
             )
         if not gradients and not moved:
-            raise self.not_engaged("no adapter got a gradient", "leave the adapters on after INIT")
+            raise self.not_engaged("no adapter got a gradient", "do not disable the adapters after INIT")
         if left_out := _left_out(trained, state):
-            raise self.not_engaged(f"the optimizer does not hold {left_out}", "leave its groups as they are after INIT")
+            raise self.not_engaged(f"the optimizer does not have {left_out}", "do not change its groups after INIT")
         skipped = any(not bool(g.isfinite().all()) for g in gradients)  # fp16 skips a step that overflowed
         evidence = {"adapters_with_gradient": len(gradients), "base_unchanged": True}
         if not moved and self._rate == 0 and state.timestamp.batch.value <= 2:
-            self._before = before  # a warm-up begins at 0: look again at the end
+            self._before = before  # the learning rate warms up from 0; check again at the end
             return evidence
         if not moved and not skipped and _peak_rate(state) > 0:
-            raise self.not_engaged("no step moved an adapter", "leave the optimizer as it is after INIT")
+            raise self.not_engaged("no step changed an adapter", "do not change the optimizer after INIT")
         return {**evidence, "parameters_moved": len(moved)}
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
-        """The adapters go to ``adapter/`` beside ``folder``; the merged weights are returned."""
+        """Save the adapters in ``adapter/`` next to ``folder``, and return the merged weights."""
         inner = host(model_of(state))
         save_adapter(inner, folder.parent / "adapter", weights)
         return merged_state_dict(inner, weights)
 
 
 def _split(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
-    """The parameters that are trained, and the frozen ones, by what PEFT made of them, not by requires_grad."""
+    """Return the trained and the frozen parameters, according to PEFT's modules, not to requires_grad."""
     added = [m[ADAPTER] for layer in adapted_layers(model).values() for m in (layer.lora_A, layer.lora_B)]
     added += [wrapper.modules_to_save[ADAPTER] for wrapper in trained_copies(model).values()]
     ours = {p for module in added for p in module.parameters()}
@@ -128,7 +128,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]
 
 @torch.no_grad()
 def _sums(parameters: dict[str, Parameter]) -> dict[str, Tensor]:
-    """A float64 sum each, which every update changes; weights changed through ``.data`` keep their version count."""
+    """Return float64 sums, which any update changes; the tensors' version would not show changes through ``.data``."""
     return {name: p.sum(dtype=torch.float64) for name, p in parameters.items()}
 
 
@@ -138,7 +138,7 @@ def _peak_rate(state: State) -> float:
 
 
 def _left_out(trained: dict[str, Parameter], state: State) -> str | None:
-    """A trained parameter in no group; an optimizer that holds copies (on the host, say) is not asked."""
+    """Return a trained parameter that is in no group; None for an optimizer of copies, for example on the host."""
     held = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups for p in group["params"]}
     mine = {name: id(p) for name, p in trained.items()}
     if held.isdisjoint(mine.values()):

@@ -40,14 +40,14 @@ def find_blocks(model: nn.Module, encoder: PreTrainedModel) -> list[Block]:
     found = []
     for name, module in model.named_modules():
         for layout in layouts:
-            places = [_place(module, path) for path in layout]
-            if all(hasattr(*place) for place in places):
-                owners, attributes = zip(*places, strict=True)
+            owned = [_owner(module, path) for path in layout]
+            if all(hasattr(*each) for each in owned):
+                owners, attributes = zip(*owned, strict=True)
                 found.append(Block(name, owners, attributes))
     return found
 
 
-def _place(module: Any, path: str) -> tuple[Any, str]:
+def _owner(module: Any, path: str) -> tuple[Any, str]:
     """Return the module that owns the last attribute of a path (None if it does not exist), and the attribute."""
     *outer, attribute = path.split(".")
     for name in outer:
