@@ -78,51 +78,51 @@ loggers: {wandb: {tags: [a, "${oc.env:PASSWORD}"], group: "https://token@host/"}
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Config:
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     monkeypatch.setenv("PASSWORD", "hunter2")
     monkeypatch.setenv("NAME", "run")
     Path("given.yaml").write_text(GIVEN)
     return load_config("given.yaml")
 
 
-def test_interpolations_are_written_as_given_and_read_back(given: Config) -> None:
-    assert given.data.hub_name == "https://me:hunter2@host/x"
-    given.data.train_samples = 6  # changed in code
-    wanted = written(given)
+def test_interpolations_are_written_as_given_and_read_back(config: Config) -> None:
+    assert config.data.hub_name == "https://me:hunter2@host/x"
+    config.data.train_samples = 6  # changed in code
+    wanted = written(config)
     assert (wanted["run_name"], wanted["seed"]) == ("${oc.env:NAME}", "${data.seed}")
     assert wanted["data"]["hub_name"] == "https://me:${oc.env:PASSWORD}@host/x"
     assert wanted["algorithms"] == {"torch_compile": {"cache": "${oc.env:PASSWORD}/x"}, "tf32_matmul": {}}
     assert wanted["loggers"]["wandb"]["tags"] == ["a", "${oc.env:PASSWORD}"]
     assert wanted["loggers"]["wandb"]["group"] == "https://<masked>@host/"
-    save_config(given, Path("saved.yaml"))
+    save_config(config, Path("saved.yaml"))
     assert "hunter2" not in Path("saved.yaml").read_text()
     assert yaml.safe_load(Path("saved.yaml").read_text()) == wanted
-    assert load_config("saved.yaml", ["loggers.wandb.group=https://token@host/"]) == given
-    save_config(given, Path("whole.yaml"), credentials=True)
-    assert load_config("whole.yaml") == given
+    assert load_config("saved.yaml", ["loggers.wandb.group=https://token@host/"]) == config
+    save_config(config, Path("whole.yaml"), credentials=True)
+    assert load_config("whole.yaml") == config
 
 
-def test_values_changed_in_code_are_written(given: Config) -> None:
-    given.data.hub_name = "other"
-    given.algorithms, given.loggers.wandb = {}, None
-    assert (written(given)["data"]["hub_name"], written(given)["algorithms"]) == ("other", {})
-    assert written(given)["loggers"]["wandb"] is None
+def test_values_changed_in_code_are_written(config: Config) -> None:
+    config.data.hub_name = "other"
+    config.algorithms, config.loggers.wandb = {}, None
+    assert (written(config)["data"]["hub_name"], written(config)["algorithms"]) == ("other", {})
+    assert written(config)["loggers"]["wandb"] is None
 
 
-def test_loading_a_masked_value_is_an_error(given: Config) -> None:
-    save_config(given, Path("saved.yaml"))
+def test_loading_a_masked_value_is_an_error(config: Config) -> None:
+    save_config(config, Path("saved.yaml"))
     with pytest.raises(ConfigError, match=r"^saved\.yaml: loggers\.wandb\.group holds <masked>, .*\$\{oc\.env:NAME\}$"):
         load_config("saved.yaml")
 
 
-def test_a_run_resumes_with_other_values_in_the_environment(given: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_with_other_values_in_the_environment(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = Path("stored.yaml")
-    save_config(given, stored)
-    check_same_run(given, stored)
+    save_config(config, stored)
+    check_same_run(config, stored)
     monkeypatch.setenv("PASSWORD", "another")
     check_same_run(load_config("given.yaml"), stored)
     check_same_run(load_config("given.yaml", ["loggers.wandb.group=https://another@host/"]), stored)
-    save_config(given, stored, credentials=True)  # as earlier versions wrote it
+    save_config(config, stored, credentials=True)  # as earlier versions wrote it
     monkeypatch.setenv("PASSWORD", "hunter2")
     check_same_run(load_config("given.yaml"), stored)
 
@@ -137,10 +137,10 @@ def test_a_run_resumes_with_other_values_in_the_environment(given: Config, monke
     ],
 )
 def test_a_changed_key_is_named_without_credentials(
-    given: Config, override: str, named: str, monkeypatch: pytest.MonkeyPatch
+    config: Config, override: str, named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OTHER", "hunter2")
-    save_config(given, Path("stored.yaml"))
+    save_config(config, Path("stored.yaml"))
     with pytest.raises(ConfigError) as error:
         check_same_run(load_config("given.yaml", [override]), Path("stored.yaml"))
     assert named in str(error.value)
@@ -149,10 +149,10 @@ def test_a_changed_key_is_named_without_credentials(
 
 def test_the_initial_checkpoint_is_compared_with_and_without_masking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("URL", "s3://u:p@host/x.pt")
-    asked = load_config(None, ["checkpoint.load=${oc.env:URL}"])
+    config = load_config(None, ["checkpoint.load=${oc.env:URL}"])
     for credentials in (False, True):
-        save_config(asked, Path("stored.yaml"), credentials=credentials)
-        assert began_with_same_load(asked, Path("stored.yaml"))
+        save_config(config, Path("stored.yaml"), credentials=credentials)
+        assert began_with_same_load(config, Path("stored.yaml"))
         assert not began_with_same_load(load_config(None, ["checkpoint.load=s3://x/y.pt"]), Path("stored.yaml"))
 
 
@@ -163,11 +163,11 @@ def test_errors_show_no_credentials() -> None:
 
 
 def test_the_command_line_is_masked_within_the_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = ["train.py", "-f", "a.yaml", "data.hub_name=https://u:p@h", "x.api_key=abc", "seed=3"]
-    monkeypatch.setattr(sys, "argv", given)
+    arguments = ["train.py", "-f", "a.yaml", "data.hub_name=https://u:p@h", "x.api_key=abc", "seed=3"]
+    monkeypatch.setattr(sys, "argv", arguments)
     with masked_command_line():
-        assert sys.argv == [*given[:3], "data.hub_name=https://<masked>@h", "x.api_key=<masked>", "seed=3"]
-    assert sys.argv is given
+        assert sys.argv == [*arguments[:3], "data.hub_name=https://<masked>@h", "x.api_key=<masked>", "seed=3"]
+    assert sys.argv is arguments
 
 
 @pytest.mark.slow

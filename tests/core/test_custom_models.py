@@ -763,9 +763,9 @@ def test_hidden_states_and_attentions_match_the_untouched_model(family: Any) -> 
     if family in FUSED:
         apply_fused_layers(model)
     inputs = {**without_labels(INPUTS), "input_ids": INPUTS["input_ids"].clamp(min=2)}
-    for asked in ({"output_hidden_states": True}, {"output_attentions": True}):
-        found, expected = model(**inputs, **asked), reference(**inputs, **asked)
-        key = next(iter(asked)).removeprefix("output_")
+    for options in ({"output_hidden_states": True}, {"output_attentions": True}):
+        found, expected = model(**inputs, **options), reference(**inputs, **options)
+        key = next(iter(options)).removeprefix("output_")
         assert len(found[key]) == len(expected[key]) > 0
         real = INPUTS["attention_mask"].bool()
         for one, other in zip(found[key], expected[key], strict=True):

@@ -37,10 +37,10 @@ def resolve(name: str) -> Any:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
 def test_an_internal_has_not_changed(row: tuple[str, ...]) -> None:
-    name, where, _, package, seen, expected = row
+    name, where, _, package, tested, expected = row
     if package in ("peft", "torchao"):
         pytest.importorskip(package)
-    assert version(package).split("+")[0] == seen, (
+    assert version(package).split("+")[0] == tested, (
         "review what changed, then update CONTRIBUTING.md's version and fingerprint"
     )
     assert fingerprint(resolve(name)) == expected, f"{name} has changed: see {where}"
