@@ -19,19 +19,20 @@ __all__ = ["Peak", "device_peak", "precision_in_force"]
 
 class Peak(NamedTuple):
     flops_per_sec: float
-    precision: str  # fp32, tf32, bf16, fp16
+    precision: str  # fp32, tf32, bf16, fp16, fp8
     source: str  # "datasheet" (dense rates, as Composer lists them) or "measured"
 
 
 def precision_in_force(state: State) -> str:
     """The precision in which matmuls compute: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
 
-    Composer's fp32 is TF32 if torch's matmul flag allows it. It is bf16 if the mixed_precision technique replaces
-    Composer's fp32 on a CPU.
+    Composer's fp32 is TF32 if torch's matmul flag allows it. Techniques may set another precision (see
+    ``Technique.matmul_precision``): mixed precision on a CPU, and float8, which also computes some matmuls in bf16.
     """
-    mixed = next((t for t in techniques_of(state.algorithms) if t.name == "mixed_precision" and t.engaged), None)
-    if mixed is not None:
-        return str(mixed.evidence["dtype"])
+    set_by_techniques = {t.matmul_precision for t in techniques_of(state.algorithms) if t.engaged} - {None}
+    for precision in ("fp8", "bf16", "fp16"):  # float8 replaces the matmuls of mixed precision
+        if precision in set_by_techniques:
+            return precision
     if state.precision.value != "fp32":
         return str(state.precision.value).removeprefix("amp_")
     if {p.dtype for p in state.model.parameters() if p.ndim > 1} == {torch.bfloat16}:
@@ -47,7 +48,8 @@ def device_peak(precision: str, device: torch.device) -> Peak:
     rate of a few square matmuls that are timed now (less than a second).
 
     Args:
-        precision: ``fp32``, ``tf32``, ``bf16`` or ``fp16``, from :func:`precision_in_force`.
+        precision: From :func:`precision_in_force`. The peak of ``fp8`` is not measured; on devices that are not in the
+            table, bf16's is used.
         device: The device.
     """
     if device.type == "cuda":
@@ -57,6 +59,7 @@ def device_peak(precision: str, device: torch.device) -> Peak:
             listed = get_gpu_flops_available(state)  # type: ignore[arg-type]
         if listed:
             return Peak(float(listed), precision, "datasheet")
+    precision = "bf16" if precision == "fp8" else precision
     return Peak(_measure(precision, device), precision, "measured")
 
 

@@ -119,6 +119,7 @@ class Technique(Declared, Algorithm):
         never_tried: Why tune never tries it.
         changes_structure: Checkpoints can be loaded only with this technique.
         computes_on_host: Part of the training step runs on the CPU.
+        matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
         checkpoint_fields: The keys and types of :meth:`state_dict`. train.py ignores everything else in a checkpoint,
             because anyone may have written the file.
@@ -221,6 +222,11 @@ class Technique(Declared, Algorithm):
     @property
     def fixed_shapes(self) -> bool:
         return False
+
+    @property
+    def matmul_precision(self) -> str | None:
+        """Precision of most of the model's matmuls (``bf16``, ``fp16`` or ``fp8``), if the technique sets it."""
+        return None
 
     # Methods that a technique calls.
 

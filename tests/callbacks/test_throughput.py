@@ -10,11 +10,12 @@ import torch
 from composer.core import Event
 from composer.loggers import InMemoryLogger
 
-from composer_speedups import MixedPrecision, ThroughputMonitor
+from composer_speedups import Float8Linear, FusedLayers, MixedPrecision, ThroughputMonitor
 from composer_speedups.callbacks import peaks
 from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.callbacks.throughput import PhaseClock
+from composer_speedups.core.technique import Technique
 from composer_speedups.train.report import plot_run
 from tests.helpers.clock import Clock
 from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert
@@ -181,12 +182,25 @@ def test_bad_settings_are_refused() -> None:
 def test_the_precision_in_force_is_the_matmuls_precision() -> None:
     assert precision_in_force(make_trainer().state) == "fp32"
     assert precision_in_force(make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state) == "bf16"
+    both = [Float8Linear(emulate=True), MixedPrecision("bf16", allow_cpu=True)]
+    assert precision_in_force(make_trainer(both).state) == "bf16", "emulated float8 multiplies in float32"
     for named in ("high", "medium"):
         torch.set_float32_matmul_precision(named)
         assert precision_in_force(make_trainer().state) == "fp32", "a CPU has no TF32"
     peak = device_peak("fp32", torch.device("cpu"))
     assert peak.source == "measured"
     assert 1e9 < peak.flops_per_sec < 1e14
+    assert device_peak("fp8", torch.device("cpu")).precision == "bf16"
+
+
+@pytest.mark.parametrize("technique", [Float8Linear(), FusedLayers(precision="fp8")])
+def test_float8_has_its_own_peak_rate(technique: Technique) -> None:
+    state = make_trainer([MixedPrecision("bf16", allow_cpu=True)]).state
+    technique.engaged = False
+    state.algorithms.append(technique)
+    assert precision_in_force(state) == "bf16"
+    technique.engaged = True
+    assert precision_in_force(state) == "fp8"
 
 
 @pytest.mark.parametrize(("named", "expected"), [("highest", "fp32"), ("high", "tf32"), ("medium", "tf32")])

@@ -63,6 +63,10 @@ class Float8Linear(Technique):
         self._operators: dict[str, int] = {}
         self._seen_in = ""
 
+    @property
+    def matmul_precision(self) -> str | None:
+        return None if self.emulate else "fp8"  # the emulation multiplies in float32
+
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield needs_package("torchao", "composer_speedups[torchao]")
         if not self.emulate:

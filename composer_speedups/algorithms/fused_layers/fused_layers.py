@@ -78,6 +78,10 @@ class FusedLayers(ParityCheckedTechnique):
         self._compiling: Any = None  # a kernels.compile_ahead.Compiling, whose module imports Triton
         self._loaded: dict[str, list[list[int]]] = {}  # scales from the checkpoint
 
+    @property
+    def matmul_precision(self) -> str | None:
+        return "fp8" if self.precision == "fp8" else None
+
     def requirements(self, context: Context) -> Iterable[Requirement]:
         yield Requirement(
             "unpadding" in context.techniques, "it needs packed tokens, and nothing packs them", "add unpadding"

@@ -48,6 +48,10 @@ class MixedPrecision(Technique):
         self._seen: set[str] = set()
         self._hook = ExitStack()
 
+    @property
+    def matmul_precision(self) -> str | None:
+        return self.dtype
+
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.dtype == "fp16":
             yield needs_cuda(context, "fp16")
