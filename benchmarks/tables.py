@@ -338,7 +338,7 @@ def refusals() -> list[str]:
     for (technique, family, head, given), what in UNDEFINED.items():
         lines.append(
             f"- Not compared: `{technique}` on {title(family)} for {HEADS[head]} with {given}. The head {what}, and a "
-            "padding slot in whose local window there is no token attends to nothing: eager attention and SDPA differ."
+            "padding slot whose local window contains no token attends to nothing: eager attention and SDPA differ."
         )
     return lines
 

@@ -28,7 +28,7 @@ TASK_KEYS: dict[str, tuple[str, ...]] = {
 @dataclass
 class ModelConfig:
     name: str = "google-bert/bert-base-uncased"
-    """Hub id or local folder of a BERT-family model, or `minilm` (the weights of the minilm extra)."""
+    """Hub id or local folder of an encoder, or `minilm` (the weights of the minilm extra)."""
     task: Literal[
         "classification", "multilabel", "regression", "token_classification", "reranking", "embedding", "mlm"
     ] = "classification"
@@ -42,7 +42,7 @@ class ModelConfig:
     train_metrics: bool = True
     """Compute metrics for each training batch; costs a synchronization per step."""
     label_smoothing: float = key(0.0, ge=0, lt=1)
-    """Task classification: probability that the loss spreads over all classes."""
+    """Task classification: probability mass that the loss spreads uniformly over all classes."""
     class_weights: list[float] | None = key(None, gt=0)
     """Task classification: weight of each class in the loss, in the order of the labels; null for equal weights."""
     loss: Literal["bce", "pairwise", "ranking", "cosine"] | None = None

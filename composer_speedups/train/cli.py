@@ -30,8 +30,8 @@ __all__ = ["exit_codes", "help_text", "read_command_line"]
 _USAGE = """\
 usage: composer train.py -f FILE [key=value ...]
 
-Fine-tune a Hugging Face BERT with Composer and the techniques that FILE names: a YAML file, or one that comes with the
-package, without its .yaml, as in -f quickstart or -f glue/mrpc. Later key=value pairs override FILE; values are YAML:
+Fine-tune a Hugging Face encoder with Composer and the techniques that FILE lists. FILE is a YAML file, or the name of
+one of the package, such as quickstart or glue/mrpc. Later key=value pairs override FILE; values are YAML:
 data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=blocks,
 algorithms.tf32_matmul=null (removes it). composer-speedups-train takes the same arguments.
 --print-config prints the complete config as YAML and trains nothing.

@@ -97,13 +97,13 @@ REFUSALS = (
     Refusal(
         ("sdpa_attention",),
         r"^(MPNet|DebertaV2)\w+ does not support scaled_dot_product_attention in transformers$",
-        "transformers does not support SDPA for it; `unpadding` uses its own attention",
+        "transformers does not support SDPA for these models; `unpadding` uses its own attention",
         families=("mpnet", "deberta_v2"),
     ),
     Refusal(
         ("sparse_upcycling",),
         r"^sparse_upcycling supports the feed-forward layers of .*, and this is (ALBERT|ModernBERT|T5's encoder)$",
-        "its feed-forward layers are shared between blocks or gated",
+        "their feed-forward layers are shared between blocks or gated",
         families=("albert", "modernbert", "t5"),
     ),
     Refusal(

@@ -49,7 +49,7 @@ class TorchCompile(Technique):
     not_recorded = (*Technique.not_recorded, "cache")  # a resumed run may use another folder
 
     scope: Literal["model", "blocks"] = Field("model")
-    """The whole model, or its repeated block, which starts faster and runs a little slower."""
+    """The whole model, or its repeated block, which starts faster and trains slightly slower."""
     backend: str = Field("inductor")
     """One of torch._dynamo's backends."""
     mode: str | None = Field(None)
