@@ -119,9 +119,9 @@ def test_hf_trainer_groups_samples_by_length() -> None:
         (hf_trainer, "peer.preset=fast", "peer.preset: must be best or plain, not 'fast'"),
         (hf_trainer, "peer.attention=none", "peer.attention: 'none' cannot be used"),
         (hf_trainer, "peer.optim=sgdd", "peer: TrainingArguments refused its flags"),
-        (bare_loop, "peer.preset=best", "unknown key 'peer.preset'; the bare loop has none"),
-        (bare_loop, "trainer.max_duration=64sp", "trainer.max_duration: a peer counts epochs and batches"),
-        (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers under"),
+        (bare_loop, "peer.preset=best", "unknown key 'peer.preset'; the bare loop has no keys"),
+        (bare_loop, "trainer.max_duration=64sp", "trainer.max_duration: peers support epochs and batches"),
+        (bare_loop, "trainer.microbatch_size=4", "trainer.microbatch_size: the peers do not"),
     ],
 )
 def test_a_wrong_argument_is_one_line(module: Any, argument: str, message: str) -> None:
@@ -132,10 +132,10 @@ def test_a_wrong_argument_is_one_line(module: Any, argument: str, message: str) 
 
 def test_the_bare_loop_refuses_what_acts_between_batches() -> None:
     config = load_config(None, ["algorithms.empty_cache={every: 2}"])
-    with pytest.raises(ConfigError, match=r"algorithms\.empty_cache\.every: the bare loop cannot do it"):
+    with pytest.raises(ConfigError, match=r"algorithms\.empty_cache\.every: the bare loop does not support it"):
         bare_loop.apply_all([EmptyCache(every=2)], config, None, None)
     config.algorithms = {"empty_cache": {}}
-    with pytest.raises(ConfigError, match=r"algorithms\.empty_cache: the bare loop cannot do it"):
+    with pytest.raises(ConfigError, match=r"algorithms\.empty_cache: the bare loop does not support it"):
         bare_loop.apply_all([EmptyCache()], config, None, None)
 
 
