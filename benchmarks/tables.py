@@ -547,7 +547,7 @@ def mutants() -> list[str]:
 def kinds(override: str) -> list[str]:
     """The profiles whose command line holds an override, a column each: kinds of kernels, the slowest first.
 
-    Kinds are told from the names of the kernels that a row keeps, its slowest; ``less`` is what the others took.
+    A row keeps only its slowest kernels by name; "not in the row" is the time of the others.
     """
     rows = {profiled(row): row for row in rows_of("profile") if override in row["arguments"]}  # the last of each name
     columns = [ms_by_kind(row) for row in rows.values()]
@@ -565,10 +565,10 @@ def kinds(override: str) -> list[str]:
 
 
 def profiled(row: Row) -> str:
-    """What sets a profiled run apart: the fast set, compiled, or compiled with float8."""
+    """The name of a profiled run's configuration, from its techniques."""
     techniques = row["algorithms"]
     if "fused_layers" in techniques:
-        return "fast set"
+        return "fast set, fp8" if "'fp8'" in techniques["fused_layers"]["settings"] else "fast set"
     if "float8_linear" in techniques:
         recipe = "rowwise" if "rowwise" in techniques["float8_linear"]["settings"] else "tensorwise"
         return f"compiled, float8 {recipe}"
@@ -576,7 +576,7 @@ def profiled(row: Row) -> str:
 
 
 def ms_by_kind(row: Row) -> dict[str, float]:
-    """Milliseconds per step of a profile's kernels by their kind; ``less`` is the time of kernels that no row keeps."""
+    """Milliseconds per step of a profile's kernels by their kind; "not in the row" has the time of kernels that no row keeps."""
     from benchmarks.profile import kind_of  # Composer, which the other figures of rows do without
 
     found: dict[str, float] = {}
@@ -584,7 +584,7 @@ def ms_by_kind(row: Row) -> dict[str, float]:
         kind = kind_of(kernel["name"])
         found[kind] = found.get(kind, 0.0) + kernel["ms"]
     rest = row["busy_ms"] - sum(found.values())
-    return {**found, "less": rest} if rest > 0.05 else found
+    return {**found, "not in the row": rest} if rest > 0.05 else found
 
 
 # What the techniques declare; classes are looked up in the functions, since figures of rows need no Composer

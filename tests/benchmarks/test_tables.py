@@ -174,13 +174,17 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
     float8 = {"float8_linear": {"settings": "Float8Linear(recipe='rowwise')"}}
     rows.append(profiled("size=large", float8, ("nvjet_q", 3.0), ("triton_poi_fused__scaled_mm_gelu_1", 5.0)))
     rows.append(profiled("size=base", {}, ("nvjet_a", 9.0)))
+    for number in ("", ", precision='fp8'"):
+        fused = {"fused_layers": {"settings": f"FusedLayers(last_layer='needed'{number})"}}
+        rows.append(profiled("size=large, batch=8", fused, ("nvjet_a", 1.0)))
+    assert tables.kinds("size=large, batch=8")[0] == "| ms per step | fast set | fast set, fp8 |"
     lines = tables.kinds("size=large")
     assert lines[0] == "| ms per step | compiled | compiled, float8 rowwise |"
     assert lines[2:6] == [
         "| GEMM | 6.0 | 3.0 |",
         "| scaling to float8 | – | 5.0 |",
         "| activation | 4.0 | – |",
-        "| less | – | 2.0 |",
+        "| not in the row | – | 2.0 |",
     ]
     assert "| **step** | 12.0 | 12.0 |" in lines
 

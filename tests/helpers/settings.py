@@ -71,14 +71,16 @@ ENTRIES: dict[str, Entry] = {
         same=("logits", "gradients"),
         loss_bound=0.01,
         evidence=(*SWAPPED, "tensors_by_state_bits", "embedding_state_bits"),
+        package="bitsandbytes",
         also=(
-            Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits")),
+            Entry([{"bits": 32}], evidence=(*SWAPPED, "tensors_by_state_bits"), package="bitsandbytes"),
             Entry(
                 [{**BNB, "stable_embedding": True}],
                 same=(),
                 loss_bound=0.05,
                 evidence=(*SWAPPED, "stable_embedding"),
                 stock_checkpoint=False,
+                package="bitsandbytes",
             ),
         ),
     ),

@@ -31,8 +31,8 @@ from tests.reference.masked_layer import (
 )
 
 SEED = 11
-# On a GPU, Triton computes float32 matmuls in TF32.
-STEP, BOUND = (1e-3, 0.01) if DEVICE == "cpu" else (3e-2, 0.05)
+# On a GPU, Triton computes float32 matmuls in TF32, whose noise needs longer steps and a mean.
+STEP, BOUND, DRAWS = (1e-3, 0.01, 1) if DEVICE == "cpu" else (6e-2, 0.05, 16)
 
 
 def layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
@@ -52,9 +52,13 @@ def check_layer(rates: DropoutRates) -> None:
 
 
 def check_slope(rates: DropoutRates) -> None:
-    plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
-    leaves: list[Any] = [x.requires_grad_(), *parts.parameters()]
-    found = slope_over_norm(lambda: (layer(x, parts, rates, plan) * grad).double().sum(), leaves, SEED, STEP)
+    def draw(number: int) -> float:
+        plan, parts = plan_on(DEVICE), parts_on(DEVICE)
+        x, grad = random(sum(LENGTHS), HIDDEN).requires_grad_(), random(sum(LENGTHS), HIDDEN)
+        leaves: list[Any] = [x, *parts.parameters()]
+        return slope_over_norm(lambda: (layer(x, parts, rates, plan) * grad).double().sum(), leaves, number, STEP)
+
+    found = sum(draw(SEED + i) for i in range(DRAWS)) / DRAWS
     assert abs(found - 1) < BOUND, f"{rates}: the slope is {found} of the gradient's norm"
     print(f"slope at {tuple(rates)}: {found:.4f} of the gradient's norm")
 

@@ -175,7 +175,7 @@ class _Graph:
         try:
             # Autocast's cache would reuse tensors of one replay in the next.
             autocast = torch.autocast("cuda", enabled=torch.is_autocast_enabled("cuda"), cache_enabled=False)
-            with _restored_on_failure(), autocast:
+            with _generators_restored(), autocast:
                 placeholders = self._placeholders.of(gradients.parameters)
                 recorder.settle()
                 with capturing():
@@ -213,11 +213,24 @@ class _Graph:
 
 
 @contextlib.contextmanager
-def _restored_on_failure() -> Iterator[None]:
-    """Restore the current stream and the generator's state if a capture fails."""
-    if not torch.cuda.is_available():
-        yield
-        return
+def _generators_restored() -> Iterator[None]:
+    """Restore the states of torch's generators, and the current stream if a capture fails.
+
+    A replay then draws the same dropout masks as an eager call, also in a resumed run, which captures again.
+    """
+    on_cpu = torch.get_rng_state()
+    try:
+        if torch.cuda.is_available():
+            with _cuda_generator_restored():
+                yield
+        else:
+            yield
+    finally:
+        torch.set_rng_state(on_cpu)
+
+
+@contextlib.contextmanager
+def _cuda_generator_restored() -> Iterator[None]:
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     numbers, stream = generator.clone_state(), torch.cuda.current_stream()
     try:
@@ -226,6 +239,8 @@ def _restored_on_failure() -> Iterator[None]:
         torch.cuda.set_stream(stream)
         generator.graphsafe_set_state(numbers)
         raise
+    # Captured graphs hold the generator's current state object, so its numbers are set, and the object is kept.
+    generator.set_state(numbers.get_state())
 
 
 @contextlib.contextmanager
