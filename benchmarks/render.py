@@ -4,7 +4,7 @@ and the stub of the package from its public names.
 A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows -->``. Its kind is a function of
 :mod:`benchmarks.tables`, and its arguments are that one's:
 
-- from the code: ``order``, ``ranks``, ``conflicts NAME``;
+- from the code and the cards: ``techniques``, ``order``, ``ranks``, ``conflicts NAME``;
 - from tests/helpers/refusals.py, which the tests hold to what happens: ``families``, ``families_short``, ``heads``,
   ``refusals``;
 - from tests/helpers/support.py: ``tasks``, ``support_legend``, and with tests/supported.json, what marked tests
@@ -37,7 +37,7 @@ STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy across suite mutants"
-_KINDS = f"order ranks conflicts families families_short heads refusals tasks support support_legend {_OF_ROWS}".split()
+_KINDS = f"techniques order ranks conflicts families families_short heads refusals tasks support support_legend {_OF_ROWS}".split()
 
 
 def documents() -> list[Path]:

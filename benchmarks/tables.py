@@ -6,6 +6,7 @@ of two calls are never set beside each other.
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 from collections import defaultdict
@@ -168,6 +169,7 @@ def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
             for other in rows
             if (other["configuration"], other["call"], other["data.batch_size"])
             == (first, row["call"], row["data.batch_size"])
+            and other["samples_per_sec"]
         )
         yield row, next(same, None)
 
@@ -350,6 +352,19 @@ def _works(technique: str, family: str, head: str) -> str:
     return "yes" if line is None else f"no ({REFUSALS.index(line) + 1})"
 
 
+def techniques() -> list[str]:
+    """The techniques, each with a link to its card and the card's first sentence."""
+    from composer_speedups.core.catalogue import describe
+
+    lines = []
+    for name in (each.name for each in describe()):
+        card = f"composer_speedups/algorithms/{name}/README.md"
+        _, summary, *_ = (ROOT / card).read_text().split("\n\n")
+        sentence = re.split(r"(?<=\.)\s", summary.replace("\n", " "))[0].rstrip(".")
+        lines.append([f"[`{name}`](../{card})", sentence])
+    return table(["technique, with its card", "what it does"], lines)
+
+
 def families_short() -> list[str]:
     """The families, grouped by the techniques that they do not support, of those that depend on the model's code."""
     from composer_speedups.families.family import families as known
@@ -426,9 +441,12 @@ def steps(name: str, last: int | str = 0) -> list[str]:
     """
     rows = rows_of(name)
     shown = sorted({row["call"] for row in rows})[-int(last) :]
-    rows = [row for row in rows if row["call"] in shown and row["samples_per_sec"]]
+    rows = [row for row in rows if row["call"] in shown]
     lines = []
     for row, base in _by_call(rows):
+        if not row["samples_per_sec"]:
+            lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]))
+            continue
         step = f"{1e3 * median_step(row):.1f}"
         if base is not None:
             step += f" ({median_step(base) / median_step(row):.2f})"

@@ -30,13 +30,8 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put the table of techniques where ``<!-- cards -->`` asks for it: each with the first sentence of its card."""
-    rows = ["| technique | |", "|---|---|"]
-    for card in CARDS:
-        _, summary, *_ = card.read_text().split("\n\n")
-        sentence = re.split(r"(?<=[.:;])\s", summary.replace("\n", " "))[0].rstrip(".:;")
-        rows.append(f"| [`{card.parent.name}`](techniques/{card.parent.name}.md) | {sentence} |")
-    return markdown.replace("<!-- cards -->", "\n".join(rows))
+    """Let links to cards, which lead to the repository's files on GitHub, lead to the cards' pages."""
+    return re.sub(r"\]\(\.\./composer_speedups/algorithms/(\w+)/README\.md", r"](techniques/\1.md", markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -77,6 +77,9 @@ def test_steps_are_compared_with_the_first_configuration_of_the_same_call(rows: 
     assert last[2:4] == [line.replace("| b ", "", 1) for line in lines[4:6]]
     assert last[-1].startswith("x, driver x, torch x")
     assert last[-1].endswith("2026-01-02; commit 0123456.")
+    failed = {"samples_per_sec": None, "errors": ["CUDA out of memory"], "error_kinds": ["out of memory"], "repeats": 1}
+    rows.append(row("graphs", "2026-01-02", 0, **failed))
+    assert tables.steps("any", "1")[4] == "| 8 | graphs | out of memory |  |  |  |  |"
 
 
 def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: list[dict[str, Any]]) -> None:

@@ -138,7 +138,8 @@ def _recommended(code: str) -> dict[str, list[str]]:
 def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any]) -> None:
     text = (ROOT / "README.md").read_text()
     for description in describe():
-        assert f"| `{description.name}` | `{description.class_name}" in text
+        card = f"composer_speedups/algorithms/{description.name}/README.md"
+        assert f"| [`{description.name}`]({card}) | `{description.class_name}` |" in text
     code = blocks(text, "python")
     assert code
     with pytest.warns(UserWarning, match="continuing without"):  # techniques that need a GPU

@@ -1,4 +1,4 @@
-"""README's table of supported tasks says yes only if a test that is not skipped has shown it."""
+"""The table of supported tasks in docs/data.md says yes only if a test that is not skipped has shown it."""
 
 from __future__ import annotations
 
