@@ -625,7 +625,7 @@ def order() -> list[str]:
     for one, other in combinations(techniques, 2):
         if reason := _reason(one, other):
             conflicting.append([f"`{one.name}`, `{other.name}`", reason])
-    return [*lines, "", *table(["cannot go together", "because"], conflicting)]
+    return [*lines, "", *table(["techniques that conflict", "reason, and its condition if they do not always conflict"], conflicting)]
 
 
 def ranks() -> list[str]:

@@ -104,7 +104,7 @@ def _keys() -> Iterator[str]:
             docs[dotted] = field_docs(section)
             yield f"\n  {dotted}  ({doc})"
             if type(None) in typing.get_args(hint):
-                default = "on" if field.default is dataclasses.MISSING else "null"
+                default = "the section's defaults" if field.default is dataclasses.MISSING else "null"
                 yield f"  {dotted}: section or null = {default}"
         else:
             yield f"  {field_line(dotted, field, hint)}"
@@ -113,7 +113,7 @@ def _keys() -> Iterator[str]:
 
 def _techniques() -> Iterator[str]:
     for technique in describe():
-        yield f"  {technique.name}: {technique.summary}"
+        yield f"  {technique.name}: {technique.summary.replace('``', '')}"
         for setting in technique.settings:
             yield f"    {key_line(setting.name, setting.hint, setting.default, setting.bounds)}"
             yield f"        {setting.doc}"

@@ -35,7 +35,7 @@ class CUDAGraphs(Technique):
         Conflict(FSDP, "captured graphs need whole weights"),
         Conflict(
             "torch_compile",
-            "modes reduce-overhead and max-autotune, and backend cudagraphs, capture graphs themselves",
+            "torch_compile's modes reduce-overhead and max-autotune and its backend cudagraphs capture graphs, too",
             when=lambda self, other: other.makes_graphs,
         ),
     )

@@ -43,7 +43,7 @@ class Float8Linear(Technique):
     exactness = "lower_precision"
     conflicts = (
         Conflict(FSDP, "its matmuls are probed with whole weights, which FSDP gathers only block by block"),
-        Conflict("kahan_optimizer", "kahan_optimizer trains without autocast, whose dtype float8_linear uses"),
+        Conflict("kahan_optimizer", "kahan_optimizer trains without autocast, which float8_linear needs"),
     )
     gain = 0.85
     trials = (Variant({"recipe": "tensorwise"}), Variant({"recipe": "rowwise"}))

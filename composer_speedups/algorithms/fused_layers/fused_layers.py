@@ -30,8 +30,6 @@ from composer_speedups.core.requirements import Context, Requirement, needs_auto
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
-_OWN = "fused_layers computes the whole layer itself"
-
 
 class FusedLayers(ParityCheckedTechnique):
     """Computes each encoder layer as one function, with one QKV matmul and fused kernels between the matmuls.
@@ -46,11 +44,11 @@ class FusedLayers(ParityCheckedTechnique):
     stage = Stage.KERNELS
     exactness = "lower_precision"
     conflicts = (
-        Conflict("fast_layernorm", f"{_OWN}, including LayerNorms"),
-        Conflict("float8_linear", f"{_OWN}, including matmuls"),
-        Conflict("lora", f"{_OWN} and would ignore the adapters"),
-        Conflict("sparse_upcycling", f"{_OWN} and would ignore the experts"),
-        Conflict("torch_compile", f"{_OWN}, with kernels that already are compiled"),
+        Conflict("fast_layernorm", "fused_layers computes the LayerNorms itself, so fast_layernorm would have no effect"),
+        Conflict("float8_linear", "fused_layers computes the matmuls itself; for 8-bit ones, set its precision: fp8"),
+        Conflict("lora", "fused_layers computes the layers from their own weights and would ignore the adapters"),
+        Conflict("sparse_upcycling", "fused_layers computes the feed-forward layers itself and would ignore the experts"),
+        Conflict("torch_compile", "fused_layers runs Triton kernels of its own, which leave torch_compile nothing to fuse"),
     )
     gain = 1.8
     trials = (

@@ -25,7 +25,7 @@ class GradientCheckpointing(Technique):
     exactness = "exact"
     conflicts = (
         Conflict(
-            "cuda_graphs", "the generator's state is read before each block, for dropout, which a capture forbids"
+            "cuda_graphs", "gradient_checkpointing reads the random generator's state, which a capture forbids"
         ),
     )
     trials = ()

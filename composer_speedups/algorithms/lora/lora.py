@@ -37,7 +37,7 @@ class LoRA(Technique):
     changes_structure = True
     exactness = "recipe"
     conflicts = (
-        Conflict("sparse_upcycling", "LoRA freezes the experts and the router, so the experts would remain copies"),
+        Conflict("sparse_upcycling", "LoRA freezes the experts and the router, so the experts would remain equal"),
     )
     gain = 1.15
 

@@ -33,7 +33,7 @@ class SparseUpcycling(Technique):
     exactness = "recipe"
     conflicts = (
         Conflict(
-            "cuda_graphs", "each layer of experts reads the tokens per expert on the host, which a capture forbids"
+            "cuda_graphs", "sparse_upcycling reads the tokens per expert on the host, which a capture forbids"
         ),
     )
     trials = ()

@@ -33,10 +33,10 @@ class Unpadding(ParityCheckedTechnique):
     stage = Stage.SURGERY
     exactness = "rounding"
     conflicts = (
-        Conflict("sdpa_attention", "both set the model's attention; unpadding has its own"),
+        Conflict("sdpa_attention", "both replace the model's attention; unpadding has its own"),
         Conflict(
             "torch_compile",
-            "dynamic: false and modes that capture graphs recompile for every number of tokens",
+            "with dynamic: false, or a mode that captures graphs, each number of tokens would be compiled anew",
             when=lambda self, other: other.makes_graphs or other.dynamic is False,
         ),
     )
