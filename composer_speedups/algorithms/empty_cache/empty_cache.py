@@ -18,7 +18,7 @@ GIB = 2**30
 
 
 class EmptyCache(Technique):
-    """Releases the allocator's unused blocks after the first batch and then every ``every`` batches.
+    """Releases the allocator's unused blocks after the first batch and then at an interval of batches.
 
     It frees memory for other processes and reduces fragmentation, but does not save time.
 
