@@ -36,8 +36,9 @@ ROOT = Path(__file__).parent.parent
 STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
+_OF_CODE = "techniques order ranks conflicts families families_short heads refusals tasks support support_legend"
 _OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy across suite mutants"
-_KINDS = f"techniques order ranks conflicts families families_short heads refusals tasks support support_legend {_OF_ROWS}".split()
+_KINDS = f"{_OF_CODE} {_OF_ROWS}".split()
 
 
 def documents() -> list[Path]:

@@ -445,7 +445,8 @@ def steps(name: str, last: int | str = 0) -> list[str]:
     lines = []
     for row, base in _by_call(rows):
         if not row["samples_per_sec"]:
-            lines.append((row["call"], [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]))
+            cells = [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]
+            lines.append((row["call"], cells))
             continue
         step = f"{1e3 * median_step(row):.1f}"
         if base is not None:
@@ -594,7 +595,9 @@ def profiled(row: Row) -> str:
 
 
 def ms_by_kind(row: Row) -> dict[str, float]:
-    """Milliseconds per step of a profile's kernels by their kind; "not in the row" has the time of kernels that no row keeps."""
+    """Milliseconds per step of a profile's kernels by their kind; kernels that the row does not have are "not in the
+    row".
+    """
     from benchmarks.profile import kind_of  # Composer, which the other figures of rows do without
 
     found: dict[str, float] = {}
@@ -625,7 +628,8 @@ def order() -> list[str]:
     for one, other in combinations(techniques, 2):
         if reason := _reason(one, other):
             conflicting.append([f"`{one.name}`, `{other.name}`", reason])
-    return [*lines, "", *table(["techniques that conflict", "reason, and its condition if they do not always conflict"], conflicting)]
+    head = ["techniques that conflict", "reason, and its condition if they do not always conflict"]
+    return [*lines, "", *table(head, conflicting)]
 
 
 def ranks() -> list[str]:

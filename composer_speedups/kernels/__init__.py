@@ -13,6 +13,9 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``disentangled_attention.``         DeBERTa's attention: ``disentangled_forward`` and ``disentangled_backward`` also
                                     have a table of positions (P, 2·H) with a gradient; ``attend`` is the autograd
                                     operator
+``first_token_attention.``          attention of each row's first token: queries (B, H) for the first B rows, keys and
+                                    values (T, 2·H), cu_seqlens → (B, H); ``first_token_attention`` has autograd,
+                                    ``first_token_forward`` and ``first_token_backward`` are the two passes
 ``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
                                     stored in x's memory, and statistics float32 (2, T)
 ``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), sums float32 (3, H)

@@ -13,6 +13,7 @@ import torch
 from composer_speedups.kernels import Shape
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed_backward, embed_forward
+from composer_speedups.kernels.first_token_attention import first_token_backward, first_token_forward
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
     GRADIENT,
@@ -55,6 +56,13 @@ def launches(
         logs = torch.zeros(shape.heads, _TOKENS, device=device)
         attention_backward(zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.weights, seed)
 
+    def first_token(dropout: float) -> None:
+        first_token_forward(zeros(hidden)[:1], zeros(2 * hidden), cu, shape.heads, dropout, seed)
+
+    def first_token_gradients() -> None:
+        query, logs = zeros(hidden)[:1], torch.zeros(shape.heads, 1, device=device)
+        first_token_backward(query, query, zeros(2 * hidden), query, logs, cu, shape.weights, seed)
+
     def norm(dropout: float) -> None:
         add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed)
 
@@ -81,8 +89,11 @@ def launches(
         attention_gradients, embedding_gradients, partial(attention, shape.weights),
         partial(norm_gradients, shape.attention, weight), partial(norm_gradients, shape.output, None), gelu_gradients,
         *(partial(norm, rate) for rate in sorted({shape.attention, shape.output})),
+        first_token_gradients, partial(first_token, shape.weights),
     ]  # fmt: skip
-    evaluation: list[Launch] = [partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0)]
+    evaluation: list[Launch] = [
+        partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0), partial(first_token, 0.0)
+    ]  # fmt: skip
     if not float8:
         return training, evaluation
     scales = new_scales(1, device)

@@ -213,7 +213,7 @@ def test_training_leaves_evidence_and_restores_the_layers(tmp_path: Path) -> Non
     model.save_pretrained(tmp_path)
     assert not [name for name in model.state_dict() if "float8" in name]
     trainer.close()
-    assert technique.evidence["layers_ran"] == "1 first tokens, 1 triton, fp8"
+    assert technique.evidence["layers_ran"] == "1 triton for first tokens, 1 triton, fp8"
     assert not [name for name, _ in model.named_buffers() if "float8" in name]
 
 

@@ -122,7 +122,7 @@ def test_it_trains_under_composer(with_graphs: bool) -> None:
     trainer.fit()
     weights = [p.detach().float() for p in trainer.state.model.parameters()]
     trainer.close()
-    assert technique.evidence["layers_ran"] == "1 first tokens, 1 triton"
+    assert technique.evidence["layers_ran"] == "1 triton, 1 triton for first tokens"
     assert technique.evidence["embeddings_ran"] == "triton"
     assert all(w.isfinite().all() for w in weights)
     if with_graphs:
@@ -147,7 +147,7 @@ def test_a_changed_layer_computes_the_same_as_in_the_stock_model(change: Any, re
     exact, theirs = (values(stock, inputs, dtype) for dtype in (None, torch.bfloat16))
     mine = values(ours, inputs, torch.bfloat16)
     ran = [module.ran for module in ours.modules() if isinstance(module, FusedLayer)]
-    assert ran == (["unfused", "first tokens"] if when == "after" else ["first tokens"])
+    assert ran == (["unfused", "triton for first tokens"] if when == "after" else ["triton for first tokens"])
     for i, what in enumerate(["logits", "gradients"]):
         assert 0 < distance(mine[i], exact[i]) <= 3 * distance(theirs[i], exact[i]) + 1e-3, what
 

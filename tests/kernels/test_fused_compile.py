@@ -28,6 +28,7 @@ from composer_speedups.kernels import Shape  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
+from composer_speedups.kernels.first_token_attention import first_token_attention  # noqa: E402
 from composer_speedups.kernels.float8 import (  # noqa: E402
     ACTIVATION,
     GRADIENT,
@@ -111,6 +112,15 @@ def attention(dropout: float, dtype: torch.dtype) -> None:
     attention_backward(out, qkv, out, torch.zeros(12, 256), CU, 256, dropout, SEED)
 
 
+def first_token(
+    dropout: float, dtype: torch.dtype, rows: int = 2, hidden: int = HIDDEN, heads: int = 12, cu: Tensor = CU
+) -> None:
+    query, key_value = (tokens(*shape, dtype=dtype).requires_grad_() for shape in ((rows, hidden), (256, 2 * hidden)))
+    out = first_token_attention(query, key_value, cu, heads, dropout)
+    if out.requires_grad:
+        out.backward(torch.zeros_like(out))
+
+
 def gelu(dropout: float, dtype: torch.dtype) -> None:
     gelu_backward(tokens(256, 4 * HIDDEN, dtype=dtype), tokens(256, 4 * HIDDEN, dtype=dtype))
 
@@ -149,7 +159,7 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize("case", [norms, attention, gelu, embeddings, float8])
+@pytest.mark.parametrize("case", [norms, attention, first_token, gelu, embeddings, float8])
 @pytest.mark.parametrize(("architecture", "dropout"), [(80, 0.1), (90, 0.1), (90, 0.0)])
 def test_every_launch_compiles_and_spills_no_registers(
     case: Callable[[float, torch.dtype], None],
@@ -163,7 +173,8 @@ def test_every_launch_compiles_and_spills_no_registers(
         pytest.skip("8-bit matmuls need compute capability 8.9")
     monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)  # kernels without dropout compile once for both rates
     case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
-    assert len(launched) == {"norms": 3, "attention": 3, "gelu": 1, "embeddings": 2, "float8": 18}[case.__name__]
+    launches_of = {"norms": 3, "attention": 3, "first_token": 2, "gelu": 1, "embeddings": 2, "float8": 18}
+    assert len(launched) == launches_of[case.__name__]
     compiled = [launch.compile(architecture) for launch in launched]
     if architecture == 90:  # the block sizes were chosen for it
         for kernel in compiled:
@@ -204,8 +215,10 @@ def test_every_launch_of_a_model_is_compiled_ahead(
 
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)
+    first_token(dropouts.weights, torch.bfloat16, rows, hidden, heads)
     with torch.no_grad():
         layer(DropoutRates(0.0, 0.0, 0.0), learn=False)
         embeddings(0.0, torch.bfloat16, rows, hidden=hidden)
-    assert len(launched) == (3 + 6 + 2 + 3 + 1 if not in_float8 else 14 + 10 + 2 + 14 + 1)
+        first_token(0.0, torch.bfloat16, rows, hidden, heads)
+    assert len(launched) == (3 + 6 + 4 + 3 + 2 if not in_float8 else 14 + 10 + 4 + 14 + 2)
     assert {launch.key() for launch in launched} <= ahead

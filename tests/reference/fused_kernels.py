@@ -70,6 +70,7 @@ from composer_speedups.families.family import DropoutRates, GatedLayerModules, L
 from composer_speedups.families.packed_tokens import Plan, make_plan
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
+from composer_speedups.kernels.first_token_attention import first_token_attention
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
     GRADIENT,
@@ -517,6 +518,41 @@ def independence() -> None:
     print("masks are independent")
 
 
+def first_tokens(dropout: float, window: int | None) -> None:
+    """Compare the attention of first tokens with a softmax under the mask that the kernel draws; the last row has no
+    query."""
+    lengths, heads, size = [5, 0, 100, 64, 1, 7], 2, 64
+    cu = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    starts, hidden, rows = cu.tolist(), heads * size, len(lengths) - 1
+    query, key_value = random(rows, hidden).requires_grad_(), random(sum(lengths), 2 * hidden).requires_grad_()
+    masks = [torch.ones(heads, length, device=DEVICE) for length in lengths]
+    for first in range(0, max(lengths) if dropout else 0, size):
+        keys_alone = torch.zeros_like(key_value)  # uniform attention over values that are 1 for one key at a time
+        for start, length in zip(starts, lengths, strict=False):
+            units = torch.arange(max(0, min(size, length - first)))
+            keys_alone.view(-1, 2, heads, size)[start + first + units, 1, :, units] = 1
+        torch.manual_seed(3)
+        out = first_token_attention(torch.zeros_like(query), keys_alone, cu, heads, dropout)
+        for mask, row in zip(masks, out.view(rows, heads, size), strict=False):
+            mask[:, first : first + size] = (row > 0).float()[:, : max(0, mask.shape[1] - first)]
+    dropped = 1 - float(torch.cat([mask.flatten() for mask in masks[:rows]]).mean())
+    assert abs(dropped - dropout) < 0.08, dropped
+    expected = []
+    for row, mask in enumerate(masks[:rows]):
+        seen = slice(starts[row], starts[row] + min(lengths[row], lengths[row] if window is None else window + 1))
+        keys, values = key_value[seen].unflatten(1, (2, heads, size)).unbind(1)
+        weights = torch.einsum("ad,nad->an", query[row].view(heads, size), keys) * size**-0.5
+        kept = weights.softmax(-1) * mask[:, : weights.shape[1]] / (1 - dropout)
+        expected.append(torch.einsum("an,nad->ad", kept, values).flatten())
+    torch.manual_seed(3)
+    found = first_token_attention(query, key_value, cu, heads, dropout, window)
+    near(f"attention of first tokens, dropout {dropout}, window {window}", found, torch.stack(expected))
+    grad = random(rows, hidden)
+    gradients = [torch.autograd.grad(result, [query, key_value], grad) for result in (found, torch.stack(expected))]
+    for what, ours, theirs in zip(("queries'", "keys' and values'"), *gradients, strict=True):
+        near(f"its {what} gradients", ours, theirs)
+
+
 def documented_example() -> None:
     """Run the package's documented example, and compare it (without dropout) with plain attention."""
     code = inspect.cleandoc(str(kernels.__doc__).partition("::\n")[2])
@@ -548,6 +584,8 @@ if __name__ == "__main__":
     layers(in_float8=True)
     rotations()
     windows()
+    for settings in ((0.0, None), (0.0, 5), (0.3, None), (0.3, 70)):
+        first_tokens(*settings)
     gated_layers(None, first=True, dropouts=[DropoutRates(0.4, 0.4, 0.4)])
     alone = [DropoutRates(0.4, 0.0, 0.0), DropoutRates(0.0, 0.4, 0.0), DropoutRates(0.0, 0.0, 0.4)]
     gated_layers(7, first=False, dropouts=alone)

@@ -44,11 +44,20 @@ class FusedLayers(ParityCheckedTechnique):
     stage = Stage.KERNELS
     exactness = "lower_precision"
     conflicts = (
-        Conflict("fast_layernorm", "fused_layers computes the LayerNorms itself, so fast_layernorm would have no effect"),
+        Conflict(
+            "fast_layernorm",
+            "fused_layers computes the LayerNorms itself, so fast_layernorm would have no effect",
+        ),
         Conflict("float8_linear", "fused_layers computes the matmuls itself; for 8-bit ones, set its precision: fp8"),
         Conflict("lora", "fused_layers computes the layers from their own weights and would ignore the adapters"),
-        Conflict("sparse_upcycling", "fused_layers computes the feed-forward layers itself and would ignore the experts"),
-        Conflict("torch_compile", "fused_layers runs Triton kernels of its own, which leave torch_compile nothing to fuse"),
+        Conflict(
+            "sparse_upcycling",
+            "fused_layers computes the feed-forward layers itself and would ignore the experts",
+        ),
+        Conflict(
+            "torch_compile",
+            "fused_layers runs Triton kernels of its own, which leave torch_compile nothing to fuse",
+        ),
     )
     gain = 1.8
     trials = (

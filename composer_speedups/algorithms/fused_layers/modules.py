@@ -36,9 +36,9 @@ class FusedLayer(nn.Module):
         owner: Number of the :class:`FusedLayers` that changed it; None for :func:`apply_fused_layers`.
         float8_scales: With ``precision="fp8"``, a non-persistent buffer with the scales of the matmuls' operands, which
             every training pass updates.
-        ran: How the last forward pass ran: ``"triton"``, ``"triton, fp8"``, ``"torch"``, ``"first tokens"``,
-            ``"unfused"`` (the original forward on packed tokens), ``"stock"`` (the original forward on a padded batch),
-            or None before the first one.
+        ran: How the last forward pass ran: ``"triton"``, ``"triton, fp8"``, ``"triton for first tokens"``, ``"torch"``,
+            ``"first tokens"`` (with torch's operators), ``"unfused"`` (the original forward on packed tokens),
+            ``"stock"`` (the original forward on a padded batch), or None before the first one.
     """
 
     prefix = "Fused"
@@ -62,7 +62,7 @@ class FusedLayer(nn.Module):
     @property
     def own_attention(self) -> str | None:
         """The layer's own attention kernel in the last forward pass, which PyTorch cannot record; None if not used."""
-        return "fused_layers' own" if self.ran in ("triton", "triton, fp8") else None
+        return "fused_layers' own" if self.ran is not None and self.ran.startswith("triton") else None
 
     def parts(self) -> Any:
         """Return the layer's modules; subclasses have their :class:`Family`'s function."""
@@ -103,11 +103,12 @@ class FusedLayer(nn.Module):
     def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H), and set :attr:`ran`."""
         parts, rates = self.parts(), self.rates()
-        if first_tokens_only and self.is_last:
-            self.ran = "first tokens"
-            return _first_tokens_layer(x_TH, parts, rates, unpadding)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        if not x_TH.is_cuda or dtype == torch.float32:
+        by_kernels = x_TH.is_cuda and dtype != torch.float32
+        if first_tokens_only and self.is_last:
+            self.ran = "triton for first tokens" if by_kernels else "first tokens"
+            return _first_tokens_layer(x_TH, parts, rates, unpadding)
+        if not by_kernels:
             self.ran = "torch"
             return plain_layer(x_TH, parts, rates, unpadding)
         if self.precision == "fp8":
@@ -135,11 +136,12 @@ class FusedGatedLayer(FusedLayer):
         """Map (T, H) to (T, H); ``position_embeddings`` in ``kwargs`` are the angles' cosines and sines, (1, T, D)."""
         parts = self.parts()
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
-        if first_tokens_only and self.is_last:
-            self.ran = "first tokens"
-            return _gated_first_tokens(x_TH, parts, self.rates(), unpadding, cos_TD, sin_TD)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        if not x_TH.is_cuda or dtype == torch.float32:
+        by_kernels = x_TH.is_cuda and dtype != torch.float32
+        if first_tokens_only and self.is_last:
+            self.ran = "triton for first tokens" if by_kernels else "first tokens"
+            return _gated_first_tokens(x_TH, parts, self.rates(), unpadding, cos_TD, sin_TD)
+        if not by_kernels:
             self.ran = "torch"
             stock: Any = super(FusedLayer, self)
             return stock.forward(x_TH.unsqueeze(0), unpadding=unpadding, **kwargs).squeeze(0)  # type: ignore[no-any-return]
@@ -211,11 +213,26 @@ def _first_tokens_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, 
     everything after attention, only for one token per row.
     """
     first_BH = _first_tokens(x_TH, plan)
-    query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
+    query_BH = F.linear(first_BH, parts.query.weight, parts.query.bias)
     weight, bias = (torch.cat([getattr(parts.key, n), getattr(parts.value, n)]) for n in ("weight", "bias"))
-    key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
-    attended = F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key, value, real_keys(plan), rates.weights)
-    return _among_zeros(_after_attention(attended.flatten(1), first_BH, parts, rates), plan, len(x_TH))
+    attended_BH = _attend(query_BH, F.linear(x_TH, weight, bias), plan, parts.heads, rates.weights)
+    return _among_zeros(_after_attention(attended_BH, first_BH, parts, rates), plan, len(x_TH))
+
+
+def _attend(
+    query_BH: Tensor, key_value: Tensor, plan: Plan, heads: int, dropout: float, window: int | None = None
+) -> Tensor:
+    """Compute the attention output of each row's first token, (B, H), from packed keys and values (T, 2·H)."""
+    if key_value.is_cuda and key_value.dtype in (torch.bfloat16, torch.float16):
+        from composer_speedups.kernels.first_token_attention import first_token_attention  # imports Triton
+
+        return first_token_attention(query_BH, key_value, plan.cu_seqlens, heads, dropout, window)
+    key, value = (repad(each, plan, heads) for each in key_value.chunk(2, -1))
+    seen = real_keys(plan)
+    if window is not None:  # a row this long starts in its first slot and has no holes
+        seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= window)
+    query = query_BH.unflatten(-1, (heads, 1, -1))
+    return F.scaled_dot_product_attention(query, key, value, seen, dropout).flatten(1)
 
 
 def _gated_first_tokens(
@@ -228,12 +245,9 @@ def _gated_first_tokens(
     query_BAD = _rotated(query_BAD, *(_first_tokens(angles, plan) for angles in (cos_TD, sin_TD)))
     key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
     key_TH = _rotated(key_TH.unflatten(-1, (parts.heads, -1)), cos_TD, sin_TD).flatten(1)
-    key, value = (repad(each, plan, parts.heads) for each in (key_TH, value_TH))
-    seen = real_keys(plan)
-    if parts.window is not None:  # a row this long starts in its first slot and has no holes
-        seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= parts.window)
-    attended = F.scaled_dot_product_attention(query_BAD.unsqueeze(2), key, value, seen, rates.weights)
-    summed = _first_tokens(x_TH, plan) + F.dropout(parts.out(attended.flatten(1)), rates.attention)
+    key_value = torch.cat([key_TH, value_TH], 1)
+    attended_BH = _attend(query_BAD.flatten(1), key_value, plan, parts.heads, rates.weights, parts.window)
+    summed = _first_tokens(x_TH, plan) + F.dropout(parts.out(attended_BH), rates.attention)
     activated, gate = parts.up(parts.output_norm(summed)).chunk(2, -1)
     out_BH = summed + parts.down(F.dropout(F.gelu(activated) * gate, rates.output))
     return _among_zeros(out_BH, plan, len(x_TH))

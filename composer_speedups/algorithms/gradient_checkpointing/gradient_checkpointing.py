@@ -24,9 +24,7 @@ class GradientCheckpointing(Technique):
     stage = Stage.SURGERY
     exactness = "exact"
     conflicts = (
-        Conflict(
-            "cuda_graphs", "gradient_checkpointing reads the random generator's state, which a capture forbids"
-        ),
+        Conflict("cuda_graphs", "gradient_checkpointing reads the random generator's state, which a capture forbids"),
     )
     trials = ()
     never_tried = "it saves memory at the cost of time, and tune optimizes time"

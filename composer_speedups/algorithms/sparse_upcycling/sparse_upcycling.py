@@ -32,9 +32,7 @@ class SparseUpcycling(Technique):
     changes_structure = True
     exactness = "recipe"
     conflicts = (
-        Conflict(
-            "cuda_graphs", "sparse_upcycling reads the tokens per expert on the host, which a capture forbids"
-        ),
+        Conflict("cuda_graphs", "sparse_upcycling reads the tokens per expert on the host, which a capture forbids"),
     )
     trials = ()
     never_tried = "it adds parameters and does not make steps faster"
