@@ -9,7 +9,8 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 =================================== =================================================================================
 ``attention.attention_forward``     qkv (T, 3·H), cu_seqlens int32 (R + 1,) → out (T, H), logs float32 (A, T);
                                     ``window`` limits the distance of the attended tokens to either side
-``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H)
+``attention.attention_backward``    gradient of out, and the above → gradient of qkv (T, 3·H), and partial sums of it
+                                    over tokens (P, 3·H)
 ``disentangled_attention.``         DeBERTa's attention: ``disentangled_forward`` and ``disentangled_backward`` also
                                     have a table of positions (P, 2·H) with a gradient; ``attend`` is the autograd
                                     operator
@@ -18,9 +19,9 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
                                     ``first_token_forward`` and ``first_token_backward`` are the two passes
 ``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
                                     stored in x's memory, and statistics float32 (2, T)
-``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), sums float32 (3, H)
+``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), partial sums (P, 3, H)
 ``gelu.gelu_backward``              gradient (T, F), overwritten, and GELU's input (T, F) → gradient, GELU's result
-                                    (T, F) and the bias's gradient float32 (F,)
+                                    (T, F) and partial sums of the gradient (P, F)
 ``geglu.geglu_forward``             dropout(GELU(first half) · second half) of (T, 2·F) → (T, F)
 ``geglu.geglu_backward``            gradient (T, F), overwritten, and the input → gradient (T, 2·F), the result (T, F)
 ``pre_norm.pre_norm_forward``       LayerNorm(residual + dropout(sublayer)), with a float32 residual stream (T, H) →
@@ -28,7 +29,8 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``pre_norm.pre_norm_backward``      gradients of the result and of the sum → of residual and sublayer (T, H), of the
                                     weight float32 (H,), and the recomputed result
 ``rotary.rotate``                   rotates the queries and keys in qkv (T, 3·H) by their positions, or back, in place
-``gelu.column_sums``                (T, F) → float32 (F,)
+``sums.totals``                     up to four partial sums over tokens, float32 (P, …) → their totals (…)
+``sums.partial_sums``               (T, F) → partial sums over tokens, float32 (P, F)
 ``gelu.gelu_float8``                GELU's input (T, F) → GELU's result in 8 bits
 ``float8.new_scales``               number of 8-bit operands → their scales and recorded magnitudes
 ``float8.begin_scales``             computes scales for the next pass from the magnitudes of the last one
@@ -50,7 +52,7 @@ Attention in two rows of 5 and 3 tokens, and its gradient::
     cu_seqlens = torch.tensor([0, 5, 8], dtype=torch.int32, device=device)
     seed = torch.tensor([7], dtype=torch.int32, device=device)
     out, logs = attention_forward(qkv, cu_seqlens, 5, heads, dropout, seed)
-    grad_qkv = attention_backward(torch.ones_like(out), qkv, out, logs, cu_seqlens, 5, dropout, seed)
+    grad_qkv, partial_sums = attention_backward(torch.ones_like(out), qkv, out, logs, cu_seqlens, 5, dropout, seed)
 """
 
 from __future__ import annotations

@@ -15,15 +15,17 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
 from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["attention_backward", "attention_forward"]
 
-# Queries (rows) and keys (columns) per block, warps, and pipeline stages: the fastest measured on an H200. With more
-# than 128 registers per thread, three blocks instead of four fit on a multiprocessor.
+# Queries (rows) and keys (columns) per block, warps, and pipeline stages: the fastest measured on an H200. With at most
+# 128 registers per thread, four blocks fit on a multiprocessor; with at most 168, three.
 _FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 128}
-_QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
-_KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2}
+_QUERIES = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+_KEYS = {"ROWS": 32, "COLUMNS": 64, "num_warps": 4, "num_stages": 2, "maxnreg": 168}
+assert _QUERIES["ROWS"] == _KEYS["COLUMNS"]  # the kernels share rows of partial sums
 
 
 def attention_forward(
@@ -34,6 +36,7 @@ def attention_forward(
     dropout: float,
     seed: Tensor,
     window: int | None = None,
+    operand: Float8 | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute softmax(q kᵀ / √D) v for each row.
 
@@ -46,6 +49,7 @@ def attention_forward(
         seed: int32 (1,), on the device; the same seed drops the same weights.
         window: A token attends to the tokens of its row at most this many tokens before or after it, and other pairs
             are not computed; None attends to the whole row.
+        operand: Also receives the result in 8 bits, settled.
 
     Returns:
         The result (T, A·D), and the base-2 logarithms of the softmax's denominators, float32 (A, T).
@@ -55,9 +59,12 @@ def attention_forward(
     out = torch.empty(tokens, hidden, device=qkv.device, dtype=qkv.dtype)
     logs = torch.empty(heads, tokens, device=qkv.device, dtype=torch.float32)
     _attention_forward[(triton.cdiv(longest, _FORWARD["ROWS"]), heads, len(cu_seqlens) - 1)](
-        qkv, cu_seqlens, out, logs, seed, tokens, size**-0.5 * 1.4426950408889634, threshold_of(dropout),
-        1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0, WINDOW=_window(window), **_FORWARD,
+        qkv, cu_seqlens, out, logs, seed, *(operand or (out, seed)), tokens, size**-0.5 * 1.4426950408889634,
+        threshold_of(dropout), 1 / (1 - dropout), HIDDEN=hidden, SIZE=size, DROPOUT=dropout > 0,
+        WINDOW=_window(window), FLOAT8=operand is not None, **_options(_FORWARD, size),
     )  # fmt: skip
+    if operand is not None:
+        settle(operand, out)
     return out, logs
 
 
@@ -71,13 +78,17 @@ def attention_backward(
     dropout: float,
     seed: Tensor,
     window: int | None = None,
-) -> Tensor:
-    """Return the gradient of ``qkv``, (T, 3·A·D).
+    operand: Float8 | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradient of ``qkv``, (T, 3·A·D), and partial sums of it over tokens, float32 (P, 3·A·D).
+
+    The totals of the partial sums (:func:`~.sums.totals`) are the gradient of a bias that was added to ``qkv``.
 
     Args:
         grad_out: Gradient of ``out``; contiguous.
         qkv, cu_seqlens, longest, dropout, seed, window: As in :func:`attention_forward`.
         out, logs: As returned by :func:`attention_forward`.
+        operand: Also receives the gradient in 8 bits, settled.
     """
     tokens, hidden = out.shape
     heads = logs.shape[0]
@@ -86,15 +97,37 @@ def attention_backward(
     delta = torch.empty_like(logs)
     bits = torch.empty_like(logs, dtype=torch.int32)
     scale, rows = size**-0.5, len(cu_seqlens) - 1
+    blocks = triton.cdiv(longest, _QUERIES["ROWS"])  # of queries, and as many of keys
+    partial = torch.empty(rows * blocks, 3 * hidden, device=qkv.device, dtype=torch.float32)
     common = (tokens, scale, threshold_of(dropout), 1 / (1 - dropout))
     constants = {"HIDDEN": hidden, "SIZE": size, "DROPOUT": dropout > 0, "WINDOW": _window(window)}
-    _attention_query_gradients[(triton.cdiv(longest, _QUERIES["ROWS"]), heads, rows)](
-        grad_out, qkv, out, logs, delta, bits, grad, cu_seqlens, seed, *common, **constants, **_QUERIES
+    constants |= {"FLOAT8": operand is not None}
+    written = (grad, partial, *(operand or (grad, seed)))
+    _attention_query_gradients[(blocks, heads, rows)](
+        grad_out,
+        qkv,
+        out,
+        logs,
+        delta,
+        bits,
+        *written,
+        cu_seqlens,
+        seed,
+        *common,
+        **constants,
+        **_options(_QUERIES, size),
     )
-    _attention_key_gradients[(triton.cdiv(longest, _KEYS["COLUMNS"]), heads, rows)](
-        grad_out, qkv, logs, delta, bits, grad, cu_seqlens, *common, **constants, **_KEYS
+    _attention_key_gradients[(blocks, heads, rows)](
+        grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants, **_options(_KEYS, size)
     )
-    return grad
+    if operand is not None:
+        settle(operand, grad)
+    return grad, partial
+
+
+def _options(options: dict[str, int], size: int) -> dict[str, int]:
+    """Return a kernel's constants; wide heads need more registers than the limits allow."""
+    return options if size <= 64 else {name: value for name, value in options.items() if name != "maxnreg"}
 
 
 def _window(window: int | None) -> int:
@@ -113,9 +146,9 @@ def _reach(first, count: tl.constexpr, length, block: tl.constexpr, WINDOW: tl.c
 
 @triton.jit
 def _attention_forward(
-    qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    qkv_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, out8_ptr, scales_ptr, tokens, scale, threshold, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
@@ -155,8 +188,20 @@ def _attention_forward(
         out = out * shrink[:, None] + tl.dot(weights.to(v.dtype), v)
     out *= (kept_scale / total)[:, None]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
-    tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=queries[:, None] < length)
+    out = tl.where(queries[:, None] < length, out, 0.0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + out_at, out, mask=queries[:, None] < length)
+    if FLOAT8:
+        _store_float8(out, out8_ptr, out_at, queries[:, None] < length, scales_ptr)
     tl.store(logs_ptr + head * tokens + start + queries, most + tl.log2(total), mask=queries < length)
+
+
+@triton.jit
+def _store_float8(x, out8_ptr, at, valid, scales_ptr):
+    """Store a block in 8 bits, and record its largest magnitude; ``x`` is 0 where it is not valid."""
+    x = x.to(tl.float32)
+    tl.store(out8_ptr + at, (x * scale_of(scales_ptr)).to(out8_ptr.dtype.element_ty), mask=valid)
+    program = tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+    note_magnitude(scales_ptr, program, tl.max(tl.max(tl.abs(x), 1), 0))
 
 
 # The backward pass has two kernels: one loops over the keys for each block of queries, the other over the queries for
@@ -165,10 +210,10 @@ def _attention_forward(
 
 @triton.jit
 def _attention_query_gradients(
-    grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, seed_ptr, tokens, scale,
-    threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad_out_ptr, qkv_ptr, out_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, partial_ptr, grad8_ptr, scales_ptr,
+    cu_seqlens_ptr, seed_ptr, tokens, scale, threshold, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of queries.
 
@@ -178,10 +223,12 @@ def _attention_query_gradients(
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
     first = tl.program_id(0) * ROWS
+    units = tl.arange(0, SIZE)
+    partial_ptr += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * (3 * HIDDEN) + head * SIZE
     if first >= length:
+        tl.store(partial_ptr + units, tl.zeros((SIZE,), tl.float32))
         return
     queries = first + tl.arange(0, ROWS)
-    units = tl.arange(0, SIZE)
     valid = queries < length
     seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
     row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
@@ -212,25 +259,39 @@ def _attention_query_gradients(
             grad_weights = tl.where(bits >= threshold, grad_weights, 0.0)
         grad_scores = weights * (grad_weights - delta[:, None])
         grad += tl.dot(grad_scores.to(k.dtype), k)
-    tl.store(grad_ptr + at, (grad * scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
+    _store_gradient(grad * scale, grad_ptr, partial_ptr + units, grad8_ptr, at, valid, scales_ptr, FLOAT8)
+
+
+@triton.jit
+def _store_gradient(grad, grad_ptr, partial_ptr, grad8_ptr, at, valid, scales_ptr, FLOAT8: tl.constexpr):
+    """Store a block's gradient, its sum over tokens, and with FLOAT8 its 8-bit copy."""
+    grad = tl.where(valid[:, None], grad, 0.0)
+    tl.store(partial_ptr, tl.sum(grad, 0))
+    grad = grad.to(grad_ptr.dtype.element_ty)
+    tl.store(grad_ptr + at, grad, mask=valid[:, None])
+    if FLOAT8:
+        _store_float8(grad, grad8_ptr, at, valid[:, None], scales_ptr)
 
 
 @triton.jit
 def _attention_key_gradients(
-    grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, cu_seqlens_ptr, tokens, scale,
-    threshold, kept_scale,
-    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    grad_out_ptr, qkv_ptr, logs_ptr, delta_ptr, bits_ptr, grad_ptr, partial_ptr, grad8_ptr, scales_ptr,
+    cu_seqlens_ptr, tokens, scale, threshold, kept_scale,
+    HIDDEN: tl.constexpr, SIZE: tl.constexpr, DROPOUT: tl.constexpr, WINDOW: tl.constexpr, FLOAT8: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a block of keys and values; matrices have a row per key and a column per query."""
     head = tl.program_id(1)
     start = tl.load(cu_seqlens_ptr + tl.program_id(2))
     length = tl.load(cu_seqlens_ptr + tl.program_id(2) + 1) - start
     first = tl.program_id(0) * COLUMNS
+    units = tl.arange(0, SIZE)
+    partial_ptr += (tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)) * (3 * HIDDEN) + HIDDEN + head * SIZE
     if first >= length:
+        tl.store(partial_ptr + units, tl.zeros((SIZE,), tl.float32))
+        tl.store(partial_ptr + HIDDEN + units, tl.zeros((SIZE,), tl.float32))
         return
     keys = first + tl.arange(0, COLUMNS)
-    units = tl.arange(0, SIZE)
     valid = keys < length
     column_bits = spread_bits(keys)
     at = (start + keys).to(tl.int64)[:, None] * (3 * HIDDEN) + HIDDEN + head * SIZE + units[None, :]
@@ -262,5 +323,7 @@ def _attention_key_gradients(
             grad_weights = tl.where(keep, grad_weights, 0.0)
         grad_v += tl.dot(kept.to(grad_out.dtype), grad_out)
         grad_k += tl.dot((weights * (grad_weights - delta[None, :])).to(q.dtype), q)
-    tl.store(grad_ptr + at, (grad_k * scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
-    tl.store(grad_ptr + at + HIDDEN, (grad_v * kept_scale).to(grad_ptr.dtype.element_ty), mask=valid[:, None])
+    _store_gradient(grad_k * scale, grad_ptr, partial_ptr + units, grad8_ptr, at, valid, scales_ptr, FLOAT8)
+    at += HIDDEN
+    partial_ptr += HIDDEN
+    _store_gradient(grad_v * kept_scale, grad_ptr, partial_ptr + units, grad8_ptr, at, valid, scales_ptr, FLOAT8)

@@ -23,8 +23,9 @@ from composer_speedups.kernels.float8 import (
     cast_weights,
     new_scales,
 )
-from composer_speedups.kernels.gelu import column_sums, gelu_backward, gelu_float8
+from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+from composer_speedups.kernels.sums import totals
 
 __all__ = ["Compiling", "compile_ahead", "launches"]
 
@@ -73,7 +74,8 @@ def launches(
 
     def gelu_gradients() -> None:
         gelu_backward(zeros(inner), zeros(inner))
-        column_sums(zeros(3 * hidden))
+        norms = torch.zeros(1, 3, hidden, device=device)
+        totals([norms, torch.zeros(1, inner, device=device), norms, torch.zeros(1, 3 * hidden, device=device)])
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
     row = torch.zeros(1, shape.embedding, device=device)
@@ -115,7 +117,6 @@ def launches(
     def gelu8() -> None:
         gelu_float8(zeros(inner), scales[0])
         gelu_backward(zeros(inner), zeros(inner), operand(inner, GRADIENT))
-        column_sums(zeros(3 * hidden), operand(3 * hidden, GRADIENT))
 
     def casts() -> None:
         square = torch.zeros(hidden, hidden, device=device)
@@ -124,11 +125,23 @@ def launches(
         cast_float8(zeros(hidden), scales[0])
         begin_scales(new_scales(3, device), 1, keep=True)
 
+    def attention8(dropout: float) -> None:
+        output = operand(hidden, ACTIVATION)
+        attention_forward(zeros(3 * hidden), cu, _TOKENS, shape.heads, dropout, seed, operand=output)
+
+    def attention8_gradients() -> None:
+        logs = torch.zeros(shape.heads, _TOKENS, device=device)
+        attention_backward(
+            zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.weights, seed,
+            operand=operand(3 * hidden, GRADIENT),
+        )  # fmt: skip
+
     training += [
-        casts, gelu8, partial(norm8_gradients, shape.attention, weight), partial(norm8_gradients, shape.output, None),
+        attention8_gradients, partial(attention8, shape.weights), casts, gelu8,
+        partial(norm8_gradients, shape.attention, weight), partial(norm8_gradients, shape.output, None),
         partial(norm8, shape.attention),
     ]  # fmt: skip
-    return training, [*evaluation, partial(norm8, 0.0)]
+    return training, [*evaluation, partial(norm8, 0.0), partial(attention8, 0.0)]
 
 
 class Compiling:

@@ -7,8 +7,6 @@ Shapes: T tokens, F units of the feed-forward layer.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,11 +23,10 @@ from composer_speedups.kernels.float8 import (
     targets_of,
 )
 
-__all__ = ["column_sums", "gelu_backward", "gelu_float8"]
+__all__ = ["gelu_backward", "gelu_float8"]
 
 _FORWARD = {"BLOCK": 4096, "num_warps": 8}
 _BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # per tile
-_SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 
 
 def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
@@ -59,35 +56,22 @@ def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) 
         operand: Also receives the gradient of x in 8 bits, settled.
 
     Returns:
-        The gradient of x (T, F), GELU of x (T, F), and the gradient's sum over tokens, float32 (F,), which is the
-        gradient of a bias that was added to x.
+        The gradient of x (T, F), GELU of x (T, F), and partial sums of the gradient over tokens, float32 (P, F), for
+        :func:`~.sums.totals`: their total is the gradient of a bias that was added to x.
     """
+    tokens, features = x_TF.shape
     result = torch.empty_like(x_TF)
-    sums = _launch(_gelu_backward, _BACKWARD, operand, x_TF, grad_TF, x_TF, result)
+    strips, groups = triton.cdiv(features, _BACKWARD["COLUMNS"]), 3
+    if x_TF.is_cuda:
+        groups = max(1, 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count // strips)
+    partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
+    _gelu_backward[(strips, groups)](
+        grad_TF, x_TF, result, *(operand or (x_TF, x_TF)), partial, tokens, features, FLOAT8=operand is not None,
+        **_BACKWARD,
+    )  # fmt: skip
     if operand is not None:
         settle(operand, grad_TF)
-    return grad_TF, result, sums
-
-
-def column_sums(x_TF: Tensor, operand: Float8 | None = None) -> Tensor:
-    """Return the sum over tokens, float32 (F,), of a contiguous (T, F); ``operand`` receives x in 8 bits, settled."""
-    sums = _launch(_column_sums, _SUMS, operand, x_TF, x_TF)
-    if operand is not None:
-        settle(operand, x_TF)
-    return sums
-
-
-def _launch(kernel: Any, tile: dict[str, int], operand: Float8 | None, x_TF: Tensor, *tensors: Tensor) -> Tensor:
-    """Launch a kernel over tiles of (T, F) whose programs sum over groups of tokens, and return the total sums."""
-    tokens, features = x_TF.shape
-    strips, groups = triton.cdiv(features, tile["COLUMNS"]), 3
-    if x_TF.is_cuda:
-        programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
-        groups = max(1, programs // strips)
-    partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
-    written = operand or (x_TF, x_TF)  # unused without an operand
-    kernel[(strips, groups)](*tensors, *written, partial, tokens, features, FLOAT8=operand is not None, **tile)
-    return partial.sum(0)
+    return grad_TF, result, partial
 
 
 @triton.jit
@@ -150,31 +134,6 @@ def _gelu_backward(
             rounded = rounded.to(tl.float32)
             tl.store(out8_ptr + at, (rounded * scale).to(out8_ptr.dtype.element_ty), mask=valid)
             largest = tl.maximum(largest, tl.abs(rounded))
-    if FLOAT8:
-        note_magnitude(scales_ptr, group * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
-    tl.store(partial_ptr + group * features + columns, tl.sum(total, 0), mask=columns < features)
-
-
-@triton.jit
-def _column_sums(
-    x_ptr, out8_ptr, scales_ptr, partial_ptr, tokens, features,
-    FLOAT8: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    group = tl.program_id(1)
-    total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    if FLOAT8:
-        scale = scale_of(scales_ptr)
-        largest = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(group * ROWS, tokens, tl.num_programs(1) * ROWS):
-        rows = start + tl.arange(0, ROWS)
-        at = rows.to(tl.int64)[:, None] * features + columns[None, :]
-        valid = (rows < tokens)[:, None] & (columns < features)[None, :]
-        x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
-        total += x
-        if FLOAT8:
-            tl.store(out8_ptr + at, (x * scale).to(out8_ptr.dtype.element_ty), mask=valid)
-            largest = tl.maximum(largest, tl.abs(x))
     if FLOAT8:
         note_magnitude(scales_ptr, group * tl.num_programs(0) + tl.program_id(0), tl.max(tl.max(largest, 1), 0))
     tl.store(partial_ptr + group * features + columns, tl.sum(total, 0), mask=columns < features)

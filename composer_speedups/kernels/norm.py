@@ -81,9 +81,10 @@ def add_norm_backward(
         operand: Also receives the gradient of x in 8 bits, settled.
 
     Returns:
-        The gradient of the residual (T, H); the gradient of x (T, H; the same tensor without dropout); float32 (3, H)
-        with the gradients of the weight, of the bias, and of a bias that was added to x before (the sum over tokens of
-        x's gradient); and the forward pass's result (T, H), or None without ``bias_H``.
+        The gradient of the residual (T, H); the gradient of x (T, H; the same tensor without dropout); partial sums,
+        float32 (P, 3, H), for :func:`~.sums.totals`: their totals are the gradients of the weight, of the bias, and of
+        a bias that was added to x before (the sum over tokens of x's gradient); and the forward pass's result (T, H),
+        or None without ``bias_H``.
     """
     tokens, hidden = grad_TH.shape
     grad_residual = torch.empty_like(grad_TH)
@@ -103,7 +104,7 @@ def add_norm_backward(
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_x)
-    return grad_residual, grad_x, partial.sum(0), again
+    return grad_residual, grad_x, partial, again
 
 
 def threshold_of(dropout: float) -> int:

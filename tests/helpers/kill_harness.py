@@ -70,7 +70,7 @@ def _train(arguments: list[str], point: Point | None) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (point["largest_file"], point["largest_file"]))
     elif point is not None and point["at"] != "random":
-        _PLACES[point["at"]](point["count"], lambda: os.kill(os.getpid(), point.get("signal", signal.SIGKILL)))
+        _install(point["at"], point["count"], lambda: os.kill(os.getpid(), point.get("signal", signal.SIGKILL)))
     with exit_codes():
         application.main(arguments)
 
@@ -109,25 +109,26 @@ def _in_write(count: int, act: Callable[[], None]) -> None:
     checkpoint._write_checkpoint_file = halfway
 
 
-def _calls(owner: str, name: str, *, before: bool = True) -> Callable[[int, Callable[[], None]], None]:
-    """What installs an act at the calls of ``name``; ``owner``, by its dotted path, is imported only then."""
+# Kills at calls of a function: its owner, imported only when the kill is installed, its name, and whether before it.
+CALLS: dict[str, tuple[str, str, bool]] = {
+    "data": ("composer_speedups.data.loader:Pad", "__call__", True),
+    "step": ("torch:Tensor", "backward", True),
+    "batch_end": ("composer_speedups.callbacks.throughput:ThroughputMonitor", "batch_end", True),
+    "eval": ("composer:Trainer", "_eval_loop", False),
+    "rename": ("composer_speedups.train.checkpoints.saver", "publish", True),
+    "symlink": ("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_point_at", True),
+    "rotate": ("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_remove_older", True),
+    "export": ("composer_speedups.tasks.export", "model_of", False),
+    "report": ("composer_speedups.train.report", "write_json", True),
+}
 
-    def install(count: int, act: Callable[[], None]) -> None:
+
+def _install(point: str, count: int, act: Callable[[], None]) -> None:
+    if point == "write":
+        _in_write(count, act)
+    else:
+        owner, name, before = CALLS[point]
         _at_call(pkgutil.resolve_name(owner), name, count, act, before=before)
 
-    return install
 
-
-_PLACES: dict[str, Callable[[int, Callable[[], None]], None]] = {
-    "data": _calls("composer_speedups.data.loader:Pad", "__call__"),
-    "step": _calls("torch:Tensor", "backward"),
-    "batch_end": _calls("composer_speedups.callbacks.throughput:ThroughputMonitor", "_end_batch"),
-    "eval": _calls("composer:Trainer", "_eval_loop", before=False),
-    "write": _in_write,
-    "rename": _calls("composer_speedups.train.checkpoints.saver", "publish"),
-    "symlink": _calls("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_point_at"),
-    "rotate": _calls("composer_speedups.train.checkpoints.saver:WholeCheckpointSaver", "_remove_older"),
-    "export": _calls("composer_speedups.tasks.export", "model_of", before=False),
-    "report": _calls("composer_speedups.train.report", "write_json"),
-}
-POINTS = tuple(_PLACES)
+POINTS = ("data", "step", "batch_end", "eval", "write", "rename", "symlink", "rotate", "export", "report")

@@ -82,10 +82,11 @@ from composer_speedups.kernels.float8 import (
     scaled_product,
 )
 from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
-from composer_speedups.kernels.gelu import column_sums, gelu_backward, gelu_float8
+from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
+from composer_speedups.kernels.sums import partial_sums, totals
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]
@@ -126,6 +127,7 @@ def norms(dropout: float) -> None:
     near("its residual's gradient", d_residual, leaves[1].grad)
     near("its input's gradient", d_x, leaves[0].grad)
     parameters: list[Any] = [leaves[2].grad, leaves[3].grad]
+    (sums,) = totals([sums])
     near("its parameters' gradients", sums[:2], torch.stack(parameters))
     near("the sum of its input's gradient", sums[2], leaves[0].grad.sum(0))
 
@@ -137,8 +139,12 @@ def gelus() -> None:
     d_x, result, sums = gelu_backward(grad.clone(), x)
     near("GELU's gradient", d_x, leaf.grad)
     near("the recomputed GELU", result, F.gelu(x))
-    near("the sum of GELU's gradient", sums, leaf.grad.sum(0))
-    near("sums over tokens", column_sums(x), x.sum(0))
+    third, fourth = random(300, 2, 33), random(1, 5)  # more rows than one block, and strips with an end
+    found = totals([sums, partial_sums(x), third, fourth])
+    near("the sum of GELU's gradient", found[0], leaf.grad.sum(0))
+    near("sums over tokens", found[1], x.sum(0))
+    near("totals", found[2], third.sum(0))
+    near("the total of one row", found[3], fourth[0])
 
 
 def kept_weights(cu: Tensor, heads: int, dropout: float) -> list[Tensor]:
@@ -258,7 +264,7 @@ def windows() -> None:
         near(f"attention, window {window}", out, expected)
         grad = random(*out.shape)
         expected.backward(grad)
-        near("its gradient", attention_backward(grad, qkv, out, logs, cu, 256, 0.0, seed(), window), leaf.grad)
+        near("its gradient", attention_backward(grad, qkv, out, logs, cu, 256, 0.0, seed(), window)[0], leaf.grad)
 
 
 def attentions(dropout: float) -> None:
@@ -279,7 +285,10 @@ def attentions(dropout: float) -> None:
     near(f"attention, dropout {dropout}", out, expected)
     grad = random(*out.shape)
     expected.backward(grad)
-    near("its gradient", attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed()), leaf.grad)
+    found, partial = attention_backward(grad, qkv, out, logs, cu, 128, dropout, seed())
+    near("its gradient", found, leaf.grad)
+    assert leaf.grad is not None
+    near("the sum of its gradient", totals([partial])[0], leaf.grad.sum(0))
 
 
 def dequantized(operand: Float8) -> Tensor:
@@ -351,11 +360,16 @@ def float8_kernels(dropout: float) -> None:
         check_cast(f"norm's gradient in 8 bits, {attempt}", operand, found[1])
         up, d_up = 4 * random(tokens, inner), 1e-6 * random(tokens, inner)
         check_cast(f"GELU in 8 bits, {attempt}", gelu_float8(up, rows[2]), F.gelu(up))
-        operand, sums = Float8.like(up, GRADIENT, rows[3]), Float8.like(up, GRADIENT, rows[4])
+        operand = Float8.like(up, GRADIENT, rows[3])
         d_up = gelu_backward(d_up, up, operand)[0]
         check_cast(f"GELU's gradient in 8 bits, {attempt}", operand, d_up)
-        near("sums over tokens", column_sums(d_up, sums), d_up.sum(0))
-        check_cast(f"the summed gradient in 8 bits, {attempt}", sums, d_up)
+        qkv, cu = random(tokens, 3 * hidden), torch.tensor([0, 30, 30, tokens], dtype=torch.int32, device=DEVICE)
+        attended, gradient = Float8.like(x, ACTIVATION, rows[4]), Float8.like(qkv, GRADIENT, rows[5])
+        out, logs = attention_forward(qkv, cu, 128, 3, dropout, seed(), operand=attended)
+        check_cast(f"attention in 8 bits, {attempt}", attended, out)
+        grad_out = 1e-6 * random(tokens, hidden)
+        d_qkv, _ = attention_backward(grad_out, qkv, out, logs, cu, 128, dropout, seed(), operand=gradient)
+        check_cast(f"attention's gradient in 8 bits, {attempt}", gradient, d_qkv)
         weights = [0.02 * random(hidden, hidden) for _ in range(4)] + [random(inner, hidden), random(hidden, inner)]
         products = [torch.cat(weights[:3]), *weights[3:]]
         for straight, turned, product in zip(*cast_weights(weights, rows[8:].unbind()), products, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import pkgutil
 import re
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from composer_speedups.train.checkpoints.saver import checkpoints_in
 from tests.conftest import ROOT
 from tests.helpers.jobs import SHORT
-from tests.helpers.kill_harness import POINTS, Point, run_cases
+from tests.helpers.kill_harness import CALLS, POINTS, Point, run_cases
 from tests.helpers.settings import ENTRIES
 
 _JOB = [
@@ -120,6 +121,11 @@ def _techniques() -> list[tuple[str, str]]:
             chosen = {**entry.needs, name: variant}
             found.append((f"{name}-{len(found)}", f"algorithms={json.dumps(chosen)}"))
     return found
+
+
+def test_the_functions_at_whose_calls_runs_are_killed_exist() -> None:
+    for owner, name, _ in CALLS.values():
+        assert callable(getattr(pkgutil.resolve_name(owner), name)), (owner, name)
 
 
 @pytest.mark.long

@@ -27,8 +27,9 @@ from composer_speedups.kernels.float8 import (
     cast_weights,
     scaled_product,
 )
-from composer_speedups.kernels.gelu import column_sums, gelu_backward, gelu_float8
+from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+from composer_speedups.kernels.sums import totals
 
 __all__ = ["OPERANDS", "float8_layer"]
 
@@ -97,8 +98,9 @@ class _Float8Layer(torch.autograd.Function):
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = dropout_seeds(rates, x.device)
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
-        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0])
-        summed1 = scaled_product(cast_float8(attended, scales[_Row.ATTENDED]), out_w, dtype, out_b)
+        attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
+        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0], operand=attended8)
+        summed1 = scaled_product(attended8, out_w, dtype, out_b)
         eps = parts.attention_norm.eps, parts.output_norm.eps
         hidden8 = Float8.like(x, ACTIVATION, scales[_Row.HIDDEN])
         hidden, summed1, stats1 = add_norm_forward(
@@ -128,29 +130,29 @@ class _Float8Layer(torch.autograd.Function):
             return Float8.like(like, GRADIENT, scales[row])
 
         d_down8, d_up8 = operand(grad, _Row.D_DOWN), operand(up, _Row.D_UP)
-        d_hidden, d_down, norm2, _ = add_norm_backward(
+        d_hidden, d_down, sums2, _ = add_norm_backward(
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2, operand=d_down8
         )
-        d_up, activated, d_up_b = gelu_backward(scaled_product(d_down8, down_w, dtype, fast=_FAST), up, d_up8)
+        d_up, activated, sums_up = gelu_backward(scaled_product(d_down8, down_w, dtype, fast=_FAST), up, d_up8)
         d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
         del activated, d_down, d_down8
         more = scaled_product(d_up8, up_w, dtype, fast=_FAST)
         d_out8 = operand(grad, _Row.D_OUT)
-        d_x, d_out, norm1, hidden = add_norm_backward(
+        d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b, more, d_out8
         )
         assert hidden is not None
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
         del d_up, d_up8, hidden, d_hidden, more
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
-        d_qkv = attention_backward(
-            scaled_product(d_out8, out_w, dtype, fast=_FAST), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0
+        d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype, fast=_FAST), operand(qkv, _Row.D_QKV)
+        d_qkv, sums_qkv = attention_backward(
+            d_attended, qkv, attended, logs, cu, ctx.longest, rates.weights, seed0, operand=d_qkv8
         )
-        d_qkv8 = operand(d_qkv, _Row.D_QKV)
-        d_qkv_b = column_sums(d_qkv, d_qkv8).chunk(3)
+        norm2, d_up_b, norm1, d_qkv_b = totals([sums2, sums_up, sums1, sums_qkv])
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
         d_x += scaled_product(d_qkv8, qkv_w, dtype, fast=_FAST)
-        gradients = [g for pair in zip(d_qkv_w, d_qkv_b, strict=True) for g in pair]
+        gradients = [g for pair in zip(d_qkv_w, d_qkv_b.chunk(3), strict=True) for g in pair]
         gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
         wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return d_x, None, None, None, None, None, *wanted

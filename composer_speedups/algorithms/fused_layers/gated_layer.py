@@ -101,7 +101,7 @@ class _GatedLayer(torch.autograd.Function):
         d_up_w = weight_gradient(d_up, normed, dtypes[2])
         del d_up, normed
         d_out_w = weight_gradient(d_out, attended, dtypes[1])
-        d_qkv = attention_backward(
+        d_qkv, _ = attention_backward(
             torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0, ctx.window
         )
         rotate(d_qkv, cos, sin, ctx.heads, back=True)

@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
-from composer_speedups.kernels.gelu import column_sums, gelu_backward
+from composer_speedups.kernels.gelu import gelu_backward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
+from composer_speedups.kernels.sums import partial_sums, totals
 
 
 def fused_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
@@ -93,12 +94,12 @@ class _Layer(torch.autograd.Function):
         rates = ctx.rates
         # Without dropout, the first two gradients of a norm are the same tensor, so it is added to only after the
         # matmuls that read it.
-        d_hidden, d_down, norm2, _ = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
-        d_up, activated, d_up_b = gelu_backward(torch.mm(d_down, down_w), up)
+        d_hidden, d_down, sums2, _ = add_norm_backward(grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2)
+        d_up, activated, sums_up = gelu_backward(torch.mm(d_down, down_w), up)
         d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
         del activated, d_down
         d_hidden.addmm_(d_up, up_w)
-        d_x, d_out, norm1, hidden = add_norm_backward(
+        d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b
         )
         assert hidden is not None
@@ -108,14 +109,15 @@ class _Layer(torch.autograd.Function):
         d_attended, d_positions = torch.mm(d_out, out_w), None
         attention_inputs = (attended, logs, cu, ctx.longest, rates.weights, seed0)
         if positions is None:
-            d_qkv = attention_backward(d_attended, qkv, *attention_inputs)
+            d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs)
         else:
             d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *attention_inputs)
             d_positions = d_positions.to(positions.dtype)
+            sums_qkv = partial_sums(d_qkv)
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
-        d_qkv_b = column_sums(d_qkv).chunk(3)
+        norm2, d_up_b, norm1, d_qkv_b = totals([sums2, sums_up, sums1, sums_qkv])
         d_x.addmm_(d_qkv, qkv_w)
-        gradients = [g for pair in zip(d_qkv_w, d_qkv_b, strict=True) for g in pair]
+        gradients = [g for pair in zip(d_qkv_w, d_qkv_b.chunk(3), strict=True) for g in pair]
         gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
         wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return d_x, None, None, None, None, d_positions, None, *wanted
