@@ -1,24 +1,25 @@
-"""Figures in sentences: single values of the committed rows, which :mod:`benchmarks.render` writes into the documents.
+"""Numbers in prose: single values from the committed rows, which :mod:`benchmarks.render` writes into the documents.
 
-A value stands in a line, not at its beginning (Markdown would begin a block of HTML there)::
+A value must not begin a line, where Markdown would start a block of HTML::
 
     trains <!-- value: fast batch=128; ours / best peer; samples/s -->1.52<!-- end --> times as many samples/s
 
 ``TABLE [KEY=VALUE …]; CONFIGURATION [/ OTHER]; MEASURE [WHAT] [; FORMAT]``:
 
-- ``TABLE`` and keys select rows: a key of the row (``batch`` is ``data.batch_size``, ``length`` is
-  ``data.max_length``), or an override of its command line. ``KEY!=VALUE`` excludes rows.
-- ``CONFIGURATION`` is the name of one in the table; of a profile, its column's. ``best peer`` is the configuration of
-  HF Trainer, without techniques of this package, with the most samples/s. ``A / B`` divides A's measure by B's in the
-  same call.
+- ``TABLE`` and keys select rows. ``KEY`` is a key of the row (``batch`` is ``data.batch_size``, ``length`` is
+  ``data.max_length``) or of an override on its command line. ``KEY!=VALUE`` excludes rows.
+- ``CONFIGURATION`` is a configuration's name in the table, or for a profile the name of a column. ``best peer`` is the
+  configuration of HF Trainer, without techniques of this package, with the most samples/s. ``A / B`` divides A's
+  measure by B's in the same call. A call is one invocation of ``benchmarks.run``.
 - ``MEASURE`` is one of :data:`MEASURES`, ``kind NAME`` (a profile's milliseconds per step of one kind of kernel), a key
-  of the row with dots (``startup.imports_seconds``), or ``name``, the configuration's.
-- ``WHAT``: nothing for the median of the runs, ``spread`` (least–most), ``calls`` or ``runs`` (how many).
+  of the row with dots (``startup.imports_seconds``), or ``name``, the configuration's name.
+- ``WHAT``: nothing for the median of the runs, ``spread`` (least–most), ``calls`` or ``runs``, their number (of A's
+  runs, for ``A / B``).
 - ``FORMAT`` is Python's, such as ``.0%``.
 
-A value is of one call, the last that has the configuration, or both; ``spread``, ``calls`` and ``runs`` are of all such
-calls. With ``best peer``, only the calls with the most configurations of HF Trainer count, so that a call with fewer
-peers chooses no weaker one.
+A value comes from the last call that has all named configurations; ``spread``, ``calls`` and ``runs`` cover all such
+calls. With ``best peer``, only the calls with the most rows of HF Trainer count, because a call with fewer may lack the
+best one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def render_values(text: str) -> str:
     """The text with every value written anew from the rows.
 
     Raises:
-        ValueError: A value that no row has, that is spelled wrongly, has no end or begins a line. One line says which.
+        ValueError: No row has a value, its expression is malformed, its end marker is missing, or it begins a line.
     """
     if wrong := re.search(r"^\s*(?:[-*]|\d+\.)?\s*<!-- value: .*", text, re.MULTILINE):
         raise ValueError(f"a value begins a line, where Markdown reads a block of HTML; move it: {wrong[0].strip()}")
@@ -142,7 +143,7 @@ def _name(row: Row) -> str:
 
 def _calls(rows: Sequence[Row], names: Sequence[str], measure: str, where: str) -> list[list[list[Row]]]:
     """For each call that has all the configurations, the rows of each of them; the last call is last."""
-    found: list[tuple[int, list[list[Row]]]] = []  # among how many peers a call chose, and its rows
+    found: list[tuple[int, list[list[Row]]]] = []  # the number of peers in a call, and the chosen rows
     of_names: list[Row] = []
     for call in sorted({row["call"] for row in rows}):
         known = [row for row in rows if row["call"] == call and _has_measure(row, measure)]

@@ -23,11 +23,12 @@ GIB = 2**30
 class MemoryAnatomy(Callback):
     """Logs this rank's peak training memory and its breakdown, in GiB.
 
-    ``memory/peak_gib`` is the allocator's peak on a GPU, and the process's peak resident set on a CPU.
+    ``memory/peak_gib`` is the allocator's peak on a GPU, and the process's peak resident set since it started on a CPU.
     ``memory/weights_gib`` (parameters and buffers), ``memory/gradients_gib`` and ``memory/optimizer_gib`` are the bytes
     of the tensors. ``memory/activations_gib`` is what the forward pass of one micro-batch keeps for the backward pass:
-    the growth of allocated memory on a GPU, the tensors saved by autograd on a CPU. The parts need not add up to the
-    peak, since gradients are created while activations are freed.
+    the growth of allocated memory on a GPU; on a CPU, the tensors saved by autograd, parameters excluded, which are not
+    measured in a compiled model. The sizes need not add up to the peak, since gradients are created while activations
+    are freed.
 
     Measured on the second batch, since the first one may compile, and every ``interval`` batches.
 
@@ -51,13 +52,13 @@ class MemoryAnatomy(Callback):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def _is_due(self, trained: int) -> bool:
-        return trained == 1 or (trained > 0 and trained % self.interval == 0)
+    def _is_due(self, finished: int) -> bool:
+        return finished == 1 or (finished > 0 and finished % self.interval == 0)
 
     def before_forward(self, state: State, logger: Logger) -> None:
         if not self._is_due(state.timestamp.batch.value):
             return
-        self._end_hooks()  # from a pass that ran out of memory and is repeated
+        self._end_hooks()  # of a forward pass that ran out of memory and is now repeated
         device = device_of(state)
         if device.type == "cuda":
             self._before_forward = torch.cuda.memory_allocated(device)
@@ -71,7 +72,7 @@ class MemoryAnatomy(Callback):
                 self._saved[storage.data_ptr()] = storage.nbytes()
             return tensor
 
-        if not is_compiled(state.model):  # hooks would cause recompilation
+        if not is_compiled(state.model):  # hooks would cause recompilation, so nothing is measured
             self._hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
             self._hooks.__enter__()
 

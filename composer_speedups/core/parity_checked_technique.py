@@ -27,16 +27,17 @@ from composer_speedups.families.stock import changes_to
 __all__ = ["Check", "ParityCheckedTechnique"]
 
 Check = Literal["auto", "always", "never"]
-_WAYS_OUT = "remove it for this model, or set check: never if the difference is intended"
+_FIX = "remove it for this model; or, if the difference is intended, set check: never"
 _owners = itertools.count(1)
 _INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 class ParityCheckedTechnique(Technique):
-    """A technique that can be withdrawn from a model and reapplied, and that is compared with the untouched model.
+    """A technique that can be undone and reapplied, so that the changed model can be compared with the untouched one.
 
     Raises:
-        CannotRunError: In the first micro-batch, if the changed model's result differs.
+        CannotRunError: In the first micro-batch, if the changed model's result differs. With ``on_unavailable: warn``,
+            a warning instead, and the technique is withdrawn.
     """
 
     not_recorded = (*Technique.not_recorded, "check")
@@ -51,7 +52,7 @@ class ParityCheckedTechnique(Technique):
         # marks its changes to the model, so that an earlier Trainer does not undo them when it closes
         self.owner = next(_owners)
         self._because: str | None = None  # why a comparison is due; None if none is due
-        self._evaluated = False  # the outputs were compared in an evaluation
+        self._evaluated = False  # compared at least once; an evaluation does not compare again
 
     @abstractmethod
     def withdraw(self, state: State) -> None:
@@ -67,7 +68,7 @@ class ParityCheckedTechnique(Technique):
             self.withdraw(state)
 
     @property
-    def compares_in_the_runs_precision(self) -> bool:
+    def compare_in_training_precision(self) -> bool:
         """Whether to compare in the precision of training instead of float32."""
         return False
 
@@ -86,7 +87,7 @@ class ParityCheckedTechnique(Technique):
 
 
 def compare_with_untouched(event: Event, state: State) -> None:
-    """Compare all techniques that are due at once, and one at a time only if the result differs.
+    """Compare all due techniques together; only if the result differs, one at a time.
 
     Raises:
         CannotRunError: Names the technique, the difference, and how the model deviates from transformers' own.
@@ -98,23 +99,26 @@ def compare_with_untouched(event: Event, state: State) -> None:
         return
     for technique in due:
         technique._evaluated = True
-    trial = _Trial(state, engaged, gradients=training)
+    trial = _Comparison(state, engaged, gradients=training)
+    failure = ""
     try:
         changed, untouched = trial.changed_and_untouched(due)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
+        failure = first_line(error)
         for technique in reversed(due):
             technique.withdraw(state)
+    if trial.any_rank(bool(failure)):
         for technique in due:
-            reason = f"the model could not be compared with the untouched one ({first_line(error)})"
-            technique.unavailable(CannotRunError(technique.name, reason, _WAYS_OUT))
+            reason = f"the comparison with the untouched model failed ({failure or 'on another rank'})"
+            technique.unavailable(CannotRunError(technique.name, reason, _FIX))
         return
-    apart = compare(untouched, changed, trial.tolerance)
-    if not trial.any_rank(apart.beyond is not None):
+    difference = compare(untouched, changed, trial.tolerance)
+    if not trial.any_rank(difference.beyond is not None):
         for technique in due:
             technique.reapply(state)
-            technique.evidence["compared_with_untouched"] = apart.evidence() | {"because": technique._because}
+            technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
     else:
         _find_the_cause(trial, due, untouched)
     for technique in due:
@@ -122,7 +126,7 @@ def compare_with_untouched(event: Event, state: State) -> None:
             technique._because = None
 
 
-def _find_the_cause(trial: _Trial, due: Sequence[ParityCheckedTechnique], untouched: Outcome) -> None:
+def _find_the_cause(trial: _Comparison, due: Sequence[ParityCheckedTechnique], untouched: Outcome) -> None:
     """Reapply the techniques one at a time, and leave out each one that makes the model differ."""
     for technique in due:
         try:
@@ -130,23 +134,23 @@ def _find_the_cause(trial: _Trial, due: Sequence[ParityCheckedTechnique], untouc
         except ValueError as error:  # it depends on a technique that was left out
             technique.unavailable(CannotRunError(technique.name, str(error), "remove it for this model"))
             continue
-        apart = compare(untouched, trial.outcome(), trial.tolerance)
-        if not trial.any_rank(apart.beyond is not None):
-            technique.evidence["compared_with_untouched"] = apart.evidence() | {"because": technique._because}
+        difference = compare(untouched, trial.outcome(), trial.tolerance)
+        if not trial.any_rank(difference.beyond is not None):
+            technique.evidence["compared_with_untouched"] = difference.evidence() | {"because": technique._because}
             continue
         technique.withdraw(trial.state)
-        reason = f"{apart.beyond or 'another rank found a difference'} on the first batch"
+        reason = f"{difference.beyond or 'another rank found a difference'} on the first batch"
         technique.unavailable(
             CannotRunError(
                 technique.name,
                 f"its result differs from the untouched model's: {reason} ({technique._because})",
-                _WAYS_OUT,
+                _FIX,
             )
         )
 
 
-class _Trial:
-    """One micro-batch that runs several times. If it does not fit into memory untouched, only part of it is used."""
+class _Comparison:
+    """One micro-batch that runs several times, with half of its rows if a run does not fit into memory, and so on."""
 
     def __init__(self, state: State, techniques: Sequence[ParityCheckedTechnique], *, gradients: bool) -> None:
         self.state = state
@@ -155,10 +159,12 @@ class _Trial:
             self._batch = technique.own_batch(self._batch)
         self._batch = _with_padding(self._batch)
         self._sharded = state.fsdp_config is not None or state.tp_config is not None
-        self._gradients = gradients and not self._sharded  # autograd alone does not compute gradients of FSDP shards
+        self._gradients = (
+            gradients and not self._sharded
+        )  # torch.autograd.grad does not return gradients of FSDP shards
         self._with_loss = gradients
         self._model: Any = state.model if self._sharded else model_of(state)
-        coarse = any(technique.compares_in_the_runs_precision for technique in techniques)
+        coarse = any(technique.compare_in_training_precision for technique in techniques)
         self.tolerance = SIXTEEN_BITS if coarse else tolerance_of(self._model)
 
     @property
@@ -176,11 +182,14 @@ class _Trial:
                     technique.withdraw(self.state)
                 return changed, self.outcome()
             except RuntimeError as error:
-                for technique in techniques:
-                    technique.reapply(self.state)
+                try:
+                    for technique in techniques:
+                        technique.reapply(self.state)
+                except ValueError:
+                    raise error from None
                 if not isinstance(error, torch.OutOfMemoryError) or self._sharded:
                     raise
-                if world_size() > 1 and not _loss_is_known(self._model):
+                if world_size() > 1 and not _loss_respects_loss_ranks(self._model):
                     raise torch.OutOfMemoryError(
                         f"the comparison with the untouched model ran out of memory ({first_line(error)}), and one of "
                         f"{world_size()} ranks cannot repeat it with fewer samples, since its loss may gather samples "
@@ -202,11 +211,11 @@ class _Trial:
         return measure(self._model, self._call, self._mask, gradients=self._gradients)
 
     def any_rank(self, found: bool) -> bool:
-        """Whether ``found`` is true on any rank, so that all ranks continue in the same way."""
+        """Collective. Whether ``found`` is true on any rank, so that all ranks continue in the same way."""
         return bool(max_over_ranks(self.state.device, int(found)))
 
     def _call(self) -> tuple[Any, Tensor | None]:
-        if self.tolerance is SIXTEEN_BITS:  # the model does not compute in float32
+        if self.tolerance is SIXTEEN_BITS:  # compared in the precision of training
             with get_precision_context(self.state.precision, self.state.precision_config):
                 return self._forward()
         return self._forward()
@@ -215,7 +224,7 @@ class _Trial:
         outputs = self._model(self._batch)
         if not self._with_loss:
             return outputs, None
-        with loss_of_this_rank():  # other ranks may have fewer rows by now
+        with loss_of_this_rank():  # other ranks may have halved their batch
             found = model_of(self.state).loss(outputs, self._batch)
         if isinstance(found, Tensor):
             return outputs, found
@@ -223,7 +232,7 @@ class _Trial:
         return outputs, torch.stack(losses).sum()
 
 
-def _loss_is_known(model: Any) -> bool:
+def _loss_respects_loss_ranks(model: Any) -> bool:
     """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
     methods = [type(each).loss for each in (model, getattr(model, "task", model))]
     return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)

@@ -1,4 +1,4 @@
-"""Load samples from the hub, from local files or built in, and check each row; and generate rows of random tokens."""
+"""Load samples from the hub, from files or from the built-in generator, check each row, or generate random tokens."""
 
 from __future__ import annotations
 
@@ -53,6 +53,7 @@ _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
 }
 _CHANGED_TYPE = re.compile(r"Column\(/(\S+)\) changed from (\w+) to (\w+)")  # an error of Arrow about JSON
+_MOST_TOKENS = 2**31 - 1  # tokens of one Arrow list array, whose offsets are int32
 _TEXT = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
@@ -71,7 +72,7 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
         if count < 1:
             raise DataError(f"{where} has only one row, which data.eval_fraction cannot split")
         columns = _columns(table, task, where, training=True)
-        # from all rows, because the held-out ones may contain the only one of a class
+        # from all rows, because a class may occur only in the held-out rows
         task.learn(columns, _declared(table), where)
         if task.groups_samples:
             drawn = _whole_groups(columns[task.texts[0]], count, config.seed)
@@ -92,7 +93,7 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
 def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     """Load the validation samples of the hub or of a file into memory; None if there are none.
 
-    The task learns its labels from them, because those of a stream of training samples are not known in advance.
+    The task learns its labels from them, because streamed training samples cannot be scanned in advance.
     """
     table, where = _validation_table(config, task)
     if table is None:
@@ -128,7 +129,7 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
     Args:
         count: Number of rows.
         seed: Seed of the generator.
-        split: ``"train"`` or ``"eval"``, which differ.
+        split: ``"train"`` or ``"eval"``, which have different rows.
         length: Tokens per row, without padding.
         tokenizer: Tokens are drawn uniformly from its vocabulary without special tokens.
         classes: Number of labels.
@@ -139,8 +140,10 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
     generator = np.random.default_rng([seed, zlib.crc32(split.encode())])
     plain = np.setdiff1d(np.arange(len(tokenizer), dtype=np.int32), tokenizer.all_special_ids)
     ids = generator.choice(plain, size=count * length)
-    starts = np.arange(0, count * length + 1, length, dtype=np.int32)
-    rows = pyarrow.ListArray.from_arrays(starts, ids.astype(np.int32))
+    most = max(1, _MOST_TOKENS // length) * length  # tokens per chunk
+    chunks = [ids[start : start + most].astype(np.int32) for start in range(0, len(ids), most)]
+    starts = [np.arange(0, len(chunk) + 1, length, dtype=np.int32) for chunk in chunks]
+    rows = pyarrow.chunked_array(map(pyarrow.ListArray.from_arrays, starts, chunks))
     return Dataset(pyarrow.table({"input_ids": rows, "labels": generator.integers(0, classes, count)}))
 
 
@@ -325,7 +328,7 @@ def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def named(value: Any, names: list[str]) -> Any:
-    """The name of a class for its integer, or of each in a list; None for -1, which GLUE's test sets contain."""
+    """The name of a class for its integer, or of each in a list; None otherwise, such as for GLUE's -1 in test sets."""
     if isinstance(value, list):
         return [named(each, names) for each in value]
     return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
@@ -337,7 +340,7 @@ def _version(path: Path) -> tuple[int, int, int]:
 
 
 def _sample(dataset: Dataset, config: DataConfig, samples: int | None, *, whole: bool = False) -> Dataset:
-    """Draw random rows, as in the fine-tuning post; all rows if there are fewer. ``whole`` keeps groups together."""
+    """Draw random rows; all rows if there are fewer. ``whole`` keeps groups together."""
     if samples is None or samples >= len(dataset):
         return dataset
     if whole:

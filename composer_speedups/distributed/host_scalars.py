@@ -1,9 +1,9 @@
 """Read the scalars of Composer's training loop without making the host wait for unrelated GPU work.
 
-Composer's ``Trainer`` creates small tensors on the device for five values: the loss, the number of rows, the numbers of
-samples and tokens, the time, and whether the epoch or the evaluation is over. It reads them with ``.item()``, which
-waits for everything launched before. The loss is known after the forward pass, so it is copied to the host from there,
-concurrently with the backward pass and the optimizer's step. The other values are created on the host and stay there.
+Composer's ``Trainer`` creates small tensors on the device for these values: the loss, the numbers of rows, samples and
+tokens, the time, and whether the epoch or the evaluation is over. It reads them with ``.item()``, which waits for
+everything launched before. The loss is known after the forward pass, so its copy to the host starts then, concurrently
+with the backward pass and the optimizer's step. The other values are created on the host and stay there.
 Several ranks reduce all of them on the host with gloo: with the default process group if it has a CPU backend,
 otherwise with an additional group.
 """
@@ -40,7 +40,7 @@ class Copies(Protocol):
         """Mark a point in the device's work, which is reached when everything launched so far is done."""
 
     def send(self, value: Tensor, mark: Any) -> Any:
-        """Start to copy a scalar that exists from ``mark`` on."""
+        """Start to copy a scalar that the device has computed when it reaches ``mark``."""
 
     def receive(self, sent: Any) -> float:
         """Wait for this copy only."""
@@ -96,7 +96,7 @@ class HostCopies:
 
 
 def copies_for(device: torch.device) -> Copies:
-    """The copies for a device, which do not wait for work launched later."""
+    """How to copy scalars from this device without waiting for work launched later."""
     return CUDACopies(device) if device.type == "cuda" else HostCopies()
 
 
@@ -104,48 +104,48 @@ class Readback:
     """The scalars being copied to the host.
 
     Attributes:
-        reads: Number of losses read: one per batch, or as many as the model names.
-        ahead: How many of them were read while the device was still computing the batch.
-        first: The first of these losses, and the device's own sum to compare it with; None before.
+        reads: Number of losses read: one per batch and named loss.
+        early_reads: How many of them were read while the device was still computing the batch.
+        first: The first loss read, and the sum that the device computed, to be compared later; None before.
     """
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
-        self.reads = self.ahead = 0
+        self.reads = self.early_reads = 0
         self.first: tuple[float, Tensor] | None = None
-        self._known: Any = None  # the losses of this micro-batch exist from here on
+        self._backward_mark: Any = None  # where this micro-batch's backward pass begins
 
-    def forget(self) -> None:
-        """Start a micro-batch."""
-        self._known = None
+    def begin_microbatch(self) -> None:
+        """Discard the previous micro-batch's mark."""
+        self._backward_mark = None
 
     def begin_backward(self) -> None:
-        self._known = self.copies.mark()
+        self._backward_mark = self.copies.mark()
 
     def send(self, value: Tensor) -> Any:
-        return self.copies.send(value, self.copies.mark() if self._known is None else self._known)
+        return self.copies.send(value, self.copies.mark() if self._backward_mark is None else self._backward_mark)
 
     def receive(self, sent: list[Any]) -> float:
         total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
         for each in sent:
             total += self.copies.receive(each)
         self.reads += 1
-        self.ahead += self.copies.busy()
+        self.early_reads += self.copies.busy()
         return float(total)
 
-    def compare(self, value: float, on_device: Tensor) -> None:
-        """Compare the first value read with the device's own value."""
+    def keep_first(self, value: float, on_device: Tensor) -> None:
+        """Keep the first value read and the device's own, for a later comparison."""
         if self.first is None:
             self.first = value, on_device.detach().clone()
 
 
-_PLAIN: Any = torch._C._disabled_torch_function_impl  # results of operations on such a tensor are plain tensors
+_RETURN_PLAIN_TENSORS: Any = torch._C._disabled_torch_function_impl  # from operations on such a tensor
 
 
 class _Loss(Tensor):
-    """Composer's loss of a micro-batch, which notices when its backward pass begins."""
+    """Composer's loss of a micro-batch; ``backward`` marks the point from which it can be copied."""
 
-    __torch_function__ = _PLAIN
+    __torch_function__ = _RETURN_PLAIN_TENSORS
     readback: Readback
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
@@ -156,7 +156,7 @@ class _Loss(Tensor):
 class _Total(Tensor):
     """Composer's sum of a batch's losses, computed from the values that were copied to the host."""
 
-    __torch_function__ = _PLAIN
+    __torch_function__ = _RETURN_PLAIN_TENSORS
     readback: Readback
     sent: list[Any]
     value: float | None
@@ -178,7 +178,7 @@ class _Total(Tensor):
         total = torch.full(self.shape, self.item(), dtype=self.dtype)
         if dist.get_world_size() > 1:
             dist.all_reduce(total, group=host_group())
-        self.readback.compare(float(total), self)
+        self.readback.keep_first(float(total), self)
         return total
 
 
@@ -193,12 +193,12 @@ class Interception:
         readback: Copies its scalars.
 
     Raises:
-        ValueError: Another version of Composer's loop.
+        ValueError: Composer's loop differs from the tested versions.
     """
 
     def __init__(self, device: Device, readback: Readback) -> None:
         if unknown := unknown_methods(("_train_loop", *_LOOP)):
-            raise ValueError(f"does not know this version of Composer: {unknown}")
+            raise ValueError(f"does not support this version of Composer's training loop: {unknown}")
         self.readback = readback
         self._device, self._original = device, device.tensor_to_device
         self._batch, self._microbatches, self._microbatch, self._times, self._batches = map(_code, _LOOP)
@@ -218,7 +218,7 @@ class Interception:
         return tensor if from_host and ranks_meet_on_host() else self._original(tensor)
 
     def _move(self, tensor: Tensor) -> Tensor:
-        if float(tensor) == 0:  # created on the device, since a copy from pageable memory would make the host wait
+        if float(tensor) == 0:  # created on the device, because a copy from pageable memory makes the host wait
             return torch.zeros_like(tensor, device=torch_device(self._device))
         return self._original(tensor)
 
@@ -226,7 +226,7 @@ class Interception:
         """Install it on the device, and make ranks reduce host tensors on the host.
 
         Raises:
-            ValueError: They cannot; see :func:`.open_host_group`.
+            ValueError: The ranks cannot connect with gloo; see :func:`.open_host_group`.
         """
         open_host_group(self._device)
         if host_group() is not None:
@@ -245,7 +245,7 @@ class Interception:
 class _HostReductions:
     """``composer.utils.dist`` for Composer's Trainer, with host tensors reduced by the host's process group.
 
-    NCCL refuses host tensors, so nothing else in a Trainer could have relied on them.
+    NCCL refuses host tensors, so this changes no reduction that worked before.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Encoders of transformers that run on real tokens.
+"""transformers encoders that compute only the real tokens of a padded batch.
 
 The class of an encoder is derived from its original class (see :func:`~..surgery.module_classes.derived_class`). It
 packs the tokens, calls the original forward on one long row with variable-length attention, and scatters the result to
@@ -28,8 +28,8 @@ from composer_speedups.families.packed_tokens import (
 
 __all__ = ["Layout", "UnpaddedEncoder", "UnpaddedModel", "unpadded_encoders"]
 
-_LABELLED = "unpadding: a padding slot has a label, and its loss would be another; give padding the label -100"
-_STALE = "unpadding: the attention mask is not the one that was planned for; plan each batch, or none"
+_LABELLED = "unpadding: a padding position has a label, so the loss would differ; give padding the label -100"
+_STALE = "unpadding: the attention mask differs from the planned one; call plan_unpadding for every batch or for none"
 
 Layout = Plan | Literal["padded"]
 
@@ -39,24 +39,25 @@ class UnpaddedEncoder(nn.Module):
     defines the forward.
 
     Attributes:
-        plans: Attention masks and the layouts of their batches; ``"padded"`` for a batch that must stay padded. A
-            forward pass looks up the very mask tensor that the model was called with. A mask of None matches any mask
-            with the plan's shape, whose values must then equal the plan's. So does the mask (B, texts, S) of several
-            texts per sample, which the model receives with its first two dimensions merged. If no mask matches, the
-            forward pass makes its own plan, which synchronizes with the GPU.
+        plans: Pairs of an attention mask and the layout of its batch, ``"padded"`` for one that must stay padded. A
+            pair matches if its mask is the very tensor that the model was called with, if it is None, or if it is a
+            mask (B, texts, S) whose first two dimensions the model received merged. A plan is used only if its shape
+            matches, and its values are then checked; ``"padded"`` needs no matching shape. Without a match, the forward
+            pass makes its own plan, which synchronizes with the GPU.
         known_counts: Masks and the :meth:`count` of their rows, for forward passes over a subset of the rows.
         call_mask: The mask that the surrounding model was called with; transformers passes on a copy.
-        call_hidden_states: Whether the surrounding model was called with a request for all hidden states.
+        call_hidden_states: Whether the surrounding model's caller requested all hidden states; None if the encoder was
+            called directly.
         call_labels: The labels that the outermost model was called with.
-        by_token: The outermost model's head computes a loss per slot, without using the mask.
+        by_token: Whether the outermost model's head computes a loss per slot, without using the mask.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
-        reads_first: The model's head reads each row's first slot, even if it is padding.
-        first_tokens_only: Only each row's first token of the next result is read.
+        reads_first: Whether the model's head reads each row's first slot, even if it is padding.
+        first_tokens_only: Whether only each row's first token of the next forward pass's output is read.
         ran: How the last forward pass ran: ``"unpadded"``, ``"padded"``, or None before the first one.
-        counted: Number of forward passes that had to count their tokens.
+        counted: Number of forward passes that made a plan without known counts.
         model_config: The configuration of the surrounding model.
         attention_before: The previous attention implementation of the surrounding model.
-        owner: Number of the :class:`Unpadding` that changed it; None for :func:`apply_unpadding`.
+        owner: ID of the :class:`Unpadding` instance that changed it; None for :func:`apply_unpadding`.
         padded_because: Reason and fix for a batch that :meth:`layout` leaves padded.
     """
 
@@ -76,16 +77,16 @@ class UnpaddedEncoder(nn.Module):
     attention_before: str = "eager"
     owner: int | None = None
     padded_because = (
-        "the head reads padding: rows begin with it, or it has a label",
+        "the head reads padding: rows begin with padding, or padding has a label",
         "pad on the right, and give padding the label -100",
     )
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """Hidden states (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at padding.
 
-        These batches stay padded and are computed as in the untouched model: batches with a mask of pairs or cached
-        keys, a request for hidden states or attention weights, and rows that begin with padding under a head that reads
-        their first slot.
+        A batch stays padded, and is computed as in the untouched model, if it has a query-key mask or cached keys, if
+        hidden states or attention weights are requested, if the head reads padding (:attr:`padded_because`), or if the
+        model's attention implementation was changed.
         """
         call_mask, self.call_mask = self.call_mask, None
         mask = self._mask_of(attention_mask, call_mask)
@@ -147,7 +148,7 @@ class UnpaddedEncoder(nn.Module):
             return None
         return self._own_plan(hidden_states, mask_BS, call_mask)
 
-    @torch.compiler.disable  # it needs a number from the mask
+    @torch.compiler.disable  # reads the number of tokens on the host
     def _own_plan(self, hidden_states: Tensor, mask_BS: Tensor | None, call_mask: Tensor | None) -> Plan | None:
         counts = self._known_counts(call_mask)
         if counts is not None and call_mask is not None and not self.by_token:
@@ -187,7 +188,7 @@ class UnpaddedEncoder(nn.Module):
             torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
 
     def count(self, mask_BS: Tensor) -> list[int]:
-        """Real tokens of each row, negative if the batch must stay padded because of it; see :func:`row_counts`."""
+        """Real tokens of each row, negative for a row that may make the batch stay padded; see :func:`row_counts`."""
         return row_counts(mask_BS)
 
     def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
@@ -202,11 +203,11 @@ class UnpaddedModel(UnpaddedEncoder):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if not hasattr(cls, "_can_record_outputs"):  # unbound methods of a family
+        if not hasattr(cls, "_can_record_outputs"):  # a family's mixin, not yet combined with a class of transformers
             return
-        # transformers looks up by class what a model can record: hidden states and attention weights of the padded
-        # model. Item assignment expects a class's name in transformers 5.17 and a model in 5.23; update() accepts the
-        # name in both.
+        # transformers looks up by class which outputs a model can record: hidden states and attention weights, which
+        # are needed when a batch runs padded. Item assignment expects a class's name in transformers 5.17 and a model
+        # in 5.23; update() accepts the name in both.
         modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
         # save_pretrained writes the class's name to config.json, and the saved model must load as its original class.
         cls.__name__ = cls.__name__.removeprefix(cls.prefix)

@@ -1,4 +1,7 @@
-"""Embeddings of texts by a bi-encoder, as in sentence-transformers."""
+"""Embeddings of texts by a bi-encoder, as in sentence-transformers.
+
+Shapes: R samples, N texts per sample, S slots per text, C candidates of all ranks, H hidden units.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ class Embedding(Task):
 
     The ``ranking`` loss trains each anchor to be closer to its positive than to every other positive and negative of
     the batch, over all ranks. False negatives are excluded per anchor: texts equal to the anchor or to its positive,
-    and the positives of equal anchors (a sample may occur twice to even out a batch over ranks). The ``cosine`` loss
-    fits the cosine similarity of two texts to their score. Evaluation computes recall@1 and recall@10 among all
+    and the positives of equal anchors. (A sample may be repeated so that all ranks have equally many.) The ``cosine``
+    loss fits the cosine similarity of two texts to their score. Evaluation computes recall@1 and recall@10 among all
     positives, or Spearman correlation if there are scores.
 
     Attributes:
@@ -101,11 +104,11 @@ class Embedding(Task):
         return found if "labels" not in examples else {**found, "labels": examples["labels"]}
 
     def model_arguments(self, kind: type) -> dict[str, Any]:
-        """Without a pooler, which would be neither used nor trained."""
+        """Omit the pooler, which would be neither used nor trained."""
         return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(kind).parameters else {}
 
     def outputs(self, model: Any, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """``logits``: unit vectors in float32, (R, texts, H)."""
+        """``logits``: unit vectors in float32, (R, N, H)."""
         ids, mask = batch["input_ids"].flatten(0, -2), batch["attention_mask"].flatten(0, -2)
         if self.gradient_cache is None or not torch.is_grad_enabled():
             vectors = self._encode(model, ids, mask)
@@ -125,7 +128,7 @@ class Embedding(Task):
 
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         vectors = outputs["logits"]
-        # Similarities in float32: bfloat16 has 3 significant digits, and the temperature amplifies the third.
+        # In float32: bfloat16 has 8 significant bits, and dividing by the temperature amplifies the rounding error.
         with torch.autocast(vectors.device.type, enabled=False):
             if self.loss_name == "cosine":
                 return self._cosine_loss(vectors, batch)
@@ -139,8 +142,8 @@ class Embedding(Task):
         batch."""
         anchors, candidates = vectors[:, 0], vectors[:, 1:].transpose(0, 1).flatten(0, 1)  # positives precede negatives
         # For each candidate its own key, and the key of the anchor whose positive it is (0 for a negative).
-        answered_RN = F.pad(keys_RN[:, :1], (0, keys_RN.shape[1] - 2))
-        keys_C2 = torch.stack([keys_RN[:, 1:], answered_RN], dim=-1).transpose(0, 1).flatten(0, 1)
+        answered_RC = F.pad(keys_RN[:, :1], (0, keys_RN.shape[1] - 2))
+        keys_C2 = torch.stack([keys_RN[:, 1:], answered_RC], dim=-1).transpose(0, 1).flatten(0, 1)
         first = 0
         if (ranks := loss_ranks()) > 1:
             first = dist.get_global_rank() * len(candidates)
@@ -148,13 +151,13 @@ class Embedding(Task):
             gathered = [torch.empty_like(keys_C2) for _ in range(ranks)]
             torch.distributed.all_gather(gathered, keys_C2)
             keys_C2 = torch.cat(gathered)
-        own_R = torch.arange(first, first + len(anchors), device=vectors.device)
+        target_R = torch.arange(first, first + len(anchors), device=vectors.device)
         text_C, answered_C = keys_C2.unbind(-1)
         anchor_R1, positive_R1 = keys_RN[:, :1], keys_RN[:, 1:2]
-        false_RC = (text_C == anchor_R1) | (text_C == positive_R1) | (answered_C == anchor_R1)
-        false_RC &= torch.arange(len(candidates), device=own_R.device) != own_R[:, None]
+        false_negative_RC = (text_C == anchor_R1) | (text_C == positive_R1) | (answered_C == anchor_R1)
+        false_negative_RC &= torch.arange(len(candidates), device=target_R.device) != target_R[:, None]
         scores = anchors @ candidates.T / self.temperature
-        return F.cross_entropy(scores.masked_fill(false_RC, -torch.inf), own_R)
+        return F.cross_entropy(scores.masked_fill(false_negative_RC, -torch.inf), target_R)
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         if training:
@@ -176,7 +179,7 @@ class Embedding(Task):
     def export(self, folder: Path, hidden: int, max_length: int) -> None:
         """Write the files from which sentence-transformers loads the folder: its modules, pooling and normalization.
 
-        They have the format of version 3, which later versions also read and most models on the hub have.
+        They have the format of sentence-transformers 3, which later versions also read.
         """
         package = "sentence_transformers.models"
         modules = [
@@ -212,13 +215,13 @@ class Embedding(Task):
 
 
 def _text_keys(ids_RNS: Tensor, mask_RNS: Tensor) -> Tensor:
-    """A number per text, (R, N), int64, which is equal for equal real tokens regardless of padding.
+    """A number per text, (R, N), int64, equal for texts with the same real tokens, whatever their padding.
 
     It is a sum of the token ids modulo 2**64 with a pseudo-random coefficient per position, so two different texts
-    collide with a probability of about 2**-60. It is computed on the device, because ranks compare the numbers.
+    collide with a probability of about 2**-60. It is a tensor on the device, because the ranks gather the numbers.
     """
-    place_RNS = mask_RNS.cumsum(-1)
-    mixed = place_RNS * -0x61C8864680B583EB  # the multipliers of splitmix64 as signed integers
+    position_RNS = mask_RNS.cumsum(-1)
+    mixed = position_RNS * -0x61C8864680B583EB  # the multipliers of splitmix64 as signed integers
     mixed = (mixed ^ (mixed >> 30)) * -0x40A7B892E31B1A47
     mixed = (mixed ^ (mixed >> 27)) * -0x6B2FB644ECCEEE15
     return ((ids_RNS + 1) * mask_RNS * mixed).sum(-1)

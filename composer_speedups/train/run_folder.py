@@ -22,11 +22,12 @@ from composer_speedups.train.config.checks import checkpoint_problem
 from composer_speedups.train.config.load import save_config, written
 from composer_speedups.train.config.schema import Config
 
-__all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_whole"]
+__all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
 
 _LOAD = "checkpoint.load"
-# Keys that affect neither the weights nor the values that reports compare. A section stands for all its keys.
-_FREE = (
+# Keys that may differ on resuming, because they affect neither the weights nor the values that reports compare. The
+# name of a section covers all its keys.
+_IGNORED_KEYS = (
     "runs_folder bytecode export plot baseline callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
     "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
@@ -39,9 +40,10 @@ class RunFolder:
     """``runs/<run_name>``, locked by this process inside a ``with`` block.
 
     An interrupted run of this name resumes in its folder from its newest complete checkpoint if
-    ``checkpoint.autoresume`` is set and the config is the same. So does a run whose ``checkpoint.load`` lies inside the
-    folder. Any other earlier run of the name is moved to ``<run_name>.<its date>``, and back if this one fails before
-    it has written anything. A run that is still going is refused. Only rank 0 changes files.
+    ``checkpoint.autoresume`` is set and the config is the same. A run whose ``checkpoint.load`` lies inside the
+    folder also continues in it. Any other earlier run of the name is moved to ``<run_name>.<its date>``, and back if
+    this one fails before it has written anything but its config. The run is refused while another process uses the
+    folder. Only rank 0 changes files.
 
     Args:
         config: The run's config.
@@ -50,8 +52,8 @@ class RunFolder:
     Attributes:
         load: The checkpoint to load: the one found in the folder, or ``checkpoint.load``; None for none. The same on
             all ranks.
-        resumed: Whether it was found in the folder.
-        starts: Number of processes that have worked in the folder, including this one.
+        resumed: Whether autoresume found it.
+        starts: Number of launches in this folder, including this one.
 
     Raises:
         ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
@@ -84,25 +86,26 @@ class RunFolder:
         except BlockingIOError:
             self._lock.close()
             raise ConfigError(
-                f"run_name: {config.run_name!r} is in use by a run that is still going; choose another name"
+                f"run_name: {config.run_name!r} is in use by a running process; choose another name"
             ) from None
         try:
-            goes_on = self._find(config)
+            continues = self._find(config)
         except BaseException:
             self._lock.close()
             raise
-        if self.path.exists() and not goes_on:
+        if self.path.exists() and not continues:
             self._earlier = self.path.rename(_free_name(self.path, _date_of(self.path)))
         self.path.mkdir(exist_ok=True)
-        if goes_on:
-            self._go_on(_date_of(self.path))
+        if continues:
+            self._prepare_to_continue(_date_of(self.path))
             print(f"{config.run_name}: resumes from {self.load}", flush=True)
         save_config(config, self._config)
 
     def _find(self, config: Config) -> bool:
         """Set the checkpoint to load, and return whether the run resumes in its folder. Does not change files."""
         settings, load = config.checkpoint, config.checkpoint.load
-        inside = load is not None and self.path.resolve() in Path(load).resolve().parents
+        path = None if load is None else _formatted(load, config.run_name)
+        inside = path is not None and self.path.resolve() in Path(path).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
         resumable = self._named and settings.autoresume and settings.interval is not None and interrupted
         if (
@@ -111,25 +114,24 @@ class RunFolder:
             and (not inside or began_with_same_load(config, self._config))
         ):
             check_same_run(config, self._config)
-            if found := newest_whole(self._checkpoints, trust=settings.trust_checkpoint):
+            if found := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
                 self.load, self.resumed = str(found), True
                 return True
-        path = None if load is None else _formatted(load, config.run_name)
         if problem := checkpoint_problem(path):
             raise ConfigError(f"{_LOAD} {problem}")
         if path is not None and not settings.trust_checkpoint:
             check_checkpoint(path, _LOAD, weights_only=settings.weights_only)
         return inside
 
-    def _go_on(self, date: str) -> None:
-        """Delete partial files, and move aside files that are newer than the checkpoint."""
+    def _prepare_to_continue(self, date: str) -> None:
+        """Delete partial files; move aside the report, and checkpoints newer than the one to load."""
         remove_unfinished(self.path)
         remove_partials(self._checkpoints)
         report = self.path / "report.json"
         if report.exists():  # the run had finished; until it finishes again, it counts as interrupted
             report.rename(_free_name(self.path / "report.json", date))
-        # checkpoints that were damaged when it was found
-        for path in checkpoints_after(Path(str(self.load)).resolve()):
+        # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
+        for path in checkpoints_after(Path(_formatted(str(self.load), self.path.name)).resolve()):
             path.rename(_free_name(path, date))
         self.starts = 1 + len(list(self.path.glob("log-rank0*.txt")))
 
@@ -155,17 +157,17 @@ class RunFolder:
         return self.path / name
 
 
-def newest_whole(folder: Path, *, trust: bool) -> Path | None:
+def newest_undamaged(folder: Path, *, trust: bool) -> Path | None:
     """The newest undamaged checkpoint. A warning names each newer damaged one.
 
     Raises:
-        ConfigError: The newest undamaged one contains something that this program does not write.
+        ConfigError: The newest undamaged one contains something that could execute code, or has another structure.
     """
     for path in checkpoints_in(folder):
         try:
             (check_whole if trust else check_checkpoint)(str(path), "checkpoint.autoresume")
         except DamagedCheckpointError as error:
-            warnings.warn(f"passed over: {error}", UserWarning, stacklevel=2)
+            warnings.warn(f"skipped a checkpoint: {error}", UserWarning, stacklevel=2)
             continue
         return path
     return None
@@ -176,7 +178,7 @@ def _formatted(pattern: str, run_name: str) -> str:
         return partial_format(pattern, run_name=run_name, rank=0, local_rank=0, node_rank=0)
     except (AttributeError, LookupError, ValueError) as error:
         raise ConfigError(
-            f"{_LOAD} is not a file: {pattern}; braces may hold run_name, rank, local_rank or node_rank"
+            f"{_LOAD} cannot be formatted: {pattern}; braces may contain only run_name, rank, local_rank or node_rank"
         ) from error
 
 
@@ -193,7 +195,7 @@ def check_same_run(config: Config, stored: Path) -> None:
     """Refuse to resume a run under another config.
 
     Configs are compared as they are written to disk (see :func:`.written`): ``${oc.env:NAME}`` equals itself for any
-    value of the variable, and so does an address with another password.
+    value of the variable, and URLs that differ only in the password are equal.
 
     Args:
         config: The current config.
@@ -202,7 +204,7 @@ def check_same_run(config: Config, stored: Path) -> None:
     Raises:
         ConfigError: Names the key that differs and both values. A longer ``trainer.max_duration`` is allowed.
     """
-    way_out = "to resume, set the same value; or choose another run_name, or checkpoint.autoresume=false to start over"
+    fix = "to resume, set the same value; or choose another run_name, or checkpoint.autoresume=false to start over"
     try:
         before = _read(stored)
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
@@ -210,18 +212,20 @@ def check_same_run(config: Config, stored: Path) -> None:
             f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; choose another "
             "run_name, or checkpoint.autoresume=false to start over"
         ) from error
-    # Earlier versions stored the values of interpolations.
+    # Earlier versions stored resolved interpolations, so those are compared, too.
     now, resolved = dict(_flat(written(config))), dict(_flat(mask(asdict(config))))
     defaults = dict(_flat(asdict(Config())))
     for name in sorted(before.keys() | now.keys()):
         old, new = (values.get(name, defaults.get(name, _MISSING)) for values in (before, now))
-        if old in (new, resolved.get(name, new)) or any(name == free or name.startswith(f"{free}.") for free in _FREE):
+        if old in (new, resolved.get(name, new)) or any(
+            name == key or name.startswith(f"{key}.") for key in _IGNORED_KEYS
+        ):
             continue
         if name == "trainer.max_duration" and _longer(old, new):
             continue
         raise ConfigError(
             f"run_name: {config.run_name!r} was interrupted under another config: {name} was {_format(old)} and is "
-            f"{_format(new)}; {way_out}"
+            f"{_format(new)}; {fix}"
         )
 
 
@@ -255,4 +259,4 @@ def _longer(old: Any, new: Any) -> bool:
 
 
 def _format(value: Any) -> str:
-    return "nothing" if value is _MISSING else "null" if value is None else str(value)
+    return "unset" if value is _MISSING else "null" if value is None else str(value)

@@ -22,10 +22,10 @@ __all__ = ["Search"]
 _PROBE_STEPS, _MOST_STEPS = 8, 200  # steps of a trial
 _TRIALS = 20  # trials that the budget should have room for
 _BASELINES = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
-_KEPT = 0.4  # fraction of the budget for stacking, confirming and batch sizes
-_PAIRS = 0.25  # fraction of the budget that suffices for the pairs at the end, if it holds one
-_USEFUL = 4.5  # runs that a budget must hold: the original one, a trial, and a pair to confirm it, with some margin
-_NO_TIME = "no time was left; a larger tune.budget_seconds tries it"
+_KEPT = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
+_PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
+_USEFUL = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
+_NO_TIME = "no time was left; increase tune.budget_seconds to try it"
 _print = partial(print, flush=True)
 
 
@@ -33,10 +33,10 @@ class Search:
     """Searches for the set of techniques with the shortest planned run, within a time budget.
 
     Args:
-        run: The original run: its techniques and length, reasons for refusing a set, and trials that end within two
-            seconds after their timeout.
+        run: The original run: its techniques, its length, and why it refuses a set; it measures trials, and kills them
+            within two seconds of their timeout.
         candidates: What to try, in this order.
-        allow: Which of ``lower_precision`` and ``recipe`` candidates may change.
+        allow: The permitted kinds of change beyond rounding: ``lower_precision``, ``recipe``.
         settings: Budget, steps and repeats.
         batch_size: The original run's batch size; None skips larger ones.
         now: Returns the time in seconds.
@@ -55,23 +55,24 @@ class Search:
     ) -> None:
         self.result = Result(dict(run.techniques), verdicts=[Verdict(c) for c in candidates])
         self._run, self._allow, self._settings, self._batch_size = run, allow, settings, batch_size
-        self._now, self._tell, self._started = now, tell, now()
+        self._clock, self._tell, self._started = now, tell, now()
         self._wall = 0.0  # duration of the latest trial of the original run, to predict the next
         self._seen: dict[tuple[str, ...], Outcome] = {}
         self._current: dict[str, Any] = {}
         self._current_seconds = math.inf
 
     def run(self) -> Result:
-        """Search until done or out of time. The resulting set is never slower than the original one.
+        """Search until done or out of time. The result is the original set unless another one was faster in the
+        confirming runs.
 
         Raises:
             CannotRunError: The original run fails, so there is nothing to compare with.
             ConfigError: The budget is too small for a run of the original set, a trial, and a pair to confirm it.
         """
         self._baseline()
-        self._alone()
+        self._try_separately()
         self._stack()
-        self._thin_out()
+        self._remove_useless()
         self._confirm()
         self._batch_sizes()
         self.result.seconds = self._spent
@@ -100,20 +101,20 @@ class Search:
         self._seen[key_of(result.original)] = result.typical
         self._current, self._current_seconds = result.original, result.base_seconds
 
-    def _alone(self) -> None:
+    def _try_separately(self) -> None:
         verdicts = {v.candidate.label: v for v in self.result.verdicts}
         for verdict in self.result.verdicts:
             candidate = verdict.candidate
             first = verdicts.get(candidate.fallback_of or "")
             if first is not None and first.state != "refused":
-                verdict.state, verdict.reason = "untried", f"{first.candidate.label} is available here"
+                verdict.state, verdict.reason = "untried", f"it is tried only if {first.candidate.label} is refused"
                 continue
             try:
                 changed = self._with(candidate, self.result.original)
             except Refused as refused:
                 verdict.state, verdict.reason = "refused", str(refused)
                 continue
-            if reason := forbidden(candidate.kind, self._allow):  # fraction of the expected gain
+            if reason := forbidden(candidate.kind, self._allow):
                 verdict.state, verdict.reason = "untried", reason
                 continue
             keep = max(_KEPT * self._settings.budget_seconds, self._reserve)
@@ -141,7 +142,7 @@ class Search:
             self._current_seconds = first.alone_seconds
             first.stacked = (result.base_seconds, first.alone_seconds)
         refused = [v for v in result.verdicts if v.state == "refused" and not forbidden(v.candidate.kind, self._allow)]
-        # A technique that was refused separately may have its requirements by now, and one with a small gain may gain
+        # A technique that was refused separately may now have its requirements, and one with a small gain may gain
         # more.
         for verdict in [*gained, *refused, *little]:
             self._try_on_top(verdict)
@@ -165,7 +166,7 @@ class Search:
             verdict.stacked = (self._current_seconds, self._plan(outcome))
         self._take_if_faster(changed, outcome)
 
-    def _thin_out(self) -> None:
+    def _remove_useless(self) -> None:
         """Measure the set without each added technique, and remove those without which it is faster."""
         original = self.result.original
         for name in [n for n in self._current if self._current[n] != original.get(n)]:
@@ -175,7 +176,7 @@ class Search:
             if refused := self._run.refusal(changed):
                 self.result.without[name] = refused
                 continue
-            outcome = self._measure(changed, f"less {name}", self._reserve)
+            outcome = self._measure(changed, f"without {name}", self._reserve)
             if outcome is None:
                 return
             self.result.without[name] = self._plan(outcome) if outcome.ok else outcome.reason
@@ -187,15 +188,19 @@ class Search:
         result.chosen = dict(result.original)
         if key_of(self._current) == key_of(result.original):
             tried = any(v.state in ("measured", "failed") for v in result.verdicts)
-            result.kept_original = "no trial saved more time than the noise" if tried else "nothing was tried"
+            result.kept_original = (
+                "no trial was faster than the original by more than the noise" if tried else "nothing was tried"
+            )
             return
         for _ in range(self._settings.repeats):
             if self._left < (2.0 if result.pairs else 1.5) * self._wall:
                 break
-            original = self._once(result.original, "original, again", result.trial_steps)
+            original = self._once(result.original, "original (confirming)", result.trial_steps)
             if not original.ok:
                 continue
-            chosen = self._once(self._current, "chosen, again", result.trial_steps)
+            chosen = self._once(self._current, "chosen (confirming)", result.trial_steps)
+            if chosen.status == "time":
+                break  # the pairs so far count
             if not chosen.ok:
                 result.kept_original = f"the chosen set failed when it was run again: {chosen.reason}"
                 return
@@ -206,7 +211,9 @@ class Search:
         before, after = zip(*result.pairs, strict=True)
         noise = max(result.noise, noise_of(before, self._settings.min_gain), max(after) - min(after))
         if statistics.median(before) - statistics.median(after) <= noise:
-            result.kept_original = "the chosen set was not faster, beyond the noise, when both were run again in turn"
+            result.kept_original = (
+                "the chosen set was not faster by more than the noise when both were run again in turns"
+            )
             return
         result.chosen = dict(self._current)
 
@@ -220,7 +227,7 @@ class Search:
             label = f"batch size {size}"
             result.sizes[size] = self._once(result.chosen, label, result.trial_steps, batch_size=size)
 
-    # Trials: each set is run once, and only if there is time for it.
+    # Trials. ``_measure`` runs each set once, and only if there is time for it.
 
     def _with(self, candidate: Candidate, current: Algorithms) -> dict[str, Any]:
         """``current`` with the candidate's techniques.
@@ -284,21 +291,21 @@ class Search:
         return outcome.planned_seconds(self.result.planned_steps)
 
     def _trial_steps(self, probe: Outcome, baselines: float) -> int:
-        """The number of steps for which about twenty trials fit; at least a quarter of a trial's time is spent
-        training.
+        """Steps per trial, so that about twenty trials fit into the budget and, up to 200 steps, at least a quarter of
+        each trial is training.
 
         If another run of the original set would end later than ``baselines`` seconds from the start, the probe's steps
         are returned, and the probe serves as the baseline.
         """
-        around = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
-        training = max(self._settings.budget_seconds / _TRIALS - around, around / 3)
+        overhead = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
+        training = max(self._settings.budget_seconds / _TRIALS - overhead, overhead / 3)
         steps = max(_PROBE_STEPS, min(_MOST_STEPS, int(training / probe.step_seconds)))
         longer = probe.wall_seconds + (steps - _PROBE_STEPS) * probe.step_seconds
         return steps if self._spent + longer <= baselines else _PROBE_STEPS
 
     @property
     def _spent(self) -> float:
-        return self._now() - self._started
+        return self._clock() - self._started
 
     @property
     def _left(self) -> float:
@@ -317,7 +324,7 @@ class Search:
             "" if self._settings.steps is None else ", or a smaller tune.steps",
         )
         return ConfigError(
-            f"tune.budget_seconds: {budget:g} s are too short for a run of the original YAML, a trial and "
-            f"both once more to confirm it, of {wall:.0f} s or more each; set at least "
+            f"tune.budget_seconds: {budget:g} s is too short for four runs of {wall:.0f} s or more each (the original "
+            f"YAML, a trial, and one more of both to confirm it); set at least "
             f"{math.ceil(_USEFUL * wall)}{fewer}"
         )

@@ -196,7 +196,7 @@ def test_it_is_refused_without_a_gpu_and_with_another_loop(monkeypatch: pytest.M
     with pytest.raises(ValueError, match="this device is the cpu"):
         apply_early_loss(DeviceCPU())
     monkeypatch.setattr(Trainer, "_train_microbatch", SimpleNamespace())
-    with pytest.raises(ValueError, match="early_loss does not know this version of Composer"):
+    with pytest.raises(ValueError, match="early_loss does not support this version of Composer"):
         functional._intercept(DeviceCPU(), Readback(Watched()))
 
 

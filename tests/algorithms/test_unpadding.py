@@ -52,7 +52,7 @@ def encoder_of(model: nn.Module) -> UnpaddedEncoder:
     return encoder
 
 
-def test_names_weights_modes_and_hooks_are_kept() -> None:
+def test_names_weights_modes_and_copies_are_kept() -> None:
     reference, model = tiny_bert(), tiny_bert().eval()
     model.bert.embeddings.requires_grad_(False)
     seen: list[int] = []
@@ -69,7 +69,7 @@ def test_names_weights_modes_and_hooks_are_kept() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])
-def test_filler_slots_and_padding_have_no_influence(multiple: int) -> None:
+def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     reference, model = pair("bert", "mlm", multiple)
     inputs = masked_batch(random_masks(3)[2], "mlm")
     compare(reference, model, inputs)
@@ -101,10 +101,10 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
     planned, other = batch([3, 7, 2], 9), batch([5, 7, 2], 9)
     plan_unpadding(model, planned["attention_mask"])
     compare(reference, model, planned)
-    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+    with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**other)
     without = {k: v for k, v in planned.items() if k != "attention_mask"}
-    with pytest.raises(RuntimeError, match="not the one that was planned for"):
+    with pytest.raises(RuntimeError, match="differs from the planned one"):
         model(**without)
     compare(reference, model, batch([5, 7], 8))  # another shape: the encoder makes its own plan
     plan_unpadding(model, None)
@@ -113,7 +113,7 @@ def test_a_plan_is_valid_only_for_its_mask() -> None:
         plan_unpadding(reference, planned["attention_mask"])
 
 
-def test_masks_of_query_key_pairs_run_padded() -> None:
+def test_batches_with_query_key_masks_run_padded() -> None:
     reference, model = pair("bert")
     inputs = batch([6, 6, 6], 6)
     causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
@@ -124,7 +124,7 @@ def test_masks_of_query_key_pairs_run_padded() -> None:
         assert encoder_of(model).ran == "padded"
 
 
-def test_after_changing_the_attention_the_model_runs_padded() -> None:
+def test_a_changed_attention_implementation_runs_padded() -> None:
     reference, model = pair("bert")
     model.set_attn_implementation("sdpa")
     compare(reference, model, batch([3, 7, 2], 9))

@@ -44,6 +44,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
+from composer_speedups.core import parity_checked_technique
 from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.families.packed_encoder import unpadded_encoders
@@ -649,14 +650,24 @@ def test_a_failed_comparison_is_an_error() -> None:
         trained([technique], model=CustomModel(TrainingOnly(plain_mean)), batches=[INPUTS])
 
     with pytest.raises(
-        CannotRunError, match=r"could not be compared with the untouched one \(only in training\); .*never"
+        CannotRunError, match=r"the comparison with the untouched model failed \(only in training\); .*never"
     ):
         train(Unpadding(8))
     warned = Unpadding(8, on_unavailable="warn")
-    with pytest.warns(UserWarning, match="could not be compared"):
+    with pytest.warns(UserWarning, match="the comparison with the untouched model failed"):
         train(warned)
     assert warned.engaged is False
     train(Unpadding(8, check="never"))
+
+
+def test_a_comparison_that_fails_on_another_rank_disables_the_technique_here_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parity_checked_technique, "max_over_ranks", lambda *_: 1)
+    technique = Unpadding(8, on_unavailable="warn")
+    with pytest.warns(UserWarning, match="failed \\(on another rank\\)"):
+        trained([technique], model=CustomModel(Pooling(masked_mean)), batches=[INPUTS])
+    assert technique.engaged is False
 
 
 @pytest.mark.parametrize("method", ["eval", "predict"])

@@ -30,7 +30,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 @pytest.mark.pins
-def test_other_techniques_are_refused_with_both_lists(checkpoint: str) -> None:
+def test_the_error_for_other_techniques_names_both_lists(checkpoint: str) -> None:
     with pytest.raises(ConfigError) as error:
         make_trainer([ForEachOptimizer(), SDPAAttention()], load_path=checkpoint)
     message = str(error.value)
@@ -53,7 +53,7 @@ def test_fewer_techniques_are_refused(checkpoint: str) -> None:
         make_trainer([FusedOptimizer()], load_path=checkpoint)
 
 
-def test_no_techniques_are_refused_if_there_is_an_engagement_report(checkpoint: str) -> None:
+def test_resuming_without_techniques_is_refused_if_there_is_an_engagement_report(checkpoint: str) -> None:
     with pytest.raises(ConfigError, match=r"this run has \[\]"):
         make_trainer([], callbacks=[EngagementReport()], load_path=checkpoint)
 
@@ -73,7 +73,7 @@ def test_weights_only_loads_with_any_techniques(checkpoint: str) -> None:
     trainer.close()
 
 
-def test_without_techniques_and_report_nothing_is_checked(checkpoint: str) -> None:
+def test_nothing_is_checked_without_techniques_and_engagement_report(checkpoint: str) -> None:
     """Without a technique or an EngagementReport, Composer does not call this package, and does not warn either.
 
     train.py always adds the report; add it to your own Trainer for this check.

@@ -45,7 +45,7 @@ def test_a_parameter_outside_the_module_is_refused() -> None:
     weight = model.weight
     model.forward = lambda x: x @ weight  # type: ignore[method-assign]
     graphed(model)
-    with pytest.raises(CaptureError, match="the call uses a parameter that is not an attribute of its module"):
+    with pytest.raises(CaptureError, match="the call uses a parameter that is not registered in a module"):
         model(torch.ones(2, 3))
 
 

@@ -105,7 +105,7 @@ def test_autoresume_false_starts_over() -> None:
     [
         ("optimizer.lr=0.5", "optimizer.lr was 0.001 and is 0.5"),
         ("seed=3", "seed was 17 and is 3"),
-        ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer was {} and is nothing"),
+        ("algorithms.fused_optimizer=null", "algorithms.fused_optimizer was {} and is unset"),
         ("data.batch_size=16", "data.batch_size was 8 and is 16"),
         ("trainer.max_duration=7ba", "trainer.max_duration was 8ba and is 7ba"),
         ("trainer.max_duration=3ep", "trainer.max_duration was 8ba and is 3ep"),
@@ -127,19 +127,20 @@ def test_a_changed_config_is_refused_with_the_changed_key(override: str, named: 
 def test_damaged_checkpoints_are_skipped_and_kept() -> None:
     newest = CHECKPOINTS / "ep0-ba4-rank0.pt"
     newest.write_bytes(newest.read_bytes()[:-1000])
-    with pytest.warns(UserWarning, match=r"passed over: checkpoint\.autoresume: .*ba4-rank0\.pt is damaged"):
+    with pytest.warns(UserWarning, match=r"skipped a checkpoint: checkpoint\.autoresume: .*ba4-rank0\.pt is damaged"):
         assert run(*JOB)["resumed"] == [{"batch": 2, "checkpoint": "ep0-ba2-rank0.pt"}]
     assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1
     for path in checkpoints_in(CHECKPOINTS):
         path.write_bytes(b"")
     (FOLDER / "report.json").unlink()
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped a checkpoint"):
         assert run(*JOB)["resumed"] == []
 
 
 @pytest.mark.usefixtures("interrupted")
-def test_resuming_from_an_earlier_checkpoint_renames_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    back = [*JOB, f"checkpoint.load={CHECKPOINTS}/ep0-ba2-rank0.pt"]
+@pytest.mark.parametrize("rank", ["0", "{rank}"])
+def test_resuming_from_an_earlier_checkpoint_renames_later_ones(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    back = [*JOB, f"checkpoint.load='{CHECKPOINTS}/ep0-ba2-rank{rank}.pt'"]
     with crash_after(4, monkeypatch):
         run(*back)
     assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1

@@ -119,7 +119,7 @@ def test_what_noise_could_explain_is_not_taken() -> None:
 def test_what_saves_less_than_the_noise_is_not_even_confirmed() -> None:
     # The original run's trials differ by 9 %; the candidate, 4, saves 7 % of their mean.
     result = World(jitter=lambda trial: {2: 1.09, 4: 1.02}.get(trial, 1.0)).search(FOREACH)
-    assert result.kept_original == "no trial saved more time than the noise"
+    assert result.kept_original == "no trial was faster than the original by more than the noise"
     assert result.pairs == []
 
 
@@ -168,6 +168,20 @@ def test_a_chosen_set_that_fails_when_run_again_is_not_written() -> None:
     result = world.search(FUSED)
     assert result.chosen == {}
     assert "ran out of memory" in (result.kept_original or "")
+
+
+def test_a_confirming_run_that_times_out_leaves_the_pairs_before_it() -> None:
+    class Slower(World):
+        def measure(self, algorithms: Algorithms, **kwargs: Any) -> Outcome:
+            if [each == algorithms for each in self.sets].count(True) == 2 and algorithms:
+                self.wall = 5000.0  # the second confirming run of the chosen set
+            return super().measure(algorithms, **kwargs)
+
+    world = Slower()
+    result = world.search(SDPA, repeats=3)
+    assert len(result.pairs) == 1
+    assert result.kept_original is None
+    assert result.chosen == {"sdpa_attention": {}}
 
 
 def test_the_recipe_stays_unless_it_is_allowed_to_change() -> None:
@@ -250,7 +264,7 @@ def test_the_least_useful_budget_is_named_and_is_useful(wall: float) -> None:
 
 
 def test_a_budget_too_small_for_one_run_says_so_too() -> None:
-    with pytest.raises(ConfigError, match=r"tune\.budget_seconds: 7 s are too short .* set at least 32$"):
+    with pytest.raises(ConfigError, match=r"tune\.budget_seconds: 7 s is too short .* set at least 32$"):
         World().search(FUSED, budget_seconds=7.0)
     with pytest.raises(ConfigError, match=r"or a smaller tune\.steps$"):
         World().search(FUSED, budget_seconds=7.0, steps=40)

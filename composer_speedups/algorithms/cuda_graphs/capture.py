@@ -1,7 +1,7 @@
-"""Capture a forward pass as a CUDA graph, and its backward pass as one graph or, in segments, as several.
+"""Capture a forward pass as one CUDA graph, and its backward pass as one graph per segment.
 
-This follows the steps of ``torch.cuda.make_graphed_callables``, in which each captured shape has its own gradients of
-all parameters. Here, the shapes share gradient buffers, so another shape takes only the memory of its graph.
+This follows the steps of ``torch.cuda.make_graphed_callables``. There, each captured shape allocates gradients for all
+parameters. Here, all shapes share the gradient buffers, so a further shape takes only the memory of its graph.
 """
 
 from __future__ import annotations
@@ -22,22 +22,24 @@ from composer_speedups.algorithms.cuda_graphs.segments import Segments
 class Captured:
     """The captured forward and backward pass of a call: its graphs, and the memory that they read and write.
 
-    Calling it with tensors like ``static`` replays the graphs. The outputs are in the graph's memory, and valid until
-    the next replay.
+    Calling it with tensors of the shapes and dtypes of ``static`` replays the graphs. The outputs are in the graph's
+    memory, and valid until the next replay.
 
     Args:
         call: A function from tensors to tensors; only ``leaves`` get gradients.
         static: The arguments of the captured call; a replay copies its arguments into their memory.
-        leaves: The placeholders of ``shared.parameters`` in the call.
+        leaves: The placeholders that stand for ``shared.parameters`` in the call; see
+            :class:`~.parameters.ParameterPlaceholders`.
         shared: The buffers for the gradients of each backward pass.
         recorder: Captures the graphs.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each. A call that cannot be
             cut there has one segment.
 
     Attributes:
-        weights: The static gradient of each output, an input of the backward pass; None for outputs without one.
-        inputs: For each segment of the backward pass, in the order of their replays, the parameters whose gradients are
-            complete after it. The first segment also has the parameters that never get a gradient.
+        output_gradients: The static gradient of each output, an input of the backward pass; None for outputs without
+            one.
+        completed: For each segment of the backward pass, in the order of replays, the parameters whose gradients are
+            complete after it. The first entry also has the parameters that never get a gradient.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class Captured:
         cut_behind: Sequence[nn.Module] = (),
     ) -> None:
         self._static, self._leaves, self._shared = static, leaves, shared
-        self.weights: list[Tensor | None] = []
+        self.output_gradients: list[Tensor | None] = []
         self._trained: list[frozenset[nn.Parameter]] = []  # parameters that get a gradient, by segment
         segments = Segments(call, cut_behind)
         if cut_behind and not self._can_be_cut(segments, recorder):
@@ -64,17 +66,17 @@ class Captured:
         def backward(segment: int) -> None:
             # Tied weights may already have a gradient from another segment.
             begun = frozenset[nn.Parameter]().union(*self._trained[:segment])
-            shared.fill(segments.differentiate(segment, self.weights, leaves), begun)
+            shared.fill(segments.differentiate(segment, self.output_gradients, leaves), begun)
 
         self._outputs, self._replay_forward = recorder.record(forward)
-        shared.release()  # recorders of tests run the function
+        shared.release()  # the recorders of tests execute the function, which writes the buffers
         self._replays = [recorder.record(partial(backward, segment))[1] for segment in range(len(segments))]
         segments.forget()
 
         later = [frozenset[nn.Parameter]().union(*self._trained[i + 1 :]) for i in range(len(segments))]
         complete = [trained - rest for trained, rest in zip(self._trained, later, strict=True)]
         complete[0] |= frozenset(shared.parameters).difference(*self._trained)
-        self.inputs = [[p for p in shared.parameters if p in each] for each in complete]
+        self.completed = [[p for p in shared.parameters if p in each] for each in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
 
     @property
@@ -87,7 +89,7 @@ class Captured:
             self._warm_up(segments, recorder)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # CutError, or an error of autograd; any other cause is raised again without cuts
+        except RuntimeError:  # CutError or an error of autograd; any other error recurs in the next warm-up
             segments.forget()
             return False
         return True
@@ -95,26 +97,26 @@ class Captured:
     def _warm_up(self, segments: Segments, recorder: Recorder) -> None:
         def both() -> None:
             outputs = segments.forward(self._static)
-            self.weights = [torch.zeros_like(o) if o.requires_grad else None for o in outputs]
+            self.output_gradients = [torch.zeros_like(o) if o.requires_grad else None for o in outputs]
             self._trained = []
             for segment in range(len(segments)):
                 wanted = [*self._leaves, *self._shared.parameters]
-                gradients = segments.differentiate(segment, self.weights, wanted, check=True)
+                gradients = segments.differentiate(segment, self.output_gradients, wanted, check=True)
                 if any(gradient is not None for gradient in gradients[len(self._leaves) :]):
-                    raise RuntimeError("the call uses a parameter that is not an attribute of its module")
+                    raise RuntimeError("the call uses a parameter that is not registered in a module")
                 self._trained.append(self._shared.prepare(gradients[: len(self._leaves)]))
             segments.forget()  # so that the capture can use the memory
 
         compiled = None
-        while compiled != counters["stats"]["unique_graphs"]:  # compilation synchronizes, or copies to the GPU
+        while compiled != counters["stats"]["unique_graphs"]:  # compiling synchronizes, which a capture forbids
             compiled = counters["stats"]["unique_graphs"]
             recorder.warm_up(both)
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         token = None
         for segment in range(self.segments - 1, 0, -1):
-            token = _Link.apply(self, segment, token, *self.inputs[segment])
-        return _Replay.apply(self, token, *tensors, *self.inputs[0])
+            token = _Link.apply(self, segment, token, *self.completed[segment])
+        return _Replay.apply(self, token, *tensors, *self.completed[0])
 
     def forward(self, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         for static, value in zip(self._static, inputs[: len(self._static)], strict=True):
@@ -122,23 +124,23 @@ class Captured:
         self._replay_forward()
         return tuple(output.detach() for output in self._outputs)
 
-    def backward(self, weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Replay the first segment, and return a gradient for each argument of the forward pass."""
-        for static, weight in zip(self.weights, weights, strict=True):
-            if static is not None and weight is None:
+        for static, gradient in zip(self.output_gradients, gradients, strict=True):
+            if static is not None and gradient is None:
                 static.zero_()
-            elif static is not None and weight is not None:
-                static.copy_(weight)
-        self._shared.release()  # only here: later gradients in the buffers belong to this backward pass
+            elif static is not None and gradient is not None:
+                static.copy_(gradient)
+        self._shared.release()  # later segments find this backward pass's own gradients in the buffers
         return [*(None for _ in self._static), *self.backward_segment(0)]
 
     def backward_segment(self, segment: int) -> list[Tensor | None]:
-        """Replay a segment, and return the gradients of its :attr:`inputs`."""
+        """Replay a segment, and return the gradients of its :attr:`completed` parameters."""
         self._replays[segment]()
-        return self._shared.of(self.inputs[segment], self._trained[segment])
+        return self._shared.of(self.completed[segment], self._trained[segment])
 
     def token(self) -> Tensor:
-        """Return the tensor that links segments in autograd's graph; it is on the GPU, so one thread runs them all."""
+        """Return the tensor that links segments in autograd's graph. It is on the GPU, so one thread runs all."""
         assert self._token is not None
         return self._token.detach()
 
@@ -151,12 +153,12 @@ class _Replay(torch.autograd.Function):
         outputs = captured.forward(inputs)
         ctx.captured = captured
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(o for o, w in zip(outputs, captured.weights, strict=True) if w is None))
+        ctx.mark_non_differentiable(*(o for o, g in zip(outputs, captured.output_gradients, strict=True) if g is None))
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *weights: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        gradients = ctx.captured.backward(weights)
+    def backward(ctx: Any, *output_gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        gradients = ctx.captured.backward(output_gradients)
         return (None, ctx.captured.token() if ctx.needs_input_grad[1] else None, *gradients)
 
 

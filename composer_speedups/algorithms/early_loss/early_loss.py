@@ -47,7 +47,7 @@ class EarlyLoss(Technique):
 
     def before_forward(self, state: State) -> None:
         if self._interception is not None:
-            self._interception.readback.forget()
+            self._interception.readback.begin_microbatch()
 
     def verify(self, state: State) -> dict[str, Any]:
         assert self._interception is not None
@@ -57,8 +57,8 @@ class EarlyLoss(Technique):
         value, on_device = readback.first
         if not math.isclose(value, float(on_device), rel_tol=1e-6):  # the order of the sum over ranks may differ
             raise self.not_engaged(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
-        found: dict[str, Any] = {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.ahead}
-        if self.ended and 2 * readback.ahead < readback.reads:
+        found: dict[str, Any] = {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.early_reads}
+        if self.ended and 2 * readback.early_reads < readback.reads:
             found["note"] = "most batches had ended when the host read their loss: this GPU does not wait for the host"
         return found
 

@@ -21,7 +21,7 @@ def apply_early_loss(device: Device) -> Interception:
 
     Returns:
         The replacement of the method. ``undo()`` restores the device and closes the group; ``readback`` has counts. If
-        losses are sometimes dicts and sometimes tensors, call ``readback.forget()`` before each forward pass.
+        losses are sometimes dicts and sometimes tensors, call ``readback.begin_microbatch()`` before each forward pass.
 
     Raises:
         ValueError: The device is not a GPU, Composer's loop differs from the tested versions, or gloo cannot connect

@@ -4,7 +4,7 @@ Their classes are derived from transformers' (see :func:`~...surgery.module_clas
 and settings do not change. If a kernel cannot run (CPU, float32, a batch that is not packed, a changed module), they
 use torch's operators or the original forward.
 
-Shapes: T packed tokens, H hidden units, A heads, D units per head, B rows, S slots per row.
+Shapes: T packed tokens, H hidden units, A heads, D units per head, B rows, S slots per row; ``x_TAD`` is (T, A, D).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class FusedLayer(nn.Module):
     """Mixin with the methods of a fused layer; the derived class inherits the original forward from transformers.
 
     Attributes:
-        untouched: The modules inside the layer when it was fused. If one of them is replaced, hooked or patched, the
+        untouched: The layer's submodules when it was fused. If one of them is replaced, hooked or patched, the
             layer runs its original forward.
-        last_layer, precision: Settings of :func:`apply_fused_layers`.
-        is_last: Whether no other layer of its encoder reads its output.
-        owner: Number of the :class:`FusedLayers` that changed it; None for :func:`apply_fused_layers`.
+        last_layer, precision: See :func:`apply_fused_layers`.
+        is_last: Whether it is the last layer of its encoder.
+        owner: ID of the :class:`FusedLayers` instance that changed it; None for :func:`apply_fused_layers`.
         float8_scales: With ``precision="fp8"``, a non-persistent buffer with the scales of the matmuls' operands, which
-            every training pass updates.
+            every forward pass in training updates.
         ran: How the last forward pass ran: ``"triton"``, ``"triton, fp8"``, ``"triton for first tokens"``, ``"torch"``,
             ``"first tokens"`` (with torch's operators), ``"unfused"`` (the original forward on packed tokens),
             ``"stock"`` (the original forward on a padded batch), or None before the first one.
@@ -61,19 +61,19 @@ class FusedLayer(nn.Module):
 
     @property
     def own_attention(self) -> str | None:
-        """The layer's own attention kernel in the last forward pass, which PyTorch cannot record; None if not used."""
+        """This package's attention kernel, if the last forward pass used it; an operator recorder does not see it."""
         return "fused_layers' own" if self.ran is not None and self.ran.startswith("triton") else None
 
     def parts(self) -> Any:
-        """Return the layer's modules; subclasses have their :class:`Family`'s function."""
+        """Return the layer's modules; replaced in subclasses by the :class:`Family`'s function."""
         raise NotImplementedError
 
     def dropouts(self) -> list[tuple[nn.Module, nn.Dropout] | None]:
-        """Return the layer's dropout modules; subclasses have their :class:`Family`'s function."""
+        """Return the layer's dropout modules; replaced in subclasses by the :class:`Family`'s function."""
         raise NotImplementedError
 
     def rates(self, *, in_training: bool = False) -> DropoutRates:
-        """Return the current dropout rates, or those of training mode; single modules may be in eval mode."""
+        """Return the dropout rates that apply now (0 for a module in eval mode), or those of training mode."""
         return DropoutRates(
             *(each[1].p if each is not None and (in_training or each[0].training) else 0.0 for each in self.dropouts())
         )
@@ -120,7 +120,7 @@ class FusedLayer(nn.Module):
 
     def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
         if dtype != torch.bfloat16:
-            raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and this is {dtype}")
+            raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
         from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
 
         self.ran = "triton, fp8"
@@ -130,7 +130,7 @@ class FusedLayer(nn.Module):
 
 
 class FusedGatedLayer(FusedLayer):
-    """Mixin for fused layers with pre-norms and a gated feed-forward layer; on a GPU, the output is float32."""
+    """Mixin for fused layers with pre-norms and a gated feed-forward layer; with kernels, the output is float32."""
 
     def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H); ``position_embeddings`` in ``kwargs`` are the angles' cosines and sines, (1, T, D)."""
@@ -163,11 +163,11 @@ class FusedDisentangledLayer(FusedLayer):
         cls.position_table = family.position_table  # type: ignore[method-assign, assignment]
 
     def position_table(self, rel_embeddings: Tensor) -> Tensor:
-        """Return the keys and queries of positions; subclasses have their :class:`Family`'s function."""
+        """Return the keys and queries of positions; replaced in subclasses by the :class:`Family`'s function."""
         raise NotImplementedError
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Map (1, T, H) to (1, T, H) and None with :class:`Relative` positions, else call the original forward."""
+        """Return (1, T, H) and None if the positions are :class:`Relative`, else call the original forward."""
         relative = kwargs.get("relative_pos")
         if not isinstance(relative, Relative):
             self.ran = "stock"
@@ -229,7 +229,7 @@ def _attend(
         return first_token_attention(query_BH, key_value, plan.cu_seqlens, heads, dropout, window)
     key, value = (repad(each, plan, heads) for each in key_value.chunk(2, -1))
     seen = real_keys(plan)
-    if window is not None:  # a row this long starts in its first slot and has no holes
+    if window is not None:  # a row longer than the window has padding only at its end, so its slots are positions
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= window)
     query = query_BH.unflatten(-1, (heads, 1, -1))
     return F.scaled_dot_product_attention(query, key, value, seen, dropout).flatten(1)
@@ -295,9 +295,9 @@ class FusedEmbeddings(nn.Module):
     """Mixin with the methods of fused embeddings; the derived class inherits the original forward.
 
     Attributes:
-        untouched: The modules inside when the module was fused. If one of them is replaced, hooked or patched, the
-            original forward runs.
-        owner: Number of the :class:`FusedLayers` that changed it; None for :func:`apply_fused_layers`.
+        untouched: Its submodules when it was fused. If one of them is replaced, hooked or patched, the original
+            forward runs.
+        owner: ID of the :class:`FusedLayers` instance that changed it; None for :func:`apply_fused_layers`.
         ran: How the last forward pass ran: ``"triton"``, ``"stock"``, or None before the first one.
     """
 
@@ -319,7 +319,7 @@ class FusedEmbeddings(nn.Module):
         cls.family, cls.arguments = family, list(inspect.signature(super().forward).parameters)[1:]
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Map ids (B, S) to (B, S, H), in the autocast dtype if the kernel runs; has the original's arguments."""
+        """Map ids (B, S) to (B, S, H), with the original's arguments; in the autocast dtype if the kernel runs."""
         inputs = dict(zip(self.arguments, args, strict=False)) | kwargs
         others = {name: value for name, value in inputs.items() if name not in _READ}
         input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _READ)
@@ -349,7 +349,7 @@ class FusedEmbeddings(nn.Module):
             and autocast_dtype("cuda", self.LayerNorm.weight.dtype) != torch.float32
             and self.untouched.still()
             and not any(value is not None and (isinstance(value, Tensor) or value != 0) for value in others.values())
-            and not torch.are_deterministic_algorithms_enabled()  # the order of its atomic additions varies
+            and not torch.are_deterministic_algorithms_enabled()  # its backward pass adds atomically, in varying order
         )
 
 

@@ -81,7 +81,7 @@ class SDPAAttention(ParityCheckedTechnique):
         return vars(module).get(_CHANGED_BY, (None,))[0] == self.owner
 
     @property
-    def compares_in_the_runs_precision(self) -> bool:
+    def compare_in_training_precision(self) -> bool:
         return self.backend != "auto"  # some kernels support only 16 bits
 
     def watch(self, state: State) -> None:
