@@ -91,15 +91,17 @@ def linear_products(model: nn.Module, tokens: int, first_tokens: int | None = No
     for block in blocks:
         short = first_tokens is not None and block is blocks[-1]
         family = family_of(type(block))
-        parts = family.parts(block) if short and family is not None and family.parts is not None else None
-        of_all = {id(getattr(parts, name, None)) for name in ("key", "value")}
+        modules = (
+            family.layer_modules(block) if short and family is not None and family.layer_modules is not None else None
+        )
+        of_all = {id(getattr(modules, name, None)) for name in ("key", "value")}
         for module in block.modules():
             if not isinstance(module, nn.Linear):
                 continue
             inputs, outputs = module.in_features, module.out_features
             if not short or id(module) in of_all:
                 found.append(Product(inputs, outputs, tokens))
-            elif module is getattr(parts, "qkv", None):
+            elif module is getattr(modules, "qkv", None):
                 found += [Product(inputs, outputs // 3, first_tokens or 0), Product(inputs, 2 * outputs // 3, tokens)]
             else:
                 found.append(Product(inputs, outputs, first_tokens or 0))

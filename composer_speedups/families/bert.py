@@ -9,7 +9,7 @@ from composer_speedups.families.family import Family, LayerModules
 __all__ = ["FAMILY"]
 
 
-def _parts(layer: Any) -> LayerModules:
+def _modules(layer: Any) -> LayerModules:
     attention = layer.attention.self
     return LayerModules(
         attention.query, attention.key, attention.value, layer.attention.output.dense,
@@ -32,6 +32,6 @@ FAMILY = Family(
     embeddings="BertEmbeddings",
     query_and_value=("query", "value"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
-    parts=_parts,
+    layer_modules=_modules,
     dropouts=_dropouts,
 )

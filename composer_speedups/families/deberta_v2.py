@@ -163,7 +163,7 @@ def _refuses(encoder: Any) -> str | None:
     return None
 
 
-def _parts(layer: Any) -> LayerModules:
+def _modules(layer: Any) -> LayerModules:
     attention = layer.attention.self
     return LayerModules(
         attention.query_proj, attention.key_proj, attention.value_proj, layer.attention.output.dense,
@@ -186,7 +186,7 @@ FAMILY = Family(
     embeddings="DebertaV2Embeddings",
     query_and_value=("query_proj", "value_proj"),
     feed_forward=("intermediate.dense", "intermediate.intermediate_act_fn", "output.dense"),
-    parts=_parts,
+    layer_modules=_modules,
     position_table=_table,
     dropouts=_dropouts,
     refuses=_refuses,

@@ -9,7 +9,7 @@ from composer_speedups.families.family import Family, LayerModules
 __all__ = ["FAMILY"]
 
 
-def _parts(layer: Any) -> LayerModules:
+def _modules(layer: Any) -> LayerModules:
     attention, ffn = layer.attention, layer.ffn
     return LayerModules(
         attention.q_lin, attention.k_lin, attention.v_lin, attention.out_lin, layer.sa_layer_norm,
@@ -30,7 +30,7 @@ FAMILY = Family(
     embeddings="Embeddings",
     query_and_value=("q_lin", "v_lin"),
     feed_forward=("lin1", "activation", "lin2"),
-    parts=_parts,
+    layer_modules=_modules,
     dropouts=_dropouts,
     hidden="dim",
     inner="hidden_dim",

@@ -132,8 +132,8 @@ class Family:
         query_and_value: Names of these Linear modules in a block; LoRA adapts them by default.
         feed_forward: Path of the module with the feed-forward layer, and names of its first Linear, its activation and
             its second Linear; None for other kinds of feed-forward layers.
-        parts: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not support
-            the block.
+        layer_modules: Block → its modules (:class:`GatedLayerModules` if ``gated``); None if ``fused_layers`` does not
+            support the block.
         position_table: For disentangled attention: block and relative embeddings (P, H) → keys and queries of relative
             positions (P, 2·A·D). None for other kinds of attention.
         refuses: Encoder → the reason why it cannot run on packed tokens; None if it can.
@@ -161,7 +161,7 @@ class Family:
     embeddings: str
     query_and_value: tuple[str, ...]
     feed_forward: tuple[str, str, str] | None = None
-    parts: Callable[[Any], Any] | None = None
+    layer_modules: Callable[[Any], Any] | None = None
     gated: bool = False
     position_table: Callable[[Any, Tensor], Tensor] | None = None
     refuses: Callable[[Any], str | None] = lambda _: None
@@ -249,7 +249,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         KeyError: The family has no fused kernels, or a key is missing.
     """
     family = family_named(config["model_type"])
-    if family is None or family.parts is None or family.gated or family.position_table is not None:
+    if family is None or family.layer_modules is None or family.gated or family.position_table is not None:
         raise KeyError(config["model_type"])
     dropped = family.attention_output_dropout
     return Shape(

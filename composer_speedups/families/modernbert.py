@@ -135,7 +135,7 @@ def _reads(model_class: str, config: Any) -> Reads:
     return default_head_reads(model_class, config)
 
 
-def _parts(layer: Any) -> GatedLayerModules:
+def _modules(layer: Any) -> GatedLayerModules:
     attention, reach = layer.attn, layer.attn.sliding_window
     return GatedLayerModules(
         attention.Wqkv, attention.Wo, layer.mlp.Wi, layer.mlp.Wo,
@@ -158,7 +158,7 @@ FAMILY = Family(
     layer="ModernBertEncoderLayer",
     embeddings="ModernBertEmbeddings",
     query_and_value=("Wqkv",),
-    parts=_parts,
+    layer_modules=_modules,
     gated=True,
     dropouts=_dropouts,
     reads=_reads,

@@ -23,8 +23,8 @@ from tests.reference.masked_layer import (
     check_rates,
     masked_layer,
     masks_of,
+    modules_on,
     only,
-    parts_on,
     plan_on,
     slope_over_norm,
     with_gradients,
@@ -58,13 +58,13 @@ def set_dropout(site: str, layer: Any, rate: float) -> None:
 def test_each_dropout_site_of_the_plain_layer_matches_the_reference(site: str) -> None:
     """Result and gradients equal those of the reference layer under the same masks."""
     torch.manual_seed(0)
-    rates, plan, parts = only(site, 0.5), plan_on("cpu"), parts_on("cpu")
+    rates, plan, modules = only(site, 0.5), plan_on("cpu"), modules_on("cpu")
     masks = masks_of(plain_layer, rates, "cpu", 3)
     check_rates(masks, rates)
     x, grad = torch.randn(2, sum(LENGTHS), HIDDEN)
     torch.manual_seed(3)
-    ours = with_gradients(lambda x, parts: plain_layer(x, parts, rates, plan), x, parts, grad)
-    theirs = with_gradients(lambda x, parts: masked_layer(x, parts, rates, masks), x, parts, grad)
+    ours = with_gradients(lambda x, modules: plain_layer(x, modules, rates, plan), x, modules, grad)
+    theirs = with_gradients(lambda x, modules: masked_layer(x, modules, rates, masks), x, modules, grad)
     assert_near(ours, theirs, what=site)
 
 

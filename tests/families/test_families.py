@@ -32,7 +32,7 @@ every_family = pytest.mark.parametrize("name", EVERY)
 
 def test_every_family_is_in_the_lists_of_test_models() -> None:
     assert {family.name for family in families()} == {*EVERY, *ENCODERS}
-    assert {family.name for family in families() if family.parts is not None} == {*FUSED, *COPIES}
+    assert {family.name for family in families() if family.layer_modules is not None} == {*FUSED, *COPIES}
 
 
 def get_family(name: str) -> Any:
@@ -63,9 +63,9 @@ def test_a_family_file_matches_the_model(name: Family) -> None:
 def test_parts_and_dropouts_cover_the_whole_block(name: Family) -> None:
     model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), get_family(name)
     block = modules_with_role(model, "layer")[0]
-    parts = family.parts(block)
-    assert {id(p) for p in parts.parameters()} == {id(p) for p in block.parameters()}
-    assert (parts.up.out_features, parts.heads) == (64, 2)
+    modules = family.layer_modules(block)
+    assert {id(p) for p in modules.parameters()} == {id(p) for p in block.parameters()}
+    assert (modules.up.out_features, modules.heads) == (64, 2)
     if family.gated:  # attention dropout is not a module
         assert [each[1].p for each in family.dropouts(block)] == [0.3, 0.3, 0.2]
     held = {each[1] for each in family.dropouts(block) if each is not None and isinstance(each[1], nn.Module)}
@@ -78,7 +78,7 @@ def test_parts_and_dropouts_cover_the_whole_block(name: Family) -> None:
         return
     up, activation, down = family.feed_forward or ("",) * 3
     holder = next(m for m in block.modules() if _has(m, up))
-    assert (holder.get_submodule(up), holder.get_submodule(down)) == (parts.up, parts.down)
+    assert (holder.get_submodule(up), holder.get_submodule(down)) == (modules.up, modules.down)
     assert holder.get_submodule(activation)
     shape = kernel_shape(model.config.to_dict())
     assert (shape.hidden, shape.inner, shape.heads, shape.weights) == (32, 64, 2, 0.3)

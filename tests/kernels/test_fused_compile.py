@@ -202,7 +202,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
     hidden, heads = 192, 3  # a quarter of BERT-base, whose matmuls take ten seconds on a CPU in bf16
     sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_attention_heads": heads}
     config = BertConfig(vocab_size=64, num_hidden_layers=1, **sizes)
-    parts = bert.FAMILY.parts(BertModel(config).encoder.layer[0])  # type: ignore[misc]
+    modules = bert.FAMILY.layer_modules(BertModel(config).encoder.layer[0])  # type: ignore[misc]
     shape = Shape(hidden, 4 * hidden, heads, *dropouts, embedding=hidden, embedded=0.1)
     for some in launches(shape, torch.bfloat16, torch.device("cpu"), float8=in_float8):
         for launch in some:
@@ -214,8 +214,8 @@ def test_every_launch_of_a_model_is_compiled_ahead(
 
     def layer(rates: DropoutRates, *, learn: bool) -> Tensor:
         if in_float8:
-            return float8_layer(x, parts, rates, cu, 512, scales, learn=learn)
-        return fused_layer(x, parts, rates, cu, 512)
+            return float8_layer(x, modules, rates, cu, 512, scales, learn=learn)
+        return fused_layer(x, modules, rates, cu, 512)
 
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)

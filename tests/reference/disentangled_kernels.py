@@ -121,7 +121,7 @@ def layers() -> None:
     apply_unpadding(model, 1)
     layer, encoder, family = model.deberta.encoder.layer[0], model.deberta.encoder, family_named("deberta_v2")
     assert family is not None
-    assert family.parts is not None
+    assert family.layer_modules is not None
     assert family.position_table is not None
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
@@ -134,7 +134,7 @@ def layers() -> None:
         if fused:
             table = family.position_table(layer, embeddings)
             result = disentangled_layer(
-                leaf, family.parts(layer), rates, table, relative.entries, plan.cu_seqlens, plan.longest
+                leaf, family.layer_modules(layer), rates, table, relative.entries, plan.cu_seqlens, plan.longest
             )
         else:
             result = layer(leaf.unsqueeze(0), None, relative_pos=relative, rel_embeddings=embeddings)[0].squeeze(0)

@@ -23,8 +23,8 @@ from tests.reference.masked_layer import (
     check_rates,
     masked_layer,
     masks_of,
+    modules_on,
     only,
-    parts_on,
     plan_on,
     slope_over_norm,
     with_gradients,
@@ -35,28 +35,33 @@ SEED = 11
 STEP, BOUND, DRAWS = (1e-3, 0.01, 1) if DEVICE == "cpu" else (6e-2, 0.05, 16)
 
 
-def layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
-    return fused_layer(x_TH, parts, rates, plan.cu_seqlens, plan.longest)
+def layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
+    return fused_layer(x_TH, modules, rates, plan.cu_seqlens, plan.longest)
 
 
 def check_layer(rates: DropoutRates) -> None:
     """Compare the layer with one in plain PyTorch under the same masks."""
     masks = masks_of(layer, rates, DEVICE, SEED)
     check_rates(masks, rates)
-    plan, parts, x, grad = plan_on(DEVICE), parts_on(DEVICE), random(sum(LENGTHS), HIDDEN), random(sum(LENGTHS), HIDDEN)
+    plan, modules, x, grad = (
+        plan_on(DEVICE),
+        modules_on(DEVICE),
+        random(sum(LENGTHS), HIDDEN),
+        random(sum(LENGTHS), HIDDEN),
+    )
     torch.manual_seed(SEED)
-    ours = with_gradients(lambda x, parts: layer(x, parts, rates, plan), x, parts, grad)
-    theirs = with_gradients(lambda x, parts: masked_layer(x, parts, rates, masks), x, parts, grad)
+    ours = with_gradients(lambda x, modules: layer(x, modules, rates, plan), x, modules, grad)
+    theirs = with_gradients(lambda x, modules: masked_layer(x, modules, rates, masks), x, modules, grad)
     for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         near(f"layer that drops {tuple(rates)}, {'its result' if i == 0 else f'gradient {i}'}", one, other)
 
 
 def check_slope(rates: DropoutRates) -> None:
     def draw(number: int) -> float:
-        plan, parts = plan_on(DEVICE), parts_on(DEVICE)
+        plan, modules = plan_on(DEVICE), modules_on(DEVICE)
         x, grad = random(sum(LENGTHS), HIDDEN).requires_grad_(), random(sum(LENGTHS), HIDDEN)
-        leaves: list[Any] = [x, *parts.parameters()]
-        return slope_over_norm(lambda: (layer(x, parts, rates, plan) * grad).double().sum(), leaves, number, STEP)
+        leaves: list[Any] = [x, *modules.parameters()]
+        return slope_over_norm(lambda: (layer(x, modules, rates, plan) * grad).double().sum(), leaves, number, STEP)
 
     found = sum(draw(SEED + i) for i in range(DRAWS)) / DRAWS
     assert abs(found - 1) < BOUND, f"{rates}: the slope is {found} of the gradient's norm"

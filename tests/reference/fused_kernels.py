@@ -389,23 +389,23 @@ def layers(*, in_float8: bool) -> None:
     sizes = [(hidden, hidden)] * 4 + [(hidden, inner), (inner, hidden)]
     query, key, value, out, up, down = (nn.Linear(*size, device=DEVICE) for size in sizes)
     norms = [nn.LayerNorm(hidden, device=DEVICE) for _ in range(2)]
-    parts = LayerModules(query, key, value, out, norms[0], up, down, norms[1], heads)
-    for parameter in parts.parameters():
+    modules = LayerModules(query, key, value, out, norms[0], up, down, norms[1], heads)
+    for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.4 if not in_float8 else 0.2)
     mask = torch.arange(max(LENGTHS), device=DEVICE) < torch.tensor(LENGTHS, device=DEVICE)[:, None]
     plan, rates = make_plan(mask, sum(LENGTHS), 1), DropoutRates(0.0, 0.0, 0.0)
     x, grad, found = random(sum(LENGTHS), hidden), random(sum(LENGTHS), hidden), []
     if in_float8:
-        whole_float8_layer(x, grad, parts, rates, plan)
+        whole_float8_layer(x, grad, modules, rates, plan)
         return
     for fused in (True, False):
         leaf = x.clone().requires_grad_()
         result = (
-            fused_layer(leaf, parts, rates, plan.cu_seqlens, plan.longest)
+            fused_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest)
             if fused
-            else plain_layer(leaf, parts, rates, plan)
+            else plain_layer(leaf, modules, rates, plan)
         )
-        found.append([result, *torch.autograd.grad(result, [leaf, *parts.parameters()], grad)])
+        found.append([result, *torch.autograd.grad(result, [leaf, *modules.parameters()], grad)])
     for i, (ours, theirs) in enumerate(zip(*found, strict=True)):
         near(f"layer, {'its result' if i == 0 else f'gradient {i}'}", ours, theirs)
 
@@ -417,8 +417,8 @@ def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutR
     qkv, out, up, down = (nn.Linear(*shape, bias=False, device=DEVICE) for shape in sizes)
     before = None if first else nn.LayerNorm(hidden, bias=False, device=DEVICE)
     after = nn.LayerNorm(hidden, bias=False, device=DEVICE)
-    parts = GatedLayerModules(qkv, out, up, down, before, after, heads, window)
-    for parameter in parts.parameters():
+    modules = GatedLayerModules(qkv, out, up, down, before, after, heads, window)
+    for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.2)
     cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
     tokens = sum(lengths)
@@ -431,20 +431,20 @@ def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutR
 
     def plain(x: Tensor) -> Tensor:
         normed = x if before is None else before(x)
-        query, key, value = parts.qkv(normed).view(tokens, 3, heads, size).permute(1, 2, 0, 3)
+        query, key, value = modules.qkv(normed).view(tokens, 3, heads, size).permute(1, 2, 0, 3)
         query, key = (t * cos + torch.cat([-t[..., size // 2 :], t[..., : size // 2]], -1) * sin for t in (query, key))
         attended = F.scaled_dot_product_attention(query, key, value, seen).transpose(0, 1).reshape(tokens, hidden)
-        summed = x + parts.out(attended)
-        activated, gate = parts.up(after(summed)).chunk(2, -1)
-        return summed + parts.down(F.gelu(activated) * gate)
+        summed = x + modules.out(attended)
+        activated, gate = modules.up(after(summed)).chunk(2, -1)
+        return summed + modules.down(F.gelu(activated) * gate)
 
     results = [
-        gated_layer(leaves[0], parts, DropoutRates(0.0, 0.0, 0.0), cos, sin, cu, 128, torch.float32),
+        gated_layer(leaves[0], modules, DropoutRates(0.0, 0.0, 0.0), cos, sin, cu, 128, torch.float32),
         plain(leaves[1]),
     ]
     grad = random(tokens, hidden)
     gradients = [
-        torch.autograd.grad(result, [leaf, *parts.parameters()], grad)
+        torch.autograd.grad(result, [leaf, *modules.parameters()], grad)
         for result, leaf in zip(results, leaves, strict=True)
     ]
     near(f"gated layer, window {window}", *results)
@@ -453,13 +453,13 @@ def gated_layers(window: int | None, *, first: bool, dropouts: Sequence[DropoutR
 
     def scalar(rates: DropoutRates) -> Tensor:
         torch.manual_seed(3)  # the same dropout masks at each call
-        return (gated_layer(leaves[0], parts, rates, cos, sin, cu, 128, torch.float32) * grad).sum()
+        return (gated_layer(leaves[0], modules, rates, cos, sin, cu, 128, torch.float32) * grad).sum()
 
     for rates in dropouts:
-        check_slopes(partial(scalar, rates), [parts.qkv.weight, parts.up.weight])
+        check_slopes(partial(scalar, rates), [modules.qkv.weight, modules.up.weight])
 
 
-def whole_float8_layer(x: Tensor, grad: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> None:
+def whole_float8_layer(x: Tensor, grad: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> None:
     """Check that errors are within 8-bit rounding, and that the second pass, with fitted scales, equals the first."""
     dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
     rows = new_scales(len(OPERANDS), torch.device(DEVICE))
@@ -467,10 +467,10 @@ def whole_float8_layer(x: Tensor, grad: Tensor, parts: LayerModules, rates: Drop
     for attempt in range(3):
         leaf = x.detach().to(dtype).requires_grad_()
         if attempt < 2:
-            result = float8_layer(leaf, parts, rates, plan.cu_seqlens, plan.longest, rows, learn=True)
+            result = float8_layer(leaf, modules, rates, plan.cu_seqlens, plan.longest, rows, learn=True)
         else:
-            result = plain_layer(leaf.float(), parts, rates, plan)
-        wanted = [leaf, *parts.parameters()]
+            result = plain_layer(leaf.float(), modules, rates, plan)
+        wanted = [leaf, *modules.parameters()]
         found.append([result, *torch.autograd.grad(result, wanted, 1e-6 * grad.to(result.dtype))])
     key_bias = 2 + 3  # its gradient is zero except for rounding
     for i, (first, second, exact) in enumerate(zip(*found, strict=True)):

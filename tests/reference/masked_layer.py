@@ -37,15 +37,15 @@ def plan_on(device: str) -> Plan:
     return make_plan(torch.arange(max(LENGTHS), device=device) < lengths[:, None], sum(LENGTHS), 1)
 
 
-def parts_on(device: str, dtype: torch.dtype = torch.float32) -> LayerModules:
+def modules_on(device: str, dtype: torch.dtype = torch.float32) -> LayerModules:
     """Return modules with random parameters."""
     sizes = [(HIDDEN, HIDDEN)] * 4 + [(HIDDEN, INNER), (INNER, HIDDEN)]
     query, key, value, out, up, down = (nn.Linear(*size, device=device, dtype=dtype) for size in sizes)
     norms = [nn.LayerNorm(HIDDEN, device=device, dtype=dtype) for _ in range(2)]
-    parts = LayerModules(query, key, value, out, norms[0], up, down, norms[1], HEADS)
-    for parameter in parts.parameters():
+    modules = LayerModules(query, key, value, out, norms[0], up, down, norms[1], HEADS)
+    for parameter in modules.parameters():
         nn.init.normal_(parameter, std=0.3)
-    return parts
+    return modules
 
 
 def only(site: str, rate: float) -> DropoutRates:
@@ -58,16 +58,16 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
     A site with a rate of 0 has a mask of ones.
     """
     plan, tokens = plan_on(device), sum(LENGTHS)
-    parts = parts_on(device)
+    modules = modules_on(device)
     with torch.no_grad():
-        for parameter in parts.parameters():
+        for parameter in modules.parameters():
             parameter.zero_()
-        parts.attention_norm.weight.fill_(1)
-        parts.output_norm.weight.fill_(1)
+        modules.attention_norm.weight.fill_(1)
+        modules.output_norm.weight.fill_(1)
 
     def visible(site: str, x_TH: Tensor) -> Tensor:
         torch.manual_seed(number)
-        return layer(x_TH, parts, only(site, getattr(rates, site)), plan).detach()
+        return layer(x_TH, modules, only(site, getattr(rates, site)), plan).detach()
 
     # Attention is uniform, and each key's value is 1 in a unit of its own. The input is in the units from SIZE / 2 on,
     # so the residual does not reach these units. LayerNorm keeps the order of a token's units; the last unit's value
@@ -79,8 +79,8 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
     units = torch.arange(SIZE // 2 - 1)
     with torch.no_grad():
         for head in range(HEADS):
-            parts.value.weight[head * SIZE + units, SIZE // 2 + units] = 1
-        parts.out.weight.copy_(torch.eye(HIDDEN))
+            modules.value.weight[head * SIZE + units, SIZE // 2 + units] = 1
+        modules.out.weight.copy_(torch.eye(HIDDEN))
     kept = visible("weights", x_TH)
     kept = (kept > kept[:, -1:] + 1e-3).float().unflatten(1, (HEADS, SIZE)).transpose(0, 1)
     weights = [kept[:, s : s + n, :n] for s, n in zip(starts, LENGTHS, strict=True)]
@@ -88,28 +88,28 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
     # no dropped number, all are 0.
     x_TH.zero_()
     with torch.no_grad():
-        parts.out.weight.zero_()
-        parts.out.bias.fill_(1)
+        modules.out.weight.zero_()
+        modules.out.bias.fill_(1)
     attention = (visible("attention", x_TH) >= 0).float()
     with torch.no_grad():
-        parts.out.bias.zero_()
-        parts.down.bias.fill_(1)
+        modules.out.bias.zero_()
+        modules.down.bias.fill_(1)
     return Masks(weights, attention, (visible("output", x_TH) >= 0).float())
 
 
-def masked_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, masks: Masks) -> Tensor:
+def masked_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, masks: Masks) -> Tensor:
     """Compute the layer under the masks: (T, H) → (T, H)."""
     rows, start = [], 0
     for length, mask in zip(LENGTHS, masks.weights, strict=True):
         x = x_TH[start : start + length]
         start += length
-        q, k, v = (m(x).view(length, HEADS, SIZE).transpose(0, 1) for m in (parts.query, parts.key, parts.value))
+        q, k, v = (m(x).view(length, HEADS, SIZE).transpose(0, 1) for m in (modules.query, modules.key, modules.value))
         weights = (q @ k.transpose(1, 2) * SIZE**-0.5).softmax(-1) * mask / (1 - rates.weights)
         rows.append((weights @ v).transpose(0, 1).reshape(length, HIDDEN))
-    projected = parts.out(torch.cat(rows)) * masks.attention / (1 - rates.attention)
-    hidden = parts.attention_norm(projected + x_TH)
-    down = parts.down(F.gelu(parts.up(hidden))) * masks.output / (1 - rates.output)
-    return parts.output_norm(down + hidden)
+    projected = modules.out(torch.cat(rows)) * masks.attention / (1 - rates.attention)
+    hidden = modules.attention_norm(projected + x_TH)
+    down = modules.down(F.gelu(modules.up(hidden))) * masks.output / (1 - rates.output)
+    return modules.output_norm(down + hidden)
 
 
 def check_rates(masks: Masks, rates: DropoutRates) -> None:
@@ -121,12 +121,12 @@ def check_rates(masks: Masks, rates: DropoutRates) -> None:
 
 
 def with_gradients(
-    function: Callable[[Tensor, LayerModules], Tensor], x_TH: Tensor, parts: LayerModules, grad: Tensor
+    function: Callable[[Tensor, LayerModules], Tensor], x_TH: Tensor, modules: LayerModules, grad: Tensor
 ) -> list[Tensor]:
     """Return the result and the gradients of x and of every parameter."""
     leaf = x_TH.clone().requires_grad_()
-    result = function(leaf, parts)
-    return [result.detach(), *torch.autograd.grad(result, [leaf, *parts.parameters()], grad)]
+    result = function(leaf, modules)
+    return [result.detach(), *torch.autograd.grad(result, [leaf, *modules.parameters()], grad)]
 
 
 def slope_over_norm(loss: Callable[[], Tensor], leaves: Sequence[Tensor], number: int, step: float) -> float:

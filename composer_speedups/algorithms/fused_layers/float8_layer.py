@@ -57,7 +57,7 @@ _GRADIENTS = 4
 
 def float8_layer(
     x_TH: Tensor,
-    parts: LayerModules,
+    modules: LayerModules,
     rates: DropoutRates,
     cu_seqlens: Tensor,
     longest: int,
@@ -69,13 +69,13 @@ def float8_layer(
 
     Args:
         x_TH: The layer's input, bf16; sums and statistics are float32.
-        parts, rates: The layer's modules, whose widths are multiples of 16, and dropout rates.
+        modules, rates: The layer's modules, whose widths are multiples of 16, and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
         scales: One row per operand of :data:`OPERANDS`, from :func:`~composer_speedups.kernels.float8.new_scales`.
         learn: Record this pass's magnitudes in ``scales``, for the next pass.
     """
     begun = begin_scales(scales, _GRADIENTS, keep=learn)
-    return _Float8Layer.apply(x_TH, cu_seqlens, longest, parts, rates, begun, *parts.parameters())
+    return _Float8Layer.apply(x_TH, cu_seqlens, longest, modules, rates, begun, *modules.parameters())
 
 
 class _Float8Layer(torch.autograd.Function):
@@ -85,7 +85,7 @@ class _Float8Layer(torch.autograd.Function):
         x: Tensor,
         cu: Tensor,
         longest: int,
-        parts: LayerModules,
+        modules: LayerModules,
         rates: DropoutRates,
         scales: Tensor,
         *parameters: Tensor,
@@ -99,9 +99,9 @@ class _Float8Layer(torch.autograd.Function):
         seeds = dropout_seeds(rates, x.device)
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
-        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0], operand=attended8)
+        attended, logs = attention_forward(qkv, cu, longest, modules.heads, rates.weights, seeds[0], operand=attended8)
         summed1 = scaled_product(attended8, out_w, dtype, out_b)
-        eps = parts.attention_norm.eps, parts.output_norm.eps
+        eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden8 = Float8.like(x, ACTIVATION, scales[_Row.HIDDEN])
         hidden, summed1, stats1 = add_norm_forward(
             summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1], hidden8

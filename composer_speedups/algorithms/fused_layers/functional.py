@@ -177,8 +177,8 @@ def check_float8(layers: Iterable[Any]) -> None:
             raise ValueError(
                 f"precision='fp8' needs a CUDA GPU of compute capability {wanted} or newer, and the model is on {where}"
             )
-        if family is not None and family.parts is not None:
-            up = family.parts(layer).up
+        if family is not None and family.layer_modules is not None:
+            up = family.layer_modules(layer).up
             if up.in_features % 16 or up.out_features % 16:
                 raise ValueError(
                     f"precision='fp8' needs widths that are multiples of 16, and the layers have {up.in_features} and "
@@ -216,7 +216,7 @@ def _layers(model: nn.Module) -> dict[str, Any]:
 def _has_role(role: str, module: nn.Module) -> bool:
     """Return whether a module is a layer, or embeddings, of a family that the kernels support."""
     family = family_of(type(module))
-    if family is None or family.parts is None:
+    if family is None or family.layer_modules is None:
         return False
     if role == "embeddings" and (family.gated or family.position_table is not None):
         return False
@@ -233,7 +233,7 @@ def _methods(layer: nn.Module) -> type[FusedLayer]:
 
 def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if not _has_role("layer", layer):
-        known = family_titles(lambda family: family.parts)
+        known = family_titles(lambda family: family.layer_modules)
         return f"fused_layers supports the layers of {known}, and this model's are {type(layer).__name__}"
     activation = config_value(config, "activation")
     if activation != "gelu":

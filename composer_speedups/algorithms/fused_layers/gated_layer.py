@@ -24,7 +24,7 @@ __all__ = ["gated_layer"]
 
 def gated_layer(
     x_TH: Tensor,
-    parts: GatedLayerModules,
+    modules: GatedLayerModules,
     rates: DropoutRates,
     cos_TD: Tensor,
     sin_TD: Tensor,
@@ -36,13 +36,13 @@ def gated_layer(
 
     Args:
         x_TH: The residual stream.
-        parts, rates: The layer's modules and dropout rates; ``rates.output`` is for the feed-forward layer's inner
+        modules, rates: The layer's modules and dropout rates; ``rates.output`` is for the feed-forward layer's inner
             units.
         cos_TD, sin_TD: Cosines and sines of the tokens' rotary angles.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
         dtype: Dtype of the matmuls, bf16 or fp16; sums and statistics are float32.
     """
-    return _GatedLayer.apply(x_TH, cos_TD, sin_TD, cu_seqlens, longest, parts, rates, dtype, *parts.parameters())
+    return _GatedLayer.apply(x_TH, cos_TD, sin_TD, cu_seqlens, longest, modules, rates, dtype, *modules.parameters())
 
 
 class _GatedLayer(torch.autograd.Function):
@@ -54,7 +54,7 @@ class _GatedLayer(torch.autograd.Function):
         sin: Tensor,
         cu: Tensor,
         longest: int,
-        parts: GatedLayerModules,
+        modules: GatedLayerModules,
         rates: DropoutRates,
         dtype: torch.dtype,
         *parameters: Tensor,
@@ -64,14 +64,14 @@ class _GatedLayer(torch.autograd.Function):
         norms = parameters[4:]  # of the attention, if it has one, and of the feed-forward layer
         seeds = dropout_seeds(rates, x.device)
         normed, stats1 = x.to(dtype), x.new_empty(0)
-        if parts.attention_norm is not None:
-            normed, _, stats1 = pre_norm_forward(x, None, norms[0], parts.attention_norm.eps, 0.0, seeds[0], dtype)
+        if modules.attention_norm is not None:
+            normed, _, stats1 = pre_norm_forward(x, None, norms[0], modules.attention_norm.eps, 0.0, seeds[0], dtype)
         qkv = torch.mm(normed, qkv_w.t())
         del normed
-        rotate(qkv, cos, sin, parts.heads)
-        attended, logs = attention_forward(qkv, cu, longest, parts.heads, rates.weights, seeds[0], parts.window)
+        rotate(qkv, cos, sin, modules.heads)
+        attended, logs = attention_forward(qkv, cu, longest, modules.heads, rates.weights, seeds[0], modules.window)
         normed, summed, stats2 = pre_norm_forward(
-            x, torch.mm(attended, out_w.t()), norms[-1], parts.output_norm.eps, rates.attention, seeds[1], dtype
+            x, torch.mm(attended, out_w.t()), norms[-1], modules.output_norm.eps, rates.attention, seeds[1], dtype
         )
         up = torch.mm(normed, up_w.t())
         del normed
@@ -80,7 +80,7 @@ class _GatedLayer(torch.autograd.Function):
             x, stats1, qkv, attended, logs, summed, stats2, up, cos, sin, cu, *seeds,
             qkv_w, out_w, up_w, down_w, *norms,
         )  # fmt: skip
-        ctx.longest, ctx.rates, ctx.heads, ctx.window = longest, rates, parts.heads, parts.window
+        ctx.longest, ctx.rates, ctx.heads, ctx.window = longest, rates, modules.heads, modules.window
         ctx.dtypes = [p.dtype for p in parameters]
         return out
 

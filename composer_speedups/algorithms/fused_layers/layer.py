@@ -22,20 +22,20 @@ from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
 
 
-def fused_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
+def fused_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
     """Compute the layer's output (T, H) for packed tokens on a GPU.
 
     Args:
         x_TH: The layer's input, bf16 or fp16. Matmuls have its dtype; sums and statistics are float32.
-        parts, rates: The layer's modules and dropout rates.
+        modules, rates: The layer's modules and dropout rates.
         cu_seqlens, longest: See :class:`~composer_speedups.families.packed_tokens.Plan`.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, None, None, *parts.parameters())
+    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, None, None, *modules.parameters())
 
 
 def disentangled_layer(
     x_TH: Tensor,
-    parts: LayerModules,
+    modules: LayerModules,
     rates: DropoutRates,
     positions: Tensor,
     entries: Tensor,
@@ -47,7 +47,7 @@ def disentangled_layer(
     For ``positions`` (P, 2·H), which get a gradient, and ``entries``, see
     :func:`~composer_speedups.kernels.disentangled_attention.disentangled_forward`.
     """
-    return _Layer.apply(x_TH, cu_seqlens, longest, parts, rates, positions, entries, *parts.parameters())
+    return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, positions, entries, *modules.parameters())
 
 
 class _Layer(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _Layer(torch.autograd.Function):
         x: Tensor,
         cu: Tensor,
         longest: int,
-        parts: LayerModules,
+        modules: LayerModules,
         rates: DropoutRates,
         positions: Tensor | None,
         entries: Tensor | None,
@@ -68,13 +68,13 @@ class _Layer(torch.autograd.Function):
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = dropout_seeds(rates, x.device)
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
-        attention_inputs = (cu, longest, parts.heads, rates.weights, seeds[0])
+        attention_inputs = (cu, longest, modules.heads, rates.weights, seeds[0])
         if positions is None or entries is None:
             attended, logs = attention_forward(qkv, *attention_inputs)
         else:
             attended, logs = disentangled_forward(qkv, positions, entries, *attention_inputs)
         summed1 = torch.addmm(out_b, attended, out_w.t())
-        eps = parts.attention_norm.eps, parts.output_norm.eps
+        eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
         up = torch.addmm(up_b, hidden, up_w.t())
         summed2 = torch.addmm(down_b, F.gelu(up), down_w.t())

@@ -56,15 +56,15 @@ class FusedLayer(nn.Module):
         family = family_of(cls)
         if family is None:  # a mixin for another kind of layer
             return
-        assert family.parts is not None
-        cls.parts, cls.dropouts = family.parts, family.dropouts  # type: ignore[method-assign, assignment]
+        assert family.layer_modules is not None
+        cls.layer_modules, cls.dropouts = family.layer_modules, family.dropouts  # type: ignore[method-assign, assignment]
 
     @property
     def own_attention(self) -> str | None:
         """This package's attention kernel, if the last forward pass used it; an operator recorder does not see it."""
         return "fused_layers' own" if self.ran is not None and self.ran.startswith("triton") else None
 
-    def parts(self) -> Any:
+    def layer_modules(self) -> Any:
         """Return the layer's modules; replaced in subclasses by the :class:`Family`'s function."""
         raise NotImplementedError
 
@@ -102,23 +102,25 @@ class FusedLayer(nn.Module):
 
     def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H), and set :attr:`ran`."""
-        parts, rates = self.parts(), self.rates()
+        modules, rates = self.layer_modules(), self.rates()
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         by_kernels = x_TH.is_cuda and dtype != torch.float32
         if first_tokens_only and self.is_last:
             self.ran = "triton for first tokens" if by_kernels else "first tokens"
-            return _first_tokens_layer(x_TH, parts, rates, unpadding)
+            return _first_tokens_layer(x_TH, modules, rates, unpadding)
         if not by_kernels:
             self.ran = "torch"
-            return plain_layer(x_TH, parts, rates, unpadding)
+            return plain_layer(x_TH, modules, rates, unpadding)
         if self.precision == "fp8":
-            return self._float8(x_TH, dtype, parts, rates, unpadding)
+            return self._float8(x_TH, dtype, modules, rates, unpadding)
         from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
         self.ran = "triton"
-        return fused_layer(x_TH.to(dtype), parts, rates, unpadding.cu_seqlens, unpadding.longest)
+        return fused_layer(x_TH.to(dtype), modules, rates, unpadding.cu_seqlens, unpadding.longest)
 
-    def _float8(self, x_TH: Tensor, dtype: torch.dtype, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
+    def _float8(
+        self, x_TH: Tensor, dtype: torch.dtype, modules: LayerModules, rates: DropoutRates, plan: Plan
+    ) -> Tensor:
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
         from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
@@ -126,7 +128,7 @@ class FusedLayer(nn.Module):
         self.ran = "triton, fp8"
         learn = self.training and torch.is_grad_enabled()
         scales = self.float8_scales
-        return float8_layer(x_TH.to(dtype), parts, rates, plan.cu_seqlens, plan.longest, scales, learn=learn)
+        return float8_layer(x_TH.to(dtype), modules, rates, plan.cu_seqlens, plan.longest, scales, learn=learn)
 
 
 class FusedGatedLayer(FusedLayer):
@@ -134,13 +136,13 @@ class FusedGatedLayer(FusedLayer):
 
     def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
         """Map (T, H) to (T, H); ``position_embeddings`` in ``kwargs`` are the angles' cosines and sines, (1, T, D)."""
-        parts = self.parts()
+        modules = self.layer_modules()
         cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         by_kernels = x_TH.is_cuda and dtype != torch.float32
         if first_tokens_only and self.is_last:
             self.ran = "triton for first tokens" if by_kernels else "first tokens"
-            return _gated_first_tokens(x_TH, parts, self.rates(), unpadding, cos_TD, sin_TD)
+            return _gated_first_tokens(x_TH, modules, self.rates(), unpadding, cos_TD, sin_TD)
         if not by_kernels:
             self.ran = "torch"
             stock: Any = super(FusedLayer, self)
@@ -149,7 +151,7 @@ class FusedGatedLayer(FusedLayer):
 
         self.ran = "triton"
         plan = (unpadding.cu_seqlens, unpadding.longest)
-        return gated_layer(x_TH, parts, self.rates(), cos_TD, sin_TD, *plan, dtype)
+        return gated_layer(x_TH, modules, self.rates(), cos_TD, sin_TD, *plan, dtype)
 
 
 class FusedDisentangledLayer(FusedLayer):
@@ -182,10 +184,10 @@ class FusedDisentangledLayer(FusedLayer):
 
     def _disentangled(self, x_TH: Tensor, relative: Relative, rel_embeddings: Tensor) -> Tensor | None:
         """Return (T, H) and set :attr:`ran`, or return None if the kernels cannot run."""
-        parts, rates, plan = self.parts(), self.rates(), relative.plan
+        modules, rates, plan = self.layer_modules(), self.rates(), relative.plan
         if relative.first_tokens_only and self.is_last:
             self.ran = "first tokens"
-            return _disentangled_first_tokens(x_TH, parts, rates, self.position_table(rel_embeddings), relative)
+            return _disentangled_first_tokens(x_TH, modules, rates, self.position_table(rel_embeddings), relative)
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         if not x_TH.is_cuda or dtype == torch.float32:
             return None
@@ -193,30 +195,32 @@ class FusedDisentangledLayer(FusedLayer):
 
         self.ran = "triton"
         table = self.position_table(rel_embeddings).to(dtype)
-        return disentangled_layer(x_TH.to(dtype), parts, rates, table, relative.entries, plan.cu_seqlens, plan.longest)
+        return disentangled_layer(
+            x_TH.to(dtype), modules, rates, table, relative.entries, plan.cu_seqlens, plan.longest
+        )
 
 
-def plain_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
+def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
     """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
-    weight = torch.cat([parts.query.weight, parts.key.weight, parts.value.weight])
-    bias = torch.cat([parts.query.bias, parts.key.bias, parts.value.bias])
-    query, key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(3, -1))
+    weight = torch.cat([modules.query.weight, modules.key.weight, modules.value.weight])
+    bias = torch.cat([modules.query.bias, modules.key.bias, modules.value.bias])
+    query, key, value = (repad(each, plan, modules.heads) for each in F.linear(x_TH, weight, bias).chunk(3, -1))
     attended = F.scaled_dot_product_attention(query, key, value, real_keys(plan), rates.weights)
     packed = gather_tokens(attended.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
-    return _after_attention(packed, x_TH, parts, rates)
+    return _after_attention(packed, x_TH, modules, rates)
 
 
-def _first_tokens_layer(x_TH: Tensor, parts: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
+def _first_tokens_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
     """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
 
     It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries and
     everything after attention, only for one token per row.
     """
     first_BH = _first_tokens(x_TH, plan)
-    query_BH = F.linear(first_BH, parts.query.weight, parts.query.bias)
-    weight, bias = (torch.cat([getattr(parts.key, n), getattr(parts.value, n)]) for n in ("weight", "bias"))
-    attended_BH = _attend(query_BH, F.linear(x_TH, weight, bias), plan, parts.heads, rates.weights)
-    return _among_zeros(_after_attention(attended_BH, first_BH, parts, rates), plan, len(x_TH))
+    query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
+    weight, bias = (torch.cat([getattr(modules.key, n), getattr(modules.value, n)]) for n in ("weight", "bias"))
+    attended_BH = _attend(query_BH, F.linear(x_TH, weight, bias), plan, modules.heads, rates.weights)
+    return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
 
 
 def _attend(
@@ -236,34 +240,34 @@ def _attend(
 
 
 def _gated_first_tokens(
-    x_TH: Tensor, parts: GatedLayerModules, rates: DropoutRates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
+    x_TH: Tensor, modules: GatedLayerModules, rates: DropoutRates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
 ) -> Tensor:
     """Compute :func:`_first_tokens_layer` for a gated layer."""
-    normed_TH = x_TH if parts.attention_norm is None else parts.attention_norm(x_TH)
-    query, key_value = parts.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
-    query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (parts.heads, -1))
+    normed_TH = x_TH if modules.attention_norm is None else modules.attention_norm(x_TH)
+    query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
+    query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (modules.heads, -1))
     query_BAD = _rotated(query_BAD, *(_first_tokens(angles, plan) for angles in (cos_TD, sin_TD)))
     key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
-    key_TH = _rotated(key_TH.unflatten(-1, (parts.heads, -1)), cos_TD, sin_TD).flatten(1)
+    key_TH = _rotated(key_TH.unflatten(-1, (modules.heads, -1)), cos_TD, sin_TD).flatten(1)
     key_value = torch.cat([key_TH, value_TH], 1)
-    attended_BH = _attend(query_BAD.flatten(1), key_value, plan, parts.heads, rates.weights, parts.window)
-    summed = _first_tokens(x_TH, plan) + F.dropout(parts.out(attended_BH), rates.attention)
-    activated, gate = parts.up(parts.output_norm(summed)).chunk(2, -1)
-    out_BH = summed + parts.down(F.dropout(F.gelu(activated) * gate, rates.output))
+    attended_BH = _attend(query_BAD.flatten(1), key_value, plan, modules.heads, rates.weights, modules.window)
+    summed = _first_tokens(x_TH, plan) + F.dropout(modules.out(attended_BH), rates.attention)
+    activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
+    out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
     return _among_zeros(out_BH, plan, len(x_TH))
 
 
 def _disentangled_first_tokens(
-    x_TH: Tensor, parts: LayerModules, rates: DropoutRates, table: Tensor, relative: Relative
+    x_TH: Tensor, modules: LayerModules, rates: DropoutRates, table: Tensor, relative: Relative
 ) -> Tensor:
     """Compute :func:`_first_tokens_layer` for a DeBERTa layer."""
     plan = relative.plan
     first_BH = _first_tokens(x_TH, plan)
-    query_BAD = F.linear(first_BH, parts.query.weight, parts.query.bias).unflatten(-1, (parts.heads, -1))
-    weight, bias = (torch.cat([getattr(parts.key, n), getattr(parts.value, n)]) for n in ("weight", "bias"))
-    key, value = (repad(each, plan, parts.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
+    query_BAD = F.linear(first_BH, modules.query.weight, modules.query.bias).unflatten(-1, (modules.heads, -1))
+    weight, bias = (torch.cat([getattr(modules.key, n), getattr(modules.value, n)]) for n in ("weight", "bias"))
+    key, value = (repad(each, plan, modules.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
     attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.weights)
-    return _among_zeros(_after_attention(attended_BH, first_BH, parts, rates), plan, len(x_TH))
+    return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
 
 
 def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -285,10 +289,10 @@ def _among_zeros(first_BH: Tensor, plan: Plan, tokens: int) -> Tensor:
     return first_BH.new_zeros(tokens + 1, first_BH.shape[1]).index_copy(0, slots, first_BH)[:-1]
 
 
-def _after_attention(attended: Tensor, x: Tensor, parts: LayerModules, rates: DropoutRates) -> Tensor:
-    projected = F.dropout(parts.out(attended), rates.attention)
-    hidden = parts.attention_norm(projected + x)
-    return parts.output_norm(F.dropout(parts.down(F.gelu(parts.up(hidden))), rates.output) + hidden)
+def _after_attention(attended: Tensor, x: Tensor, modules: LayerModules, rates: DropoutRates) -> Tensor:
+    projected = F.dropout(modules.out(attended), rates.attention)
+    hidden = modules.attention_norm(projected + x)
+    return modules.output_norm(F.dropout(modules.down(F.gelu(modules.up(hidden))), rates.output) + hidden)
 
 
 class FusedEmbeddings(nn.Module):
@@ -358,10 +362,10 @@ _READ = ("input_ids", "position_ids", "token_type_ids")
 
 def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shape:
     """Return the shape that a model's kernels are compiled for; ``embeddings`` is None if they are not fused."""
-    parts, rates = layer.parts(), layer.rates(in_training=True)
-    hidden, embedded = parts.query.in_features, rates.output
+    modules, rates = layer.layer_modules(), layer.rates(in_training=True)
+    hidden, embedded = modules.query.in_features, rates.output
     return Shape(
-        hidden, parts.up.out_features, parts.heads, *rates,
+        hidden, modules.up.out_features, modules.heads, *rates,
         hidden if embeddings is None else embeddings.LayerNorm.weight.shape[0],
         embedded if embeddings is None else embeddings.dropout.p,
     )  # fmt: skip
