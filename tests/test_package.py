@@ -66,7 +66,7 @@ def test_type_checkers_see_the_names_that_the_package_has() -> None:
     assert (ROOT / "composer_speedups" / "py.typed").exists()
 
 
-def test_the_version_stands_in_one_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_defined_once(capsys: pytest.CaptureFixture[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert "version" in project["project"]["dynamic"]
     assert project["tool"]["hatch"]["version"]["path"] == "composer_speedups/__init__.py"

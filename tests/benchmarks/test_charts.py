@@ -34,7 +34,7 @@ def size_of(path: Path) -> tuple[int, int]:
     return width, height
 
 
-def test_the_last_call_with_all_arms_is_drawn_at_one_point() -> None:
+def test_the_last_call_with_all_configurations_is_drawn_at_one_point() -> None:
     rows = [
         row("fp32", 1, call="2026-01-01"),
         row("fp32", 2),
@@ -51,7 +51,7 @@ def test_the_last_call_with_all_arms_is_drawn_at_one_point() -> None:
         charts.last_call(rows, "samples_per_sec", ["z"])
 
 
-def test_each_bar_of_the_waterfall_spans_what_its_technique_added(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_bar_of_the_waterfall_spans_its_techniques_gain(monkeypatch: pytest.MonkeyPatch) -> None:
     bars: list[tuple[float, float]] = []
     said: list[str] = []
     barh, annotate = Axes.barh, Axes.annotate
@@ -74,7 +74,7 @@ def test_each_bar_of_the_waterfall_spans_what_its_technique_added(monkeypatch: p
     assert height > 300
 
 
-def test_curves_are_smoothed_over_the_batches_there_are() -> None:
+def test_curves_are_smoothed_over_the_recorded_batches() -> None:
     assert charts.smooth([4.0, 2.0, 0.0, 1.0], 2).tolist() == [4.0, 3.0, 1.0, 0.5]
     assert charts.smooth([4.0, 2.0], 10).tolist() == [4.0, 3.0]
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks import micro
 
 
-def test_lengths_are_spread_as_reviews_are() -> None:
+def test_lengths_have_the_distribution_of_reviews() -> None:
     found = micro.lengths(128, 256)
     assert len(found) == 128
     assert max(found) == 256
@@ -16,7 +16,7 @@ def test_lengths_are_spread_as_reviews_are() -> None:
     assert min(micro.lengths(8000, 5000)) == 13
 
 
-def test_arguments_are_settings_and_numbers_to_try() -> None:
+def test_arguments_are_parsed_as_settings_and_lists() -> None:
     settings, tried = micro.read_arguments(["rows=40", "dropout=0", "keys.ROWS=32,64", "keys.num_warps=4"])
     assert settings == micro.Settings(rows=40, dropout=0.0)
     assert tried == {"keys": {"ROWS": [32, 64], "num_warps": [4]}}
@@ -25,7 +25,7 @@ def test_arguments_are_settings_and_numbers_to_try() -> None:
             micro.read_arguments([wrong])
 
 
-def test_options_are_tried_one_after_another_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_are_tried_in_turn_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
     from composer_speedups.kernels import norm
 
@@ -54,7 +54,7 @@ def test_a_row_is_a_table() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_there_is_an_error() -> None:
     with pytest.raises(SystemExit, match="there is none here"):
         micro.main([])
 

@@ -41,7 +41,7 @@ print(json.dumps({mutant.operator: outcome for mutant, outcome in found}))
 
 
 @pytest.mark.parametrize("package", mutants.PACKAGES)
-def test_every_module_has_tests_that_are_there(package: str) -> None:
+def test_the_tests_of_every_module_exist(package: str) -> None:
     modules = [module for module in mutants.modules_of(package) if not module.endswith("__init__.py")]
     assert modules
     for module in modules:

@@ -45,7 +45,7 @@ OOM = error_report(1, "Traceback\ntorch.OutOfMemoryError: CUDA out of memory. Tr
 REFUSED = error_report(2, "warning\ntrain.py: apex_optimizer: NVIDIA Apex is not installed; build it | or not\n")
 
 
-def test_failures_are_told_apart_by_status_and_output() -> None:
+def test_failures_are_classified_by_status_and_output() -> None:
     assert [f["error_kind"] for f in (OOM, REFUSED, error_report(1, "ZeroDivisionError"))] == [
         "out of memory",
         "refused",
@@ -66,7 +66,7 @@ def test_failures_are_told_apart_by_status_and_output() -> None:
     assert describe_errors(before_kinds).startswith("failed: ")
 
 
-def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_failed() -> None:
+def test_the_table_compares_with_the_first_configuration_and_names_failures() -> None:
     rows = [
         row("fp32", report(100), report(110), **{"data.batch_size": 8}, published="9 samples/s"),
         row("x", report(210, 0.5), **{"data.batch_size": 8}),
@@ -84,7 +84,7 @@ def test_the_table_compares_with_the_first_arm_of_each_point_and_says_what_faile
     assert "process s" in markdown([row("x", report(1, process_seconds=9.0))])[0]
 
 
-def test_mfu_with_float8_products_names_the_peak_that_it_is_a_share_of() -> None:
+def test_mfu_with_float8_products_names_its_peak() -> None:
     more = {"numerics": {"matmul": "bf16"}}
     settings = {"bf16": {"unpadding": {}}, "float8": {"float8_linear": {"settings": "Float8Linear()"}}}
     settings["fp8"] = {"fused_layers": {"settings": "FusedLayers(precision='fp8')"}}
@@ -108,7 +108,7 @@ def test_a_page_says_where_it_ran() -> None:
     assert "none says where it ran" in page([row("y", OOM)], "t", [])
 
 
-def test_each_table_gets_the_chart_that_suits_it() -> None:
+def test_each_table_has_its_kind_of_chart() -> None:
     seeds = [row("x", report(1, 0.5), seed=1), row("x", report(1, 0.6), seed=2)]
     plain = [row("fp32", report(100), report(120)), row("x", OOM)]
     curves = [row(configuration, report(100, losses=[0.7, 0.6])) for configuration in ("a", "b")]
@@ -128,7 +128,7 @@ def test_each_table_gets_the_chart_that_suits_it() -> None:
     assert "![" not in left[0].read_text()
 
 
-def test_bars_have_their_value_their_ratio_and_the_reason_of_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bars_show_value_and_ratio_or_why_a_run_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     widths: list[float] = []
     annotate, barh = Axes.annotate, Axes.barh
@@ -189,7 +189,9 @@ def test_dots_are_drawn_for_each_seed_and_the_mean(monkeypatch: pytest.MonkeyPat
         (None, [None] * 4),
     ],
 )
-def test_the_gpus_state_is_nvidia_smis(said: str | None, expected: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpus_state_is_read_from_nvidia_smi(
+    said: str | None, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[tuple[str, ...]] = []
 
     def run(*command: str) -> str | None:

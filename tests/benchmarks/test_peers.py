@@ -38,7 +38,7 @@ def losses_of_ours() -> list[float]:
 
 
 @pytest.mark.parametrize("overrides", [[], ["optimizer.max_grad_norm=null", "optimizer.decay_bias_and_norm=true"]])
-def test_all_train_the_same_steps_and_report_them_alike(overrides: list[str]) -> None:
+def test_peers_train_the_same_steps_and_report_the_same_keys(overrides: list[str]) -> None:
     ours = run(*JOB, *overrides)
     for module in (bare_loop, hf_trainer, stock_composer):
         report = peer(module, *overrides)
@@ -79,7 +79,7 @@ def test_the_bare_loop_trains_with_the_files_techniques() -> None:
     assert evidence["graphs"] == ours["algorithms"]["torch_compile"]["evidence"]["graphs"] > 0
 
 
-def test_hf_trainers_flags_reach_it() -> None:
+def test_hf_trainer_gets_its_flags() -> None:
     flags = ["peer.torch_compile=true", "peer.torch_compile_backend=eager", "peer.regional_compile=true"]
     report = peer(hf_trainer, *flags, "peer.attention=eager", "peer.grad_norm=false", "optimizer.max_grad_norm=null")
     evidence = report["algorithms"]["hf_trainer"]["evidence"]
@@ -130,7 +130,7 @@ def test_a_wrong_argument_is_one_line(module: Any, argument: str, message: str) 
     assert "\n" not in str(raised.value)
 
 
-def test_the_bare_loop_refuses_what_acts_between_batches() -> None:
+def test_the_bare_loop_refuses_techniques_that_act_between_batches() -> None:
     config = load_config(None, ["algorithms.empty_cache={every: 2}"])
     with pytest.raises(ConfigError, match=r"algorithms\.empty_cache\.every: the bare loop does not support it"):
         bare_loop.apply_all([EmptyCache(every=2)], config, None, None)
@@ -150,7 +150,7 @@ def test_the_plan_evaluates_at_each_interval_and_at_the_end() -> None:
     assert [constant.rate(batch) for batch in range(5)] == [0.0, 0.0, 0.5, 1.0, 1.0]
 
 
-def test_arguments_of_a_peer_are_apart_from_the_configs() -> None:
+def test_arguments_of_a_peer_are_separate_from_the_config() -> None:
     config, flags = read_arguments([*QUICKSTART, "peer.a=true", "seed=3", "peer.b=x"])
     assert flags == {"a": True, "b": "x"}
     assert config.seed == 3

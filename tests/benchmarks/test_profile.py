@@ -86,7 +86,7 @@ def test_a_traces_kernels_and_the_time_without_one() -> None:
     assert kinds["GEMM"] == {"ms": pytest.approx(0.01), "launches": 1.0}
 
 
-def test_communication_counts_as_exposed_where_nothing_else_runs() -> None:
+def test_communication_is_exposed_while_no_other_kernel_runs() -> None:
     kernels = [Kernel("gemm", 0.0, 2.0), Kernel("ncclDevKernel_AllReduce", 1.0, 3.0), Kernel("gemm", 3.5, 1.0)]
     assert exposed(kernels) == 1.5
     assert exposed(kernels[:1]) == 0.0
@@ -98,7 +98,7 @@ def _profiled(*more: str) -> dict[str, Any]:
     return profile.main([*arguments, "profile.timed=2", "profile.active=2"], Path("results"))
 
 
-def test_ranks_train_together_and_one_of_them_tells() -> None:
+def test_ranks_train_together_and_one_reports() -> None:
     rows = on_ranks(_profiled)
     assert [json.loads(line) for line in Path("results/cpu/profile.jsonl").read_text().splitlines()] == rows[:1]
     assert [row["ranks"] for row in rows] == [2, 2]
@@ -107,7 +107,7 @@ def test_ranks_train_together_and_one_of_them_tells() -> None:
     assert "| communication alone | 0.25 | | |" in text
 
 
-def test_the_floor_multiplies_what_a_step_multiplies() -> None:
+def test_the_floor_has_the_matrix_products_of_a_step() -> None:
     model = tiny_bert()
     every = linear_products(model, 7)
     assert sorted(set(every)) == [(32, 32, 7), (32, 64, 7), (64, 32, 7)]

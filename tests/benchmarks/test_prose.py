@@ -108,7 +108,7 @@ def test_a_figure_written_by_hand_is_noticed(sentence: str) -> None:
         "8-bit state with bf16, 128 × 256 tokens, torch 2.11, four GPUs, two epochs of 8,000 reviews.",
     ],
 )
-def test_what_rows_support_and_what_is_no_measurement_passes(text: str) -> None:
+def test_supported_figures_and_numbers_that_are_not_measured_pass(text: str) -> None:
     assert not unsupported("README.md", text)
 
 

@@ -45,7 +45,7 @@ def run(*overrides: str, **changes: Any) -> list[dict[str, Any]]:
     return runner.run_table(runner.read_table(table(matrix={}, **changes), overrides), "table", Path("results"))
 
 
-def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
+def test_a_resumed_call_runs_the_missing_runs_and_has_one_set_of_rows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs_of(monkeypatch, stop_after=4)
@@ -68,7 +68,7 @@ def test_a_resumed_call_runs_what_is_missing_and_has_one_set_of_rows(
     assert len(seen) == 6
 
 
-def test_a_call_that_was_left_becomes_rows_when_a_new_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_abandoned_call_becomes_rows_when_a_new_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_of(monkeypatch, stop_after=2)
     with pytest.raises(KeyboardInterrupt):
         run()
@@ -89,7 +89,7 @@ def test_a_call_that_was_left_becomes_rows_when_a_new_one_begins(monkeypatch: py
         ([], {"base": "yamls/bert_imdb.yaml"}, "base"),
     ],
 )
-def test_another_call_cannot_go_on(
+def test_a_call_with_other_arguments_cannot_be_resumed(
     overrides: list[str], changes: dict[str, Any], differs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs_of(monkeypatch, stop_after=1)
@@ -103,7 +103,7 @@ def test_another_call_cannot_go_on(
     assert ROWS.read_bytes() == before
 
 
-def test_other_code_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_cannot_be_resumed_with_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
     runs_of(monkeypatch, stop_after=1)
     monkeypatch.setenv("COMPOSER_SPEEDUPS_COMMIT", "abc")
     with pytest.raises(KeyboardInterrupt):
@@ -113,7 +113,7 @@ def test_other_code_cannot_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
         run("resume=true")
 
 
-def test_the_version_of_the_code_tells_uncommitted_changes_but_not_rows() -> None:
+def test_the_version_of_the_code_depends_on_uncommitted_changes_but_not_on_rows() -> None:
     def git(*arguments: str) -> str:
         named = ["-c", "user.name=n", "-c", "user.email=e"]
         done = subprocess.run(["git", *named, *arguments], check=True, capture_output=True, text=True)
@@ -135,7 +135,7 @@ def test_the_version_of_the_code_tells_uncommitted_changes_but_not_rows() -> Non
     assert str(changed).startswith(f"{commit}+")
 
 
-def test_a_damaged_line_is_refused_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_line_is_refused_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A killed runner leaves none, since the file is written whole; a full disk or a merge might."""
     runs_of(monkeypatch, stop_after=2)
     with pytest.raises(KeyboardInterrupt):
@@ -160,7 +160,7 @@ def test_a_table_runs_in_one_process_at_a_time(monkeypatch: pytest.MonkeyPatch) 
     assert len(run()) == 3
 
 
-def test_a_run_that_the_end_of_the_table_ends_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_ends_with_a_stopped_table_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(base: str, configuration: runner.Configuration, *_: Any) -> dict[str, Any]:
         if configuration.overrides[-1] == "x=1":
             time.sleep(0.2)
@@ -218,6 +218,6 @@ def test_a_killed_runner_is_resumed() -> None:
 
 
 @pytest.mark.parametrize("override", ["repeats=0", "jobs=two", "resume=yes"])
-def test_values_that_mean_nothing_are_refused(override: str) -> None:
+def test_invalid_values_are_refused(override: str) -> None:
     with pytest.raises(SystemExit, match=override):
         runner.read_table(table(), [override])

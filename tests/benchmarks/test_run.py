@@ -54,7 +54,7 @@ def table(**changes: Any) -> Path:
     return path
 
 
-def test_arms_add_up_over_the_matrix() -> None:
+def test_configurations_accumulate_over_the_matrix() -> None:
     configurations = runner.configurations_of(runner.read_table(table()))
     assert [(a.name, a.point["data.batch_size"]) for a in configurations][:4] == [
         ("plain", 40),
@@ -67,7 +67,7 @@ def test_arms_add_up_over_the_matrix() -> None:
     assert apart[2].overrides == ["a=1", "data.batch_size=40", "y=1"]
 
 
-def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
+def test_overrides_replace_repeats_and_axes_and_apply_to_every_configuration() -> None:
     read = runner.read_table(table(), ["repeats=5", "data.batch_size=64", "trainer.max_duration=3ba"])
     configurations = runner.configurations_of(read)
     assert read["repeats"] == 5
@@ -75,14 +75,14 @@ def test_overrides_replace_repeats_and_axes_and_go_to_every_arm() -> None:
     assert all(a.overrides[-1] == "trainer.max_duration=3ba" for a in configurations)
 
 
-def test_arms_can_be_picked_and_keep_what_those_above_them_add() -> None:
+def test_selected_configurations_keep_the_overrides_of_those_above() -> None:
     configurations = runner.configurations_of(runner.read_table(table(matrix={}), ["configurations=[plain, + y]"]))
     assert [(a.name, a.overrides) for a in configurations] == [("plain", ["a=1"]), ("+ y", ["a=1", "x=1", "y=1"])]
     with pytest.raises(SystemExit, match=re.escape("must be a list of plain, + x, + y")):
         runner.read_table(table(), ["configurations=[+ z]"])
 
 
-def test_a_table_may_be_like_another() -> None:
+def test_a_table_inherits_the_keys_of_another() -> None:
     other = table(set=["a=1"], published={"where": "there", "configurations": {"plain": "1"}})
     like = other.with_name("like.yaml")
     like.write_text(yaml.safe_dump({"like": other.stem, "set": ["a=2"], "repeats": 7, "matrix": {}}))
@@ -98,7 +98,7 @@ def test_a_table_may_be_like_another() -> None:
         runner.read_table(like)
 
 
-def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
+def test_a_peer_does_not_accumulate_overrides() -> None:
     configurations = {
         "plain": [],
         "+ x": ["x=1"],
@@ -132,7 +132,7 @@ def test_an_arm_may_be_a_peer_and_stands_apart_from_what_adds_up() -> None:
         runner.read_table(table(configurations={"HF": {"pear": "hf"}}))
 
 
-def test_a_warm_arm_fills_its_cache_before_it_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warm_configuration_fills_its_cache_in_an_unrecorded_run(monkeypatch: pytest.MonkeyPatch) -> None:
     caches: list[Path | None] = []
 
     def fake(base: str, configuration: runner.Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def test_a_warm_arm_fills_its_cache_before_it_counts(monkeypatch: pytest.MonkeyP
     assert [(row["peer"], row["warm"], row["losses"]) for row in rows] == [(None, w, [0.7, 0.6]) for w in (False, True)]
 
 
-def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_configurations_take_turns_and_rows_have_the_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def fake(base: str, configuration: runner.Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
@@ -176,7 +176,7 @@ def test_arms_take_turns_and_rows_hold_the_spread(monkeypatch: pytest.MonkeyPatc
     assert "| + y | out of memory" in "\n".join(runner.markdown(rows))
 
 
-def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_table_keeps_its_finished_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     def fake(base: str, configuration: runner.Configuration, workers: Workers, cache: Path | None) -> dict[str, Any]:
         if configuration.overrides[-1] == "x=1":
             raise KeyboardInterrupt
@@ -190,7 +190,7 @@ def test_a_stopped_table_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmarks" / "tables").glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_arm_of_the_repositorys_tables_is_a_config_that_goes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_configuration_of_the_repositorys_tables_is_valid(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its keys, and that its techniques go together; a GPU is assumed."""
     monkeypatch.setenv("IMDB_DIR", "imdb")
     read = runner.read_table(path)
@@ -213,7 +213,7 @@ def test_the_command_leaves_rows_a_page_and_a_chart(
     assert left == {"table.jsonl", "table.md", "table.png", ".table.lock"}
 
 
-def test_rows_are_kept_by_the_gpu_that_the_arms_use(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_stored_by_the_gpu_of_the_configurations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "command_output", lambda *_, **__: "NVIDIA H200\nNVIDIA H200")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     on_cpu, either = runner.Configuration("a", {}, ["trainer.device=cpu"]), runner.Configuration("b", {}, [])
@@ -236,7 +236,7 @@ def test_unknown_tables_and_keys_are_refused() -> None:
         runner.main(["nothing"])
 
 
-def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_runs_record_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "run_once", lambda *_: REPORT)
     rows = runner.run_table(runner.read_table(table(matrix={}), ["jobs=3"]), "table", Path("results"))
     assert [row["jobs"] for row in rows] == [3, 3, 3]
@@ -246,7 +246,7 @@ def test_runs_side_by_side_leave_their_times_out(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_a_run_has_a_process_of_its_own_that_was_ready_before() -> None:
+def test_each_run_has_its_own_process_that_imported_before() -> None:
     brief = ["data.train_samples=16", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
     workers = Workers()
     configuration = runner.Configuration("ours", {}, [*brief, f"data.cache_dir={Path.cwd()}/cache", "loggers.file={}"])
@@ -265,7 +265,7 @@ def test_a_run_has_a_process_of_its_own_that_was_ready_before() -> None:
     ended.close()
 
 
-def test_a_ready_worker_ends_as_train_py_does() -> None:
+def test_a_waiting_worker_ends_as_train_py_does() -> None:
     log = Path("run.log")
     log.touch()
     arguments = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), "data.bach_size=1"]
@@ -280,7 +280,7 @@ def test_a_ready_worker_ends_as_train_py_does() -> None:
     assert log.read_text().startswith("train.py: ")
 
 
-def test_workers_get_ready_so_many_at_a_time_and_each_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limited_number_of_workers_waits_and_each_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
 
     class Fake:

@@ -22,7 +22,7 @@ def readings(**changes: Any) -> list[Reading]:
     return found
 
 
-def test_growth_is_told_from_wavering() -> None:
+def test_growth_is_distinguished_from_noise() -> None:
     assert grown(readings()) == {}
     wavering = readings(
         host_bytes=lambda i: (900 + 100 * (i % 7 == 0)) * MIB,
@@ -41,7 +41,7 @@ def test_the_rate_is_that_of_the_last_fifth_over_the_second() -> None:
     assert rate_ratio(slowing) == pytest.approx(0.5, abs=0.02)
 
 
-def test_a_short_run_is_watched() -> None:
+def test_a_short_run_is_measured() -> None:
     found = soak(["steps=6", *SHORT, "data.workers=0", "export=false"])
     assert len(found["readings"]) == 5
     assert json.loads(Path("runs/soak/soak.json").read_text())["steps"] == 6

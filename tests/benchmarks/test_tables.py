@@ -150,7 +150,7 @@ def test_kernels_are_those_of_the_last_row_with_their_own_options(rows: list[dic
     assert tables.kernels("any")[2:4] == ["| norm backward | 50 | 125 | 2.50 | 40 |", ""]
 
 
-def test_starts_leave_nothing_out(rows: list[dict[str, Any]]) -> None:
+def test_the_phases_of_a_start_add_up(rows: list[dict[str, Any]]) -> None:
     spent = {"interpreter": 0.5, "imports": 4.0, "data": 1.0, "model": 0.5, "trainer": 0.25, "first_step": 2.0}
     startup = {f"{phase}_seconds": seconds for phase, seconds in spent.items()}
     rows.append(row("ours", "2026-01-01", 1, startup={**startup, "to_first_step_seconds": sum(spent.values())}))
@@ -192,9 +192,7 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
     assert "| **step** | 12.0 | 12.0 |" in lines
 
 
-def test_a_call_is_shown_whole_with_what_failed_and_how_ranks_scale(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_call_is_shown_with_its_failures_and_its_scaling(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def kept(configuration: str, call: str, rate: float | None, ranks: int, error: str = "") -> str:
         found = row(
             configuration, call, rate or 0.0, ranks=ranks, accuracy=None, repeats=1, errors=[error] * (rate is None)

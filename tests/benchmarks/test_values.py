@@ -59,7 +59,7 @@ def test_measures_of_a_row(rows: list[dict[str, Any]]) -> None:
     assert value("t; ours; name") == "ours"
 
 
-def test_keys_select_rows_by_point_and_by_the_last_word_of_the_command_line(rows: list[dict[str, Any]]) -> None:
+def test_keys_select_rows_by_point_and_by_the_last_override(rows: list[dict[str, Any]]) -> None:
     rows += [row("ours", "1", 100), row("ours", "1", 200, batch=16)]
     rows += [row("ours", "2", 300, overrides=["model.size=base"])]
     assert value("t batch=16; ours; samples/s") == "200"
@@ -69,7 +69,7 @@ def test_keys_select_rows_by_point_and_by_the_last_word_of_the_command_line(rows
         value("t; ours; samples/s")
 
 
-def test_a_ratio_is_of_one_call_the_last_that_ran_both(rows: list[dict[str, Any]]) -> None:
+def test_a_ratio_is_of_the_last_call_that_ran_both(rows: list[dict[str, Any]]) -> None:
     rows += [row("peer", "1", 100), row("ours", "1", 150), row("peer", "2", 200), row("ours", "2", 340)]
     rows += [row("ours", "3", 9000)]
     assert value("t; ours / peer; samples/s") == "1.70"

@@ -51,7 +51,7 @@ def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_ranks_of_an_arm_train_together() -> None:
+def test_ranks_of_a_configuration_train_together() -> None:
     """Through Composer's launcher, two processes on the CPU."""
     brief = ["data.train_samples=32", "data.eval_samples=8", "trainer.max_duration=1ba", "data.vocab_size=300"]
     workers = Workers()

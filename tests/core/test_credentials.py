@@ -85,7 +85,7 @@ def config(monkeypatch: pytest.MonkeyPatch) -> Config:
     return load_config("given.yaml")
 
 
-def test_interpolations_are_written_as_given_and_read_back(config: Config) -> None:
+def test_interpolations_are_written_unresolved_and_read_back(config: Config) -> None:
     assert config.data.hub_name == "https://me:hunter2@host/x"
     config.data.train_samples = 6  # changed in code
     wanted = written(config)

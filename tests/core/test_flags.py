@@ -117,7 +117,7 @@ def test_a_flag_that_changes_between_runs_does_not_affect_them() -> None:
     assert current() == "medium"
 
 
-def test_process_flag_can_be_given_back_in_any_order() -> None:
+def test_process_flag_can_be_restored_in_any_order() -> None:
     for order in itertools.permutations(range(3)):
         value: list[Any] = ["original"]
         flag = ProcessFlag(partial(value.__getitem__, 0), partial(value.__setitem__, 0))

@@ -20,7 +20,7 @@ from tests.helpers.wandb_runs import WandbRun
 SECTIONS = ["Speed", "Loss and scores", "Memory", "Start-up time of each run"]
 
 
-def test_every_panel_names_what_a_run_logs(wandb_run: WandbRun) -> None:
+def test_every_panel_names_a_logged_metric(wandb_run: WandbRun) -> None:
     for section in layout():
         for chart in section.charts:
             assert set(chart.metrics) <= set(wandb_run.history), chart.title
@@ -55,7 +55,7 @@ def test_the_metrics_of_each_task_are_those_that_it_logs(task: Any) -> None:
     assert columns(task)[3].removeprefix("summary/") in {REPORTED_NAMES[name] for name in logged}
 
 
-def test_a_workspace_holds_the_sections_over_runs_grouped_into_arms() -> None:
+def test_a_workspace_has_the_sections_and_groups_runs() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
     workspace = build_workspace(layout(), Request(runs=["fp32", "bf16"]), "team", "bert")
@@ -119,7 +119,7 @@ def test_a_dry_run_prints_the_layout(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.parametrize("kind", ["workspace", "report"])
-def test_what_was_built_is_saved_and_its_address_printed(
+def test_the_workspace_is_saved_and_its_address_printed(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import wandb
@@ -185,7 +185,7 @@ def test_a_mistake_is_one_line_that_names_the_argument(
     assert line.startswith(f"dashboards: {message}")
 
 
-def test_a_name_that_is_let_through_is_one_that_wandb_takes() -> None:
+def test_accepted_names_are_valid_for_wandb() -> None:
     from composer_speedups.dashboards.build import build_workspace
 
     name = read_request(["bert", "name=Größe: fp32, bf16 (2 Läufe) & mehr"])[1].name

@@ -87,7 +87,7 @@ def test_other_formats_hold_the_same_predictions(finished: Path, suffix: str) ->
         assert [row["probabilities.positive"] for row in found] == [e["probabilities"]["positive"] for e in expected]
 
 
-def test_an_interrupted_call_goes_on_and_ends_with_the_same_file(
+def test_an_interrupted_call_resumes_and_ends_with_the_same_file(
     finished: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(rows, "_BLOCK", 20)
@@ -117,7 +117,7 @@ def test_an_interrupted_call_goes_on_and_ends_with_the_same_file(
     assert not partial.exists()
 
 
-def test_a_changed_input_does_not_go_on_with_what_there_is(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_input_does_not_resume(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     call = [str(finished), "--input", save(TEXTS)]
 
     def killed(*_: Any) -> None:
@@ -179,7 +179,7 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
 
 
 @pytest.mark.refuses("predict", task="mlm")
-def test_a_masked_language_model_has_nothing_to_predict(finished: Path) -> None:
+def test_a_masked_language_model_is_refused(finished: Path) -> None:
     save(TEXTS[:2])
     copy = Path("masked")
     shutil.copytree(finished, copy)
@@ -228,7 +228,7 @@ def stock_answer(task: str, folder: Path, row: dict[str, Any]) -> dict[str, Any]
 
 @pytest.mark.supports("predict")
 @pytest.mark.parametrize("task", ["multilabel", "regression", "token_classification", "reranking", "embedding"])
-def test_the_other_tasks_predict_what_their_exports_say(task: str) -> None:
+def test_the_other_tasks_predict_what_their_exports_compute(task: str) -> None:
     run(f"model.task={task}", "trainer.max_duration=3ba", "run_name=done", "plot=false", "data.length_scale=0.2")
     samples = builtin_samples(task, 9, 5, "eval", 0.2)
     given = [dict(zip(samples, values, strict=True)) for values in zip(*samples.values(), strict=True)]

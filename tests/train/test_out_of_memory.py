@@ -200,7 +200,7 @@ def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens() -> None:
     ],
 )
 @SAID
-def test_if_training_cannot_continue_the_error_says_what_to_set(rows: int, settings: Any, message: str) -> None:
+def test_if_training_cannot_continue_the_error_names_the_setting(rows: int, settings: Any, message: str) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 20.00 MiB.\n") as error:
         train(SmallGPU(rows), **settings)
     assert "more of it" not in str(error.value)

@@ -20,7 +20,7 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_the_report_contains_what_the_run_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     techniques = "algorithms.torch_compile={backend: aot_eager, scope: blocks}"
     report = run("trainer.max_duration=12ba", "plot=true", techniques)
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]

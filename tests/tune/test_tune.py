@@ -35,7 +35,7 @@ def tune(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment)
 
 
-def test_tune_keys_are_parsed_and_the_others_are_the_configs() -> None:
+def test_tune_keys_are_parsed_and_other_keys_go_to_the_config() -> None:
     original = ["data.batch_size=8", "tune.budget_seconds=40", "tune.allow=[recipe]", "seed=3", "tune.output=a b.yaml"]
     settings, rest = read_settings(TuneConfig, original, PREFIX)
     assert settings == TuneConfig(budget_seconds=40.0, allow=["recipe"], output="a b.yaml")
@@ -119,7 +119,7 @@ def result(**changes: Any) -> Result:
     )  # fmt: skip
 
 
-def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
+def test_the_yaml_is_the_original_with_the_chosen_techniques_and_the_reasons(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("NAME_OF_RUN", "named")
@@ -154,7 +154,7 @@ def test_the_yaml_is_the_given_one_with_the_chosen_techniques_and_the_reasons(
     assert sorted(p.name for p in Path().iterdir()) == ["original.yaml", "x.json", "x.yaml"]
 
 
-def test_original_techniques_that_were_kept_or_taken_out_are_said_to_be() -> None:
+def test_the_yaml_names_original_techniques_as_kept_or_removed() -> None:
     Path("original.yaml").write_text("algorithms: {sdpa_attention: {}}\n")
     chosen: dict[str, Any] = {"sdpa_attention": {}}
     kept = result(chosen=chosen, kept_original="nothing was faster", unengaged={"tf32_matmul": "no GPU"})

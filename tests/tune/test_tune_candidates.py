@@ -29,7 +29,7 @@ CPU = Context(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("name", technique_names())
-def test_its_trials_are_settings_that_it_takes_or_it_says_why_there_are_none(name: str) -> None:
+def test_every_technique_has_valid_trials_or_a_reason_for_none(name: str) -> None:
     technique = technique_class(name)
     assert bool(technique.trials) != bool(technique.never_tried)
     for variant in technique.trials:
@@ -55,7 +55,7 @@ def test_exactness_depends_on_settings_and_device(name: str, settings: Any, devi
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_candidates_come_in_the_order_of_the_gain_that_they_promise(device: str) -> None:
+def test_candidates_are_ordered_by_expected_gain(device: str) -> None:
     candidates = candidates_for({"lora": {}, "torch_compile": {}}, device)
     assert candidates[0].label == "the recommended set"
     added = [c for c in candidates[1:] if not c.removes]
@@ -68,7 +68,7 @@ def test_candidates_come_in_the_order_of_the_gain_that_they_promise(device: str)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_labels_are_unique_and_sets_as_inexact_as_their_worst(device: str) -> None:
+def test_labels_are_unique_and_a_set_is_as_inexact_as_its_worst_technique(device: str) -> None:
     candidates = candidates_for({"lora": {}, "torch_compile": {}}, device)
     labels = [c.label for c in candidates]
     assert len(set(labels)) == len(labels)
@@ -80,7 +80,7 @@ def test_labels_are_unique_and_sets_as_inexact_as_their_worst(device: str) -> No
     assert "without lora" not in by_label, "the recipe is the user's"
 
 
-def test_a_candidate_displaces_what_it_conflicts_with_but_never_the_recipe() -> None:
+def test_a_candidate_replaces_conflicting_techniques_but_never_the_recipe() -> None:
     unpadding = Candidate("unpadding", {"unpadding": {}})
     assert apply_candidate(unpadding, {"sdpa_attention": {}, "fused_optimizer": {}}) == {
         "fused_optimizer": {},
@@ -96,7 +96,7 @@ def test_a_candidate_displaces_what_it_conflicts_with_but_never_the_recipe() -> 
         apply_candidate(Candidate("x", {"torch_compile": {"scope": "model"}}), {"torch_compile": {}})
 
 
-def test_the_recommended_set_takes_the_place_of_a_compiled_one() -> None:
+def test_the_recommended_set_replaces_a_compiled_one() -> None:
     original = load_config(ROOT / "yamls" / "bert_imdb.yaml").algorithms
     (recommended,) = [c for c in candidates_for(original, "cuda") if c.label == "the recommended set"]
     assert "torch_compile" in original
@@ -109,7 +109,7 @@ def test_sets_are_equal_whatever_their_order_and_defaults() -> None:
     assert key_of(one) != key_of({"torch_compile": {"scope": "blocks"}, "sdpa_attention": {}})
 
 
-def test_what_would_be_refused_says_why() -> None:
+def test_a_set_that_train_py_would_refuse_has_its_reason() -> None:
     config = Config()
     run = OriginalRun(config, CPU)
     assert "needs a CUDA GPU" in (run.refusal({"tf32_matmul": {}}) or "")
@@ -120,13 +120,13 @@ def test_what_would_be_refused_says_why() -> None:
     assert "mixed_precision" not in {n for c in candidates_for({}, "cuda", autocast_by_config=True) for n in c.adds}
 
 
-def test_the_given_techniques_that_only_warn_are_set_aside_with_their_reason() -> None:
+def test_original_techniques_that_only_warn_are_removed_with_their_reason() -> None:
     run = OriginalRun(Config(on_unavailable="warn", algorithms={"tf32_matmul": {}, "sdpa_attention": {}}), CPU)
     assert run.techniques == {"sdpa_attention": {}}
     assert "CUDA GPU" in run.unengaged["tf32_matmul"]
 
 
-def test_only_what_is_allowed_may_change_the_numbers() -> None:
+def test_only_permitted_kinds_of_change_are_tried() -> None:
     assert forbidden("exact", ()) is None
     assert forbidden("rounding", ()) is None
     assert "tune.allow=[lower_precision]" in (forbidden("lower_precision", ()) or "")

@@ -73,7 +73,7 @@ class World:
         return Search(self, candidates, allow, tune, now=lambda: self.time, tell=self.lines.append).run()
 
 
-def test_what_saves_time_is_stacked_and_confirmed() -> None:
+def test_faster_candidates_are_stacked_and_confirmed() -> None:
     world = World()
     result = world.search(FUSED, SDPA)
     assert result.chosen == {"sdpa_attention": {}, "fused_optimizer": {}}
@@ -84,11 +84,11 @@ def test_what_saves_time_is_stacked_and_confirmed() -> None:
     assert result.without["fused_optimizer"] == pytest.approx(1 + 97 * 0.08)
 
 
-def test_of_two_that_clash_the_faster_stays() -> None:
+def test_of_two_conflicting_candidates_the_faster_is_chosen() -> None:
     assert World().search(FOREACH, FUSED).chosen == {"fused_optimizer": {}}
 
 
-def test_compiling_is_left_out_of_a_short_run_and_taken_for_a_long_one() -> None:
+def test_compiling_is_chosen_for_long_runs_only() -> None:
     short = World(steps=100).search(COMPILE)
     assert short.chosen == {}
     assert short.kept_original is not None
@@ -101,13 +101,13 @@ def test_compiling_is_left_out_of_a_short_run_and_taken_for_a_long_one() -> None
     assert World(steps=402).search(COMPILE, min_gain=0.0).chosen == {}
 
 
-def test_a_given_technique_that_does_not_pay_is_taken_out() -> None:
+def test_an_original_technique_that_does_not_pay_is_removed() -> None:
     without = Candidate("without torch_compile", removes=("torch_compile",))
     assert World(steps=100).search(without, original={"torch_compile": {}}).chosen == {}
     assert World(steps=1000).search(without, original={"torch_compile": {}}).chosen == {"torch_compile": {}}
 
 
-def test_what_noise_could_explain_is_not_taken() -> None:
+def test_gains_within_the_noise_are_not_chosen() -> None:
     # The original run's steps differ by a half from one run to the next; a tenth off tells nothing.
     result = World(jitter=lambda trial: 1.5 if trial == 2 else 1.0).search(FUSED, steps=10)
     assert result.noise == pytest.approx(97 * 0.05)
@@ -116,7 +116,7 @@ def test_what_noise_could_explain_is_not_taken() -> None:
     assert World().search(FUSED, min_gain=0.2).chosen == {}
 
 
-def test_what_saves_less_than_the_noise_is_not_even_confirmed() -> None:
+def test_gains_within_the_noise_are_not_confirmed() -> None:
     # The original run's trials differ by 9 %; the candidate, 4, saves 7 % of their mean.
     result = World(jitter=lambda trial: {2: 1.09, 4: 1.02}.get(trial, 1.0)).search(FOREACH)
     assert result.kept_original == "no trial was faster than the original by more than the noise"
@@ -135,7 +135,7 @@ def test_what_saves_less_than_the_noise_is_not_even_confirmed() -> None:
         ({6: 0.98, 8: 1.0}, True),
     ],
 )
-def test_a_saving_counts_beyond_the_spread_of_the_first_runs_and_of_both_sets_when_confirmed(
+def test_a_gain_must_exceed_the_spread_of_the_first_and_of_the_confirming_runs(
     jitter: dict[int, float], chosen: bool
 ) -> None:
     result = World(jitter=lambda trial: jitter.get(trial, 1.0)).search(FOREACH, min_gain=0.01)
@@ -143,7 +143,7 @@ def test_a_saving_counts_beyond_the_spread_of_the_first_runs_and_of_both_sets_wh
     assert result.chosen == ({"foreach_optimizer": {}} if chosen else {}), [t.label for t in result.trials]
 
 
-def test_a_lucky_trial_does_not_survive_the_confirmation() -> None:
+def test_a_lucky_trial_is_not_confirmed() -> None:
     # Trial 4 is the candidate's (probe, two of the original run before it); all later ones are slow.
     world = World(jitter=lambda trial: 1.0 if trial < 4 else (0.3 if trial == 4 else 1.2))
     result = world.search(FUSED)
@@ -156,7 +156,7 @@ def test_a_lucky_trial_does_not_survive_the_confirmation() -> None:
     assert unlucky.speedup is None
 
 
-def test_a_chosen_set_that_fails_when_run_again_is_not_written() -> None:
+def test_a_chosen_set_that_fails_in_a_confirming_run_is_not_written() -> None:
     world = World()
     inner = world.measure
 
@@ -184,7 +184,7 @@ def test_a_confirming_run_that_times_out_leaves_the_pairs_before_it() -> None:
     assert result.chosen == {"sdpa_attention": {}}
 
 
-def test_the_recipe_stays_unless_it_is_allowed_to_change() -> None:
+def test_the_recipe_changes_only_if_allowed() -> None:
     world = World()
     result = world.search(LORA)
     assert not any("lora" in techniques for techniques in world.sets)
@@ -193,7 +193,7 @@ def test_the_recipe_stays_unless_it_is_allowed_to_change() -> None:
     assert World().search(LORA, allow=("recipe",)).chosen == {"lora": {}}
 
 
-def test_what_is_refused_costs_no_trial_and_is_tried_again_when_it_has_what_it_needs() -> None:
+def test_a_refused_candidate_costs_no_trial_and_is_tried_once_its_requirements_are_met() -> None:
     world = World(refuse={"sdpa_attention": "it needs a GPU"})
     result = world.search(SDPA)
     assert not any("sdpa_attention" in techniques for techniques in world.sets)
@@ -205,14 +205,14 @@ def test_what_is_refused_costs_no_trial_and_is_tried_again_when_it_has_what_it_n
     assert result.without["fused_optimizer"] == "add fused_optimizer"
 
 
-def test_what_is_not_allowed_is_not_tried_on_top_when_it_has_what_it_needs() -> None:
+def test_a_forbidden_candidate_is_not_tried_once_its_requirements_are_met() -> None:
     needy = World(needs={"lora": "fused_optimizer"})
     result = needy.search(LORA, FUSED)
     assert result.verdicts[0].reason == "add fused_optimizer", "not that allowing it would do"
     assert not any("lora" in techniques for techniques in needy.sets)
 
 
-def test_a_fallback_waits_for_the_refusal_of_the_first() -> None:
+def test_a_fallback_is_tried_only_if_the_first_candidate_is_refused() -> None:
     second = Candidate("foreach_optimizer", FOREACH.adds, kind="rounding", fallback_of="fused_optimizer")
     assert World().search(FUSED, second).verdicts[1].state == "untried"
     assert World(refuse={"fused_optimizer": "no"}).search(FUSED, second).chosen == {"foreach_optimizer": {}}
@@ -226,7 +226,7 @@ def test_a_trial_that_fails_is_an_outcome() -> None:
 
 
 @pytest.mark.parametrize("budget", [45.0, 60.0, 80.0, 100.0, 130.0, 200.0])
-def test_the_budget_holds_and_what_was_not_tried_is_named(budget: float) -> None:
+def test_the_budget_is_kept_and_untried_candidates_are_named(budget: float) -> None:
     world = World()
     result = world.search(FUSED, SDPA, COMPILE, FOREACH, budget_seconds=budget)
     assert world.time <= budget
@@ -240,7 +240,7 @@ def test_the_budget_holds_and_what_was_not_tried_is_named(budget: float) -> None
 
 @pytest.mark.parametrize("repeats", [2, 20])
 @pytest.mark.parametrize("budget", [45.0, 60.0, 100.0, 300.0, 1000.0])
-def test_the_first_runs_of_the_given_set_take_a_third_of_the_budget_at_most(budget: float, repeats: int) -> None:
+def test_the_first_runs_of_the_original_set_take_at_most_a_third_of_the_budget(budget: float, repeats: int) -> None:
     world = World()
     result = world.search(FUSED, SDPA, budget_seconds=budget, repeats=repeats)
     first = next(i for i, techniques in enumerate(world.sets) if techniques)
@@ -249,7 +249,7 @@ def test_the_first_runs_of_the_given_set_take_a_third_of_the_budget_at_most(budg
 
 
 @pytest.mark.parametrize("wall", [1.0, 10.0, 77.0])
-def test_the_least_useful_budget_is_named_and_is_useful(wall: float) -> None:
+def test_the_smallest_useful_budget_is_named_and_suffices(wall: float) -> None:
     small = World(wall=wall)
     with pytest.raises(ConfigError, match=r"^tune\.budget_seconds: .* set at least \d+$") as error:
         small.search(FUSED, SDPA, budget_seconds=4 * wall)
@@ -263,24 +263,24 @@ def test_the_least_useful_budget_is_named_and_is_useful(wall: float) -> None:
     assert world.time <= least
 
 
-def test_a_budget_too_small_for_one_run_says_so_too() -> None:
+def test_a_budget_too_small_for_one_run_is_an_error() -> None:
     with pytest.raises(ConfigError, match=r"tune\.budget_seconds: 7 s is too short .* set at least 32$"):
         World().search(FUSED, budget_seconds=7.0)
     with pytest.raises(ConfigError, match=r"or a smaller tune\.steps$"):
         World().search(FUSED, budget_seconds=7.0, steps=40)
 
 
-def test_a_search_without_anything_to_try_is_no_matter_of_the_budget() -> None:
+def test_a_search_without_candidates_needs_no_budget() -> None:
     assert World().search(LORA, budget_seconds=20.0).kept_original == "nothing was tried"
 
 
-def test_a_given_run_that_fails_has_nothing_to_tune() -> None:
+def test_an_original_run_that_fails_is_an_error() -> None:
     world = World(fail={"sdpa_attention": Outcome("memory", "ran out of memory")})
     with pytest.raises(CannotRunError, match="the original run fails: ran out of memory; train"):
         world.search(FUSED, original={"sdpa_attention": {}})
 
 
-def test_no_set_is_measured_twice_before_the_confirmation() -> None:
+def test_no_set_is_measured_twice_before_the_confirming_runs() -> None:
     world = World()
     result = world.search(FUSED, SDPA, FOREACH, COMPILE)
     confirmed = 2 * len(result.pairs)
@@ -288,14 +288,14 @@ def test_no_set_is_measured_twice_before_the_confirmation() -> None:
     assert len(set(measured)) == len(measured)
 
 
-def test_progress_says_what_was_measured_and_what_is_left() -> None:
+def test_progress_names_the_measured_set_and_the_time_left() -> None:
     world = World()
     world.search(FUSED)
     assert any("fused_optimizer: 444 samples/s, start 1.0 s, planned run 9.7 s" in line for line in world.lines)
     assert all("s to go" in line for line in world.lines)
 
 
-def test_a_run_longer_than_the_probe_is_left_out_where_a_third_of_the_budget_does_not_hold_it() -> None:
+def test_the_probe_is_the_baseline_if_a_longer_run_exceeds_a_third_of_the_budget() -> None:
     """With 9 s around its steps a trial would train for 3 s: a run of 12 s more would come after the probe's 10."""
     assert World().search(FUSED, budget_seconds=80.0).trial_steps > 8
     small = World().search(FUSED, budget_seconds=60.0)

@@ -20,7 +20,7 @@ CPU = Context(torch.device("cpu"))
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 
 
-def test_a_trial_is_the_given_run_cut_down() -> None:
+def test_a_trial_is_the_original_run_shortened() -> None:
     config = load_config(QUICKSTART, ["checkpoint.interval=1ep", "loggers.file={}", "callbacks.throughput=null"])
     trial = trial_config(config, {"lora": {}}, 12, Path("folder"))
     assert trial.model == config.model
@@ -43,7 +43,7 @@ def test_the_length_of_the_planned_run_is_counted_in_steps() -> None:
         assert run.planned_steps(Outcome("ok", tokens_per_step=1000.0)) == steps
 
 
-def test_a_trial_that_is_not_done_in_time_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trial_that_times_out_names_its_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "sleeping.py").write_text("import time\n\ndef stuck():\n    time.sleep(60)\n\nstuck()\n")
     monkeypatch.syspath_prepend(tmp_path)
     run = OriginalRun(Config(), CPU, "sleeping")
@@ -84,7 +84,7 @@ def test_a_report_becomes_an_outcome() -> None:
         (1, "Traceback\nKeyError: 'x'\n\n", "failed", "KeyError: 'x'"),
     ],
 )
-def test_what_went_wrong_is_one_line(status: int, output: str, expected: str, reason: str) -> None:
+def test_a_failed_trial_has_a_one_line_reason(status: int, output: str, expected: str, reason: str) -> None:
     outcome = outcome_of_failure(status, output, 1.0)
     assert outcome.status == expected
     assert reason in outcome.reason
