@@ -517,7 +517,7 @@ def kernels(name: str) -> list[str]:
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
-    columns = ["kernel", "µs", "PyTorch's", "over it", "one copy"]
+    columns = ["kernel", "µs", "PyTorch, µs", "PyTorch / kernel", "copying its inputs and outputs, µs"]
     return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
 
 

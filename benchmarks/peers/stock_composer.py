@@ -1,8 +1,8 @@
 """python -m benchmarks.peers.stock_composer -f FILE [key=value ...] [peer.NAME=VALUE ...]: Composer's Trainer only.
 
 The job is that of the config; ``algorithms`` and ``trainer.precision`` are ignored. The Trainer has the settings that
-the fine-tuning post recommends to Composer users: fp16, TF32, AdamW's foreach kernels, ``compile_config={}``. It also
-has transformers' present default, SDPA, which did not exist then.
+the blog post "How to Quickly Finetune Your Transformer" recommends to Composer users: fp16, TF32, AdamW's foreach
+kernels, ``compile_config={}``. It also has transformers' present default, SDPA, which did not exist then.
 
 - ``peer.precision``: Composer's precision; default ``amp_fp16``, ``fp32`` without a GPU.
 - ``peer.compile``: true for ``compile_config={}``, false, or a mapping for it; default true, false without a GPU.
