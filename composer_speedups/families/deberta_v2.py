@@ -67,8 +67,8 @@ class _UnpaddedDeberta(UnpaddedEncoder):
     """
 
     padded_because = (
-        "the head reads padding (rows begin with it, or it has a label), or rows have holes, which change the "
-        "distances between packed tokens",
+        "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which change "
+        "the distances between packed tokens",
         "pad on the right, without holes, and give padding the label -100",
     )
 

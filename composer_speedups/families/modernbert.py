@@ -37,8 +37,8 @@ class _UnpaddedModernBert(UnpaddedModel):
     """
 
     padded_because = (
-        "the head reads padding (rows begin with it, or it has a label), or rows have holes, which move tokens into "
-        "others' windows",
+        "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which move "
+        "tokens into others' windows",
         "pad on the right, without holes, and give padding the label -100",
     )
 

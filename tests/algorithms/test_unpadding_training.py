@@ -113,7 +113,7 @@ def test_a_restored_encoder_is_detected(change: str, reason: str, compiled: bool
 
 def test_left_padding_stops_a_classifier_but_not_a_masked_lm() -> None:
     left = masked_batch(torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]), "classification")
-    with pytest.raises(NotEngagedError, match=r"rows begin with it.*pad on the right"):
+    with pytest.raises(NotEngagedError, match=r"rows begin with padding.*pad on the right"):
         fit(Unpadding(), batches=[left])
     technique = Unpadding()
     fit(technique, model=tiny_model("bert", "mlm"), batches=[masked_batch(left["attention_mask"], "mlm")])
