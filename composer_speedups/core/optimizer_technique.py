@@ -31,7 +31,7 @@ class OptimizerSwapTechnique(Technique):
     stage = Stage.OPTIMIZER
     conflicts: ClassVar[tuple[Conflict, ...]] = (
         Conflict(slot="optimizer implementation"),
-        Conflict(FSDP, "the optimizer cannot be swapped under FSDP, whose shards it was not built for"),
+        Conflict(FSDP, "the technique cannot replace the optimizer of sharded parameters"),
     )
     must_move: ClassVar[bool] = True  # whether a step at a learning rate above 1e-6 must change a parameter
 
@@ -61,7 +61,7 @@ class OptimizerSwapTechnique(Technique):
         if state.fsdp_config is not None or state.tp_config is not None:
             raise TechniqueError(
                 self.name,
-                "the optimizer cannot be swapped under FSDP or tensor parallelism, whose shards it was not built for",
+                "the technique cannot replace the optimizer of parameters that FSDP or tensor parallelism shards",
                 "remove parallelism_config (DDP works), or remove it",
             )
         if len(state.optimizers) != 1:

@@ -32,7 +32,7 @@ class CUDAGraphs(Technique):
     stage = Stage.GRAPHS
     exactness = "rounding"
     conflicts = (
-        Conflict(FSDP, "captured graphs need whole weights"),
+        Conflict(FSDP, "captured graphs need whole weights, which FSDP gathers only block by block"),
         Conflict(
             "torch_compile",
             "torch_compile's modes reduce-overhead and max-autotune and its backend cudagraphs capture graphs, too",

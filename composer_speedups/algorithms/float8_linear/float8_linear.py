@@ -42,7 +42,7 @@ class Float8Linear(Technique):
     stage = Stage.SURGERY
     exactness = "lower_precision"
     conflicts = (
-        Conflict(FSDP, "its matmuls are probed with whole weights, which FSDP gathers only block by block"),
+        Conflict(FSDP, "float8_linear tests the matmuls with whole weights, which FSDP gathers only block by block"),
         Conflict("kahan_optimizer", "kahan_optimizer trains without autocast, which float8_linear needs"),
     )
     gain = 0.85
