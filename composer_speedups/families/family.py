@@ -108,7 +108,7 @@ class DropoutRates(NamedTuple):
     """Dropout probabilities of the attention weights, the attention output, and the block's output (of a gated
     feed-forward layer: its inner units)."""
 
-    weights: float
+    attention_weights: float
     attention: float
     output: float
 
@@ -256,7 +256,7 @@ def kernel_shape(config: Mapping[str, Any]) -> Shape:
         hidden=config[family.hidden],
         inner=config[family.inner],
         heads=config[family.heads],
-        weights=config[family.attention_dropout],
+        attention_weights=config[family.attention_dropout],
         attention=0.0 if dropped is None else config[dropped],
         output=config[family.hidden_dropout],
         embedding=config[family.embedding],

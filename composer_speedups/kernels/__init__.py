@@ -67,7 +67,7 @@ class Shape(NamedTuple):
 
     Attributes:
         hidden, inner, heads: Hidden units, feed-forward units and heads of a layer.
-        weights, attention, output: Dropout of a layer's attention weights, of its attention's output and of its output.
+        attention_weights, attention, output: Dropout of a layer's attention weights, attention output and output.
         embedding: Width of the embeddings.
         embedded: Dropout of the embeddings' output.
     """
@@ -75,7 +75,7 @@ class Shape(NamedTuple):
     hidden: int
     inner: int
     heads: int
-    weights: float
+    attention_weights: float
     attention: float
     output: float
     embedding: int

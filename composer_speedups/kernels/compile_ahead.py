@@ -55,14 +55,16 @@ def launches(
 
     def attention_gradients() -> None:
         logs = torch.zeros(shape.heads, _TOKENS, device=device)
-        attention_backward(zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.weights, seed)
+        attention_backward(
+            zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.attention_weights, seed
+        )
 
     def first_token(dropout: float) -> None:
         first_token_forward(zeros(hidden)[:1], zeros(2 * hidden), cu, shape.heads, dropout, seed)
 
     def first_token_gradients() -> None:
         query, logs = zeros(hidden)[:1], torch.zeros(shape.heads, 1, device=device)
-        first_token_backward(query, query, zeros(2 * hidden), query, logs, cu, shape.weights, seed)
+        first_token_backward(query, query, zeros(2 * hidden), query, logs, cu, shape.attention_weights, seed)
 
     def norm(dropout: float) -> None:
         add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed)
@@ -88,10 +90,10 @@ def launches(
         embed_backward(grad, [ids] * 3, [row] * 3, row[0], embedded(shape.embedded), seed, shape.embedded, (-1, -1))
 
     training: list[Launch] = [
-        attention_gradients, embedding_gradients, partial(attention, shape.weights),
+        attention_gradients, embedding_gradients, partial(attention, shape.attention_weights),
         partial(norm_gradients, shape.attention, weight), partial(norm_gradients, shape.output, None), gelu_gradients,
         *(partial(norm, rate) for rate in sorted({shape.attention, shape.output})),
-        first_token_gradients, partial(first_token, shape.weights),
+        first_token_gradients, partial(first_token, shape.attention_weights),
     ]  # fmt: skip
     evaluation: list[Launch] = [
         partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0), partial(first_token, 0.0)
@@ -132,12 +134,12 @@ def launches(
     def attention8_gradients() -> None:
         logs = torch.zeros(shape.heads, _TOKENS, device=device)
         attention_backward(
-            zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.weights, seed,
+            zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.attention_weights, seed,
             operand=operand(3 * hidden, GRADIENT),
         )  # fmt: skip
 
     training += [
-        attention8_gradients, partial(attention8, shape.weights), casts, gelu8,
+        attention8_gradients, partial(attention8, shape.attention_weights), casts, gelu8,
         partial(norm8_gradients, shape.attention, weight), partial(norm8_gradients, shape.output, None),
         partial(norm8, shape.attention),
     ]  # fmt: skip

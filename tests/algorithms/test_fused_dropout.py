@@ -50,7 +50,7 @@ def without_dropout(model: nn.Module) -> Any:
 
 def set_dropout(site: str, layer: Any, rate: float) -> None:
     """Set the dropout rate of one site in a BERT layer."""
-    modules = {"weights": layer.attention.self.dropout, "attention": layer.attention.output.dropout}
+    modules = {"attention_weights": layer.attention.self.dropout, "attention": layer.attention.output.dropout}
     modules.get(site, layer.output.dropout).p = rate
 
 

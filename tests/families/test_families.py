@@ -60,7 +60,7 @@ def test_a_family_file_matches_the_model(name: Family) -> None:
 
 
 @pytest.mark.parametrize("name", [*FUSED, *COPIES])
-def test_parts_and_dropouts_cover_the_whole_block(name: Family) -> None:
+def test_modules_and_dropouts_cover_the_whole_block(name: Family) -> None:
     model, family = tiny_model(name, dropout=0.2, attention_dropout=0.3), get_family(name)
     block = modules_with_role(model, "layer")[0]
     modules = family.layer_modules(block)
@@ -81,7 +81,7 @@ def test_parts_and_dropouts_cover_the_whole_block(name: Family) -> None:
     assert (holder.get_submodule(up), holder.get_submodule(down)) == (modules.up, modules.down)
     assert holder.get_submodule(activation)
     shape = kernel_shape(model.config.to_dict())
-    assert (shape.hidden, shape.inner, shape.heads, shape.weights) == (32, 64, 2, 0.3)
+    assert (shape.hidden, shape.inner, shape.heads, shape.attention_weights) == (32, 64, 2, 0.3)
 
 
 def _has(module: nn.Module, path: str) -> bool:

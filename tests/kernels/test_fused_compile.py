@@ -219,7 +219,7 @@ def test_every_launch_of_a_model_is_compiled_ahead(
 
     layer(dropouts, learn=True).backward(tokens(512, hidden))
     embeddings(0.1, torch.bfloat16, rows, (0, 1), hidden)
-    first_token(dropouts.weights, torch.bfloat16, rows, hidden, heads)
+    first_token(dropouts.attention_weights, torch.bfloat16, rows, hidden, heads)
     with torch.no_grad():
         layer(DropoutRates(0.0, 0.0, 0.0), learn=False)
         embeddings(0.0, torch.bfloat16, rows, hidden=hidden)

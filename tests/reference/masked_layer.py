@@ -20,14 +20,14 @@ from composer_speedups.families.packed_tokens import Plan, make_plan
 LENGTHS = [4, 0, 11, 1]  # below 16: see masks_of
 HEADS, HIDDEN, INNER = 2, 64, 64
 SIZE = HIDDEN // HEADS
-SITES = ("weights", "attention", "output")  # the fields of DropoutRates
+SITES = ("attention_weights", "attention", "output")  # the fields of DropoutRates
 Layer = Callable[[Tensor, LayerModules, DropoutRates, Plan], Tensor]
 
 
 class Masks(NamedTuple):
     """Dropout masks, 1 for kept numbers: each row's attention weights (A, L, L), and two outputs (T, H)."""
 
-    weights: list[Tensor]
+    attention_weights: list[Tensor]
     attention: Tensor
     output: Tensor
 
@@ -81,7 +81,7 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
         for head in range(HEADS):
             modules.value.weight[head * SIZE + units, SIZE // 2 + units] = 1
         modules.out.weight.copy_(torch.eye(HIDDEN))
-    kept = visible("weights", x_TH)
+    kept = visible("attention_weights", x_TH)
     kept = (kept > kept[:, -1:] + 1e-3).float().unflatten(1, (HEADS, SIZE)).transpose(0, 1)
     weights = [kept[:, s : s + n, :n] for s, n in zip(starts, LENGTHS, strict=True)]
     # The input of dropout is ones. After LayerNorm, kept numbers are above 0 and dropped ones below; if a token has
@@ -100,11 +100,11 @@ def masks_of(layer: Layer, rates: DropoutRates, device: str, number: int) -> Mas
 def masked_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, masks: Masks) -> Tensor:
     """Compute the layer under the masks: (T, H) → (T, H)."""
     rows, start = [], 0
-    for length, mask in zip(LENGTHS, masks.weights, strict=True):
+    for length, mask in zip(LENGTHS, masks.attention_weights, strict=True):
         x = x_TH[start : start + length]
         start += length
         q, k, v = (m(x).view(length, HEADS, SIZE).transpose(0, 1) for m in (modules.query, modules.key, modules.value))
-        weights = (q @ k.transpose(1, 2) * SIZE**-0.5).softmax(-1) * mask / (1 - rates.weights)
+        weights = (q @ k.transpose(1, 2) * SIZE**-0.5).softmax(-1) * mask / (1 - rates.attention_weights)
         rows.append((weights @ v).transpose(0, 1).reshape(length, HIDDEN))
     projected = modules.out(torch.cat(rows)) * masks.attention / (1 - rates.attention)
     hidden = modules.attention_norm(projected + x_TH)
@@ -114,7 +114,7 @@ def masked_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, masks
 
 def check_rates(masks: Masks, rates: DropoutRates) -> None:
     """Check that each site drops the fraction of its rate, within four standard deviations."""
-    flat = [torch.cat([mask.flatten() for mask in masks.weights]), masks.attention, masks.output]
+    flat = [torch.cat([mask.flatten() for mask in masks.attention_weights]), masks.attention, masks.output]
     for site, mask, rate in zip(SITES, flat, rates, strict=True):
         found = 1 - float(mask.mean())
         assert abs(found - rate) <= 4 * (rate * (1 - rate) / mask.numel()) ** 0.5, f"{found} of {site}, not {rate}"

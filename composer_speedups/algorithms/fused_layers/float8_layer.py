@@ -99,7 +99,9 @@ class _Float8Layer(torch.autograd.Function):
         seeds = dropout_seeds(rates, x.device)
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
-        attended, logs = attention_forward(qkv, cu, longest, modules.heads, rates.weights, seeds[0], operand=attended8)
+        attended, logs = attention_forward(
+            qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], operand=attended8
+        )
         summed1 = scaled_product(attended8, out_w, dtype, out_b)
         eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden8 = Float8.like(x, ACTIVATION, scales[_Row.HIDDEN])
@@ -147,7 +149,7 @@ class _Float8Layer(torch.autograd.Function):
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
         d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype, fast=_FAST), operand(qkv, _Row.D_QKV)
         d_qkv, sums_qkv = attention_backward(
-            d_attended, qkv, attended, logs, cu, ctx.longest, rates.weights, seed0, operand=d_qkv8
+            d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0, operand=d_qkv8
         )
         norm2, d_up_b, norm1, d_qkv_b = totals([sums2, sums_up, sums1, sums_qkv])
         d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)

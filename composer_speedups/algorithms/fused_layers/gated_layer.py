@@ -69,7 +69,9 @@ class _GatedLayer(torch.autograd.Function):
         qkv = torch.mm(normed, qkv_w.t())
         del normed
         rotate(qkv, cos, sin, modules.heads)
-        attended, logs = attention_forward(qkv, cu, longest, modules.heads, rates.weights, seeds[0], modules.window)
+        attended, logs = attention_forward(
+            qkv, cu, longest, modules.heads, rates.attention_weights, seeds[0], modules.window
+        )
         normed, summed, stats2 = pre_norm_forward(
             x, torch.mm(attended, out_w.t()), norms[-1], modules.output_norm.eps, rates.attention, seeds[1], dtype
         )
@@ -102,7 +104,7 @@ class _GatedLayer(torch.autograd.Function):
         del d_up, normed
         d_out_w = weight_gradient(d_out, attended, dtypes[1])
         d_qkv, _ = attention_backward(
-            torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.weights, seed0, ctx.window
+            torch.mm(d_out, out_w), qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0, ctx.window
         )
         rotate(d_qkv, cos, sin, ctx.heads, back=True)
         d_normed, d_norms = torch.mm(d_qkv, qkv_w), [d_norm2]

@@ -68,7 +68,7 @@ class _Layer(torch.autograd.Function):
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
         seeds = dropout_seeds(rates, x.device)
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
-        attention_inputs = (cu, longest, modules.heads, rates.weights, seeds[0])
+        attention_inputs = (cu, longest, modules.heads, rates.attention_weights, seeds[0])
         if positions is None or entries is None:
             attended, logs = attention_forward(qkv, *attention_inputs)
         else:
@@ -107,7 +107,7 @@ class _Layer(torch.autograd.Function):
         del d_up, hidden
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
         d_attended, d_positions = torch.mm(d_out, out_w), None
-        attention_inputs = (attended, logs, cu, ctx.longest, rates.weights, seed0)
+        attention_inputs = (attended, logs, cu, ctx.longest, rates.attention_weights, seed0)
         if positions is None:
             d_qkv, sums_qkv = attention_backward(d_attended, qkv, *attention_inputs)
         else:

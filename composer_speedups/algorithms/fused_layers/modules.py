@@ -205,7 +205,7 @@ def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: 
     weight = torch.cat([modules.query.weight, modules.key.weight, modules.value.weight])
     bias = torch.cat([modules.query.bias, modules.key.bias, modules.value.bias])
     query, key, value = (repad(each, plan, modules.heads) for each in F.linear(x_TH, weight, bias).chunk(3, -1))
-    attended = F.scaled_dot_product_attention(query, key, value, real_keys(plan), rates.weights)
+    attended = F.scaled_dot_product_attention(query, key, value, real_keys(plan), rates.attention_weights)
     packed = gather_tokens(attended.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
     return _after_attention(packed, x_TH, modules, rates)
 
@@ -219,7 +219,7 @@ def _first_tokens_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates
     first_BH = _first_tokens(x_TH, plan)
     query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
     weight, bias = (torch.cat([getattr(modules.key, n), getattr(modules.value, n)]) for n in ("weight", "bias"))
-    attended_BH = _attend(query_BH, F.linear(x_TH, weight, bias), plan, modules.heads, rates.weights)
+    attended_BH = _attend(query_BH, F.linear(x_TH, weight, bias), plan, modules.heads, rates.attention_weights)
     return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
 
 
@@ -250,7 +250,7 @@ def _gated_first_tokens(
     key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
     key_TH = _rotated(key_TH.unflatten(-1, (modules.heads, -1)), cos_TD, sin_TD).flatten(1)
     key_value = torch.cat([key_TH, value_TH], 1)
-    attended_BH = _attend(query_BAD.flatten(1), key_value, plan, modules.heads, rates.weights, modules.window)
+    attended_BH = _attend(query_BAD.flatten(1), key_value, plan, modules.heads, rates.attention_weights, modules.window)
     summed = _first_tokens(x_TH, plan) + F.dropout(modules.out(attended_BH), rates.attention)
     activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
     out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
@@ -266,7 +266,7 @@ def _disentangled_first_tokens(
     query_BAD = F.linear(first_BH, modules.query.weight, modules.query.bias).unflatten(-1, (modules.heads, -1))
     weight, bias = (torch.cat([getattr(modules.key, n), getattr(modules.value, n)]) for n in ("weight", "bias"))
     key, value = (repad(each, plan, modules.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
-    attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.weights)
+    attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.attention_weights)
     return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
 
 
