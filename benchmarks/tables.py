@@ -206,7 +206,7 @@ def ladder() -> list[str]:
     for row, base in _by_call(rows):
         cells = [_ratio(row, base), _median(row, "peak_memory_gib"), _median(row, "warmup_seconds")]
         lines.append((row["call"], [row["configuration"], str(row["data.batch_size"]), _spread(row), *cells]))
-    columns = ["techniques", "batch", "samples/s (least–most)", "over fp32", "peak GiB", "warm-up s"]
+    columns = ["configuration", "batch", "samples/s (least–most)", "ratio to fp32", "peak GiB", "warm-up, s"]
     return _figure_by_call(columns, lines, rows)
 
 
@@ -229,8 +229,8 @@ def summary(name: str) -> list[str]:
             cells += [_spread(row), _ratio(row, found.get((call, first, batch))), _median(row, "peak_memory_gib")]
             warmups.append(row["warmup_seconds"]["median"])
         lines.append((call, [*cells, f"{max(warmups):.0f}"]))
-    columns = [cell for batch in batches for cell in (f"{batch}: samples/s", "ratio", "peak GiB")]
-    return _figure_by_call([f"{first}, or with", *columns, "warm-up s"], lines, rows)
+    columns = [cell for batch in batches for cell in (f"batch {batch}: samples/s", "ratio", "peak GiB")]
+    return _figure_by_call(["configuration", *columns, "warm-up, s"], lines, rows)
 
 
 def effect(name: str, configuration: str, before: str) -> list[str]:
@@ -247,7 +247,7 @@ def effect(name: str, configuration: str, before: str) -> list[str]:
         lines.append((call, [str(batch), _spread(old), _spread(new), _ratio(new, old), *changes]))
     if not lines:
         raise ValueError(f"no call of {name} has rows of both {configuration!r} and {before!r}")
-    columns = ["batch", f"{before}, samples/s", configuration, "ratio", "peak GiB", "warm-up s"]
+    columns = ["batch", f"{before}: samples/s", f"{configuration}: samples/s", "ratio", "peak GiB", "warm-up, s"]
     return _figure_by_call(columns, lines, compared)
 
 
@@ -457,10 +457,10 @@ def steps(name: str, last: int | str = 0) -> list[str]:
         "batch",
         "configuration",
         "samples/s",
-        f"over {rows[0]['configuration']}",
-        "median step, ms",
+        f"ratio to {rows[0]['configuration']}",
+        "median step, ms (ratio)",
         "peak GiB",
-        "warm-up s",
+        "warm-up, s",
     ]
     return _figure_by_call(head, lines, rows)
 
@@ -476,9 +476,9 @@ def jobs(name: str) -> list[str]:
     head = [
         "batch",
         "configuration",
-        "process, s",
-        f"{rows[0]['configuration']}'s over it",
-        "warm-up s",
+        "start to exit, s",
+        f"speedup over {rows[0]['configuration']}",
+        "warm-up, s",
         "both evaluations, s",
     ]
     return _figure_by_call(head, lines, rows)
@@ -504,7 +504,12 @@ def starts(name: str) -> list[str]:
         total = row["startup"]["to_first_step_seconds"]
         cells = (f"{seconds:.1f}" for seconds in (total, *spent, total - sum(spent)))
         lines.append((row["call"], [row["configuration"], *cells]))
-    columns = ["configuration", "to the first step, s", *(phase.replace("_", " ") for phase in phases), "the rest"]
+    columns = [
+        "configuration",
+        "start to end of first step, s",
+        *(phase.replace("_", " ") for phase in phases),
+        "the rest",
+    ]
     return _figure_by_call(columns, lines, rows)
 
 
@@ -517,7 +522,7 @@ def kernels(name: str) -> list[str]:
             ours, theirs = kernel["us"], kernel["torch_us"]
             times = [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.2f}", f"{kernel['copy_us']:.0f}"]
             lines.append([kernel["name"].replace("_", " "), *times])
-    columns = ["kernel", "µs", "PyTorch, µs", "PyTorch / kernel", "copying its inputs and outputs, µs"]
+    columns = ["kernel", "µs", "PyTorch, µs", "speedup", "lower bound: copying inputs and outputs, µs"]
     return [*table(columns, lines), "", f"One run: medians of repeated calls. {where_of([row])}"]
 
 
@@ -566,7 +571,7 @@ def mutants() -> list[str]:
 def kinds(override: str) -> list[str]:
     """The profiles whose command line holds an override, a column each: kinds of kernels, the slowest first.
 
-    A row keeps only its slowest kernels by name; "not in the row" is the time of the others.
+    A row keeps only its slowest kernels by name; "kernels outside the slowest" is the time of the others.
     """
     rows = {profiled(row): row for row in rows_of("profile") if override in row["arguments"]}  # the last of each name
     columns = [ms_by_kind(row) for row in rows.values()]
@@ -574,9 +579,9 @@ def kinds(override: str) -> list[str]:
     order = sorted(every, key=lambda kind: -max(column.get(kind, 0.0) for column in columns))
     lines = [[kind, *(f"{column[kind]:.1f}" if kind in column else "–" for column in columns)] for kind in order]
     for label, key in (
-        ("a kernel runs", "busy_ms"),
+        ("GPU busy", "busy_ms"),
         ("step", "step_ms"),
-        ("its products alone, bf16", "gemm_floor_ms"),
+        ("its matmuls alone, bf16", "gemm_floor_ms"),
     ):
         lines.append([f"**{label}**", *(f"{row[key]:.1f}" for row in rows.values())])
     where = where_of(list(rows.values()))
@@ -605,7 +610,7 @@ def ms_by_kind(row: Row) -> dict[str, float]:
         kind = kind_of(kernel["name"])
         found[kind] = found.get(kind, 0.0) + kernel["ms"]
     rest = row["busy_ms"] - sum(found.values())
-    return {**found, "not in the row": rest} if rest > 0.05 else found
+    return {**found, "kernels outside the slowest": rest} if rest > 0.05 else found
 
 
 # What the techniques declare; classes are looked up in the functions, since figures of rows need no Composer

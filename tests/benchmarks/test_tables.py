@@ -37,7 +37,7 @@ def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str
     rows += [row("fp32", "2026-01-01T05:06:07", 100), row("+ a", "2026-01-01T05:06:07", 300)]
     rows += [row("fp32", "2026-01-02T05:06:07", 200), row("+ b", "2026-01-03T05:06:07", 400)]
     lines = tables.summary("any")
-    assert lines[0] == "| call | fp32, or with | 8: samples/s | ratio | peak GiB | warm-up s |"
+    assert lines[0] == "| call | configuration | batch 8: samples/s | ratio | peak GiB | warm-up, s |"
     assert lines[2:6] == [
         "| a | fp32 | 100 | 1.00 | 2.0 | 3 |",
         "| a | + a | 300 | 3.00 | 2.0 | 3 |",
@@ -187,7 +187,7 @@ def test_profiles_of_one_override_are_set_side_by_side_by_kind(rows: list[dict[s
         "| GEMM | 6.0 | 3.0 |",
         "| scaling to float8 | – | 5.0 |",
         "| activation | 4.0 | – |",
-        "| not in the row | – | 2.0 |",
+        "| kernels outside the slowest | – | 2.0 |",
     ]
     assert "| **step** | 12.0 | 12.0 |" in lines
 
