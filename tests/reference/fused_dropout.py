@@ -31,8 +31,9 @@ from tests.reference.masked_layer import (
 )
 
 SEED = 11
-# On a GPU, Triton computes float32 matmuls in TF32, whose noise needs longer steps and a mean.
-STEP, BOUND, DRAWS = (1e-3, 0.01, 1) if DEVICE == "cpu" else (6e-2, 0.05, 16)
+# On a GPU, Triton computes float32 matmuls in TF32, whose noise needs longer steps and a mean. With steps of 6e-2, the
+# curvature of some layers changes the slope by a tenth.
+STEP, BOUND, DRAWS = (1e-3, 0.01, 1) if DEVICE == "cpu" else (1e-2, 0.05, 16)
 
 
 def layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:

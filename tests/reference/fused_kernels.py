@@ -96,7 +96,7 @@ def near(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
     assert expected is not None
     assert expected.numel()
     # On a GPU, Triton computes float32 matmuls in TF32, hence the wider bounds.
-    bounds = {"rtol": 1e-4, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 2e-2, "atol": 2e-2}
+    bounds = {"rtol": 1e-4, "atol": 1e-5} if DEVICE == "cpu" else {"rtol": 3e-2, "atol": 3e-2}
     torch.testing.assert_close(actual, expected, **bounds, msg=lambda m: f"{what}: {m}")
     print(what, "agrees")
 
