@@ -5,8 +5,9 @@ time to read its inputs and write its outputs once at the rate of a large copy. 
 benchmarks/results/<gpu>/micro.jsonl.
 
 The rows have the lengths of IMDB's reviews. Kernels are ``attention``, ``queries`` and ``keys`` (the two kernels of
-attention's backward pass), ``norm_backward`` and ``gelu_backward``. Their options are the constants of their modules
-(ROWS, COLUMNS, num_warps, num_stages, maxnreg), and several values are tried in turn: ``attention.num_stages=1,2``.
+attention's backward pass), ``norm_backward``, ``gelu`` and ``gelu_backward``. Their options are the constants of their
+modules (ROWS, COLUMNS, BLOCK, num_warps, num_stages, maxnreg), and several values are tried in turn:
+``attention.num_stages=1,2``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _PLACES = {  # kernel → its case, its module of composer_speedups.kernels, its
     "queries": ("attention_backward", "attention", "_QUERIES"),
     "keys": ("attention_backward", "attention", "_KEYS"),
     "norm_backward": ("norm_backward", "norm", "_BACKWARD"),
+    "gelu": ("gelu", "gelu", "_FORWARD"),
     "gelu_backward": ("gelu_backward", "gelu", "_BACKWARD"),
 }
 
@@ -188,7 +190,7 @@ def copied_per_microsecond(size: int = 2**30) -> float:
 
 def cases(settings: Settings) -> list[Case]:
     from composer_speedups.kernels.attention import attention_backward, attention_forward
-    from composer_speedups.kernels.gelu import gelu_backward
+    from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
     from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 
     rows, longest, hidden, heads, dropout = settings
@@ -232,6 +234,7 @@ def cases(settings: Settings) -> list[Case]:
         Case("norm", lambda: add_norm_forward(x, residual, weight, bias, 1e-12, dropout, seed), plain_norm, 4 * unit),
         Case("norm_backward", lambda: add_norm_backward(grad, summed, statistics, weight, dropout, seed, bias),
              lambda: torch.autograd.grad(normed, leaves, grad, retain_graph=True), 5 * unit),
+        Case("gelu", lambda: gelu_forward(up), lambda: F.gelu(up), 8 * unit),
         Case("gelu_backward", lambda: gelu_backward(d_up, up),
              lambda: (torch.autograd.grad(activated, leaf, d_up, retain_graph=True)[0].sum(0), F.gelu(up)), 16 * unit),
     ]  # fmt: skip

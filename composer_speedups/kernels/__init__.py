@@ -20,6 +20,7 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``norm.add_norm_forward``           LayerNorm(dropout(x) + residual): x and residual (T, H) → result (T, H), the sum,
                                     stored in x's memory, and statistics float32 (2, T)
 ``norm.add_norm_backward``          gradient of the result → of the residual and of x (T, H), partial sums (P, 3, H)
+``gelu.gelu_forward``               GELU's input (T, F) → GELU's result (T, F)
 ``gelu.gelu_backward``              gradient (T, F), overwritten, and GELU's input (T, F) → gradient, GELU's result
                                     (T, F) and partial sums of the gradient (P, F)
 ``geglu.geglu_forward``             dropout(GELU(first half) · second half) of (T, 2·F) → (T, F)

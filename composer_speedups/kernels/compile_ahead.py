@@ -23,7 +23,7 @@ from composer_speedups.kernels.float8 import (
     cast_weights,
     new_scales,
 )
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
+from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import totals
 
@@ -74,6 +74,9 @@ def launches(
             zeros(hidden), zeros(hidden), torch.zeros(2, _TOKENS, device=device), weight, dropout, seed, again
         )
 
+    def gelu() -> None:
+        gelu_forward(zeros(inner))
+
     def gelu_gradients() -> None:
         gelu_backward(zeros(inner), zeros(inner))
         norms = torch.zeros(1, 3, hidden, device=device)
@@ -93,7 +96,7 @@ def launches(
         attention_gradients, embedding_gradients, partial(attention, shape.attention_weights),
         partial(norm_gradients, shape.attention, weight), partial(norm_gradients, shape.output, None), gelu_gradients,
         *(partial(norm, rate) for rate in sorted({shape.attention, shape.output})),
-        first_token_gradients, partial(first_token, shape.attention_weights),
+        first_token_gradients, partial(first_token, shape.attention_weights), gelu,
     ]  # fmt: skip
     evaluation: list[Launch] = [
         partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0), partial(first_token, 0.0)

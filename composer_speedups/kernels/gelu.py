@@ -1,6 +1,6 @@
 """GELU with a backward pass that also recomputes its result and sums the gradient over tokens, in one pass over memory.
 
-Each kernel can also write an 8-bit operand of a matmul; see :mod:`.float8`.
+The kernels can write 8-bit operands of matmuls; see :mod:`.float8`.
 
 Shapes: T tokens, F units of the feed-forward layer.
 """
@@ -23,10 +23,22 @@ from composer_speedups.kernels.float8 import (
     targets_of,
 )
 
-__all__ = ["gelu_backward", "gelu_float8"]
+__all__ = ["gelu_backward", "gelu_float8", "gelu_forward"]
 
-_FORWARD = {"BLOCK": 4096, "num_warps": 8}
+_FORWARD = {"BLOCK": 8192, "num_warps": 8}
+_FORWARD_FLOAT8 = {"BLOCK": 4096, "num_warps": 8}
 _BACKWARD = {"ROWS": 8, "COLUMNS": 128, "num_warps": 4}  # per tile
+
+
+def gelu_forward(x_TF: Tensor) -> Tensor:
+    """Compute the exact GELU of a contiguous (T, F), x · Φ(x), in its dtype.
+
+    Φ is accurate to the last bit or two of float32.
+    """
+    result = torch.empty_like(x_TF)
+    numbers = x_TF.numel()
+    _gelu[(triton.cdiv(numbers, _FORWARD["BLOCK"]),)](x_TF, result, numbers, **_FORWARD)
+    return result
 
 
 def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
@@ -40,15 +52,13 @@ def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
         programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
     for again in (False, True):
         _gelu_float8[(programs,)](
-            x_TF, operand.values, scales, x_TF.numel(), *targets_of(ACTIVATION), AGAIN=again, **_FORWARD
+            x_TF, operand.values, scales, x_TF.numel(), *targets_of(ACTIVATION), AGAIN=again, **_FORWARD_FLOAT8
         )
     return operand
 
 
 def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradient of the exact GELU, x · Φ(x), and recompute its result.
-
-    Φ is accurate to the last bit or two of float32.
+    """Compute the gradient of :func:`gelu_forward`, and recompute its result.
 
     Args:
         grad_TF: Gradient of GELU's result; contiguous. Overwritten with the gradient of x.
@@ -83,6 +93,14 @@ def normal_distribution(x, bell):
     t = 1 / (1 + 0.2316418882663604 * tl.abs(x))
     series = t * (0.127414796 + t * (-0.142248368 + t * (0.710706871 + t * (-0.726576013 + t * 0.530702714))))
     return tl.where(x < 0, series * bell, 1 - series * bell)
+
+
+@triton.jit
+def _gelu(x_ptr, out_ptr, numbers, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < numbers, other=0.0).to(tl.float32)
+    x *= normal_distribution(x, tl.exp2(-0.7213475204444817 * x * x))  # exp(-x²/2)
+    tl.store(out_ptr + at, x.to(out_ptr.dtype.element_ty), mask=at < numbers)
 
 
 @triton.jit

@@ -69,6 +69,7 @@ def test_every_kernel_is_timed_beside_pytorch(monkeypatch: pytest.MonkeyPatch) -
         "attention_backward",
         "norm",
         "norm_backward",
+        "gelu",
         "gelu_backward",
         "attention",
         "attention",

@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.triton_programs import compiled, interpreted
 
 PROGRAM = "tests.reference.fused_kernels"
-COMPARISONS = 237
+COMPARISONS = 238
 
 
 def test_interpreted_kernels_match_pytorch() -> None:

@@ -82,7 +82,7 @@ from composer_speedups.kernels.float8 import (
     scaled_product,
 )
 from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
-from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
+from composer_speedups.kernels.gelu import gelu_backward, gelu_float8, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
@@ -138,6 +138,7 @@ def gelus() -> None:
     F.gelu(leaf).backward(grad)
     d_x, result, sums = gelu_backward(grad.clone(), x)
     near("GELU's gradient", d_x, leaf.grad)
+    near("GELU", gelu_forward(x), F.gelu(x))
     near("the recomputed GELU", result, F.gelu(x))
     third, fourth = random(300, 2, 33), random(1, 5)  # more rows than one block, and strips with an end
     found = totals([sums, partial_sums(x), third, fourth])

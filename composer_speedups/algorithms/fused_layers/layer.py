@@ -1,4 +1,4 @@
-"""An encoder layer of BERT's kind as one autograd function; its forward pass is four matmuls and three kernels.
+"""An encoder layer of BERT's kind as one autograd function; its forward pass is four matmuls and four kernels.
 
 DeBERTa's layers have another attention kernel.
 
@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
-from composer_speedups.kernels.gelu import gelu_backward
+from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
 
@@ -77,7 +76,7 @@ class _Layer(torch.autograd.Function):
         eps = modules.attention_norm.eps, modules.output_norm.eps
         hidden, summed1, stats1 = add_norm_forward(summed1, x, norm1_w, norm1_b, eps[0], rates.attention, seeds[1])
         up = torch.addmm(up_b, hidden, up_w.t())
-        summed2 = torch.addmm(down_b, F.gelu(up), down_w.t())
+        summed2 = torch.addmm(down_b, gelu_forward(up), down_w.t())
         out, summed2, stats2 = add_norm_forward(summed2, hidden, norm2_w, norm2_b, eps[1], rates.output, seeds[2])
         ctx.save_for_backward(
             x, qkv, attended, logs, summed1, stats1, up, summed2, stats2, cu, *seeds,
