@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from composer.core import Callback, Event, State
@@ -19,6 +19,7 @@ from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_fo
 from composer_speedups.core.operator_recorder import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.families.labelled_head import head_tokens
 
 __all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
 
@@ -357,4 +358,5 @@ def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
         return 0
     assert config is not None
     labels = state.batch.get("labels")
-    return training_flops(config, lengths, "mlm" if labels is not None and labels.ndim == 2 else "classification")
+    head: Literal["classification", "mlm"] = "mlm" if labels is not None and labels.ndim == 2 else "classification"
+    return training_flops(config, lengths, head, head_tokens(model, state.batch))

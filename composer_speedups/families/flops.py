@@ -31,7 +31,9 @@ def batch_lengths(batch: Any) -> torch.Tensor | None:
     return mask.sum(-1)
 
 
-def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classification", "mlm"]) -> int:
+def training_flops(
+    config: Any, lengths: torch.Tensor, head: Literal["classification", "mlm"], head_tokens: int | None = None
+) -> int:
     """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, without padding.
 
     A multiply-add counts as two operations, and the backward pass as twice the forward pass. Attention counts
@@ -43,6 +45,7 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
         config: A transformers config with hidden_size, num_hidden_layers and an intermediate size.
         lengths: Real tokens of each row, (rows,).
         head: The pooler and classifier run once per row, the masked-LM head on every token.
+        head_tokens: Number of tokens on which the masked-LM head runs, if not on every one.
 
     Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
     """
@@ -58,7 +61,7 @@ def training_flops(config: Any, lengths: torch.Tensor, head: Literal["classifica
         one_layer = (sparse["top_k"] - 1) * 2 * hidden * inner + hidden * sparse["experts"]
         extra = layers // sparse["every"] * 2 * tokens * one_layer
     if head == "mlm":
-        top = 2 * tokens * hidden * (hidden + config.vocab_size)
+        top = 2 * (tokens if head_tokens is None else head_tokens) * hidden * (hidden + config.vocab_size)
     else:
         top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
     return 3 * (layers * (linear + attention) + extra + top)

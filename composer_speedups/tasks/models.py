@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -19,6 +19,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
 from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
+from composer_speedups.families.labelled_head import head_tokens
 from composer_speedups.families.packed_tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
 from composer_speedups.tasks.metrics import gather_alike
@@ -97,7 +98,8 @@ class FinetuneModel(HuggingFaceModel):
         """FLOPs of a forward and backward pass over ``batch`` without padding; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
-        flops = training_flops(self.model.config, lengths, "mlm" if self.task.name == "mlm" else "classification")
+        head: Literal["classification", "mlm"] = "mlm" if self.task.name == "mlm" else "classification"
+        flops = training_flops(self.model.config, lengths, head, head_tokens(self.model, batch))
         if self._block_weights is None:
             self._block_weights = block_weights(self.model)
         return flops - frozen_flops(self._block_weights, lengths)

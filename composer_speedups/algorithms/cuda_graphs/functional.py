@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.families.blocks import repeated_blocks
+from composer_speedups.families.labelled_head import labelled_heads
 from composer_speedups.families.packed_encoder import unpadded_encoders
 
 __all__ = ["apply_cuda_graphs"]
@@ -61,6 +62,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
     current.max_graphs = max_graphs
     current.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
     current.carries = [(encoder, "plans") for encoder in unpadded_encoders(model)]
+    current.carries += [(head, "plan") for head in labelled_heads(model)]
     return current
 
 

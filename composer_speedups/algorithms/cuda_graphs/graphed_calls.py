@@ -34,7 +34,7 @@ class GraphedCalls:
         recorder: Creates the recorder of a capture from the pool; by default :class:`CUDARecorder`.
 
     Attributes:
-        carries: Modules and attributes that a call reads in addition to its arguments: tensors and plain values, in
+        carries: Objects and attributes that a call reads in addition to its arguments: tensors and plain values, in
             tuples. They are treated as arguments. If one is None or empty, the call runs the original function.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each (see
             :mod:`.segments`); empty by default.
@@ -57,7 +57,7 @@ class GraphedCalls:
         recorder: Callable[[Any], Recorder] = CUDARecorder,
     ) -> None:
         self.model, self.original, self.max_graphs, self.recorder = model, original, max_graphs, recorder
-        self.carries: list[tuple[nn.Module, str]] = []
+        self.carries: list[tuple[Any, str]] = []
         self.cut_behind: Sequence[nn.Module] = ()
         self.pool: Any = None
         self._graphs: dict[Hashable, _Graph] = {}
@@ -244,7 +244,7 @@ def _cuda_generator_restored() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _static_attributes(carries: list[tuple[nn.Module, str]], values: Iterable[Any]) -> Iterator[None]:
+def _static_attributes(carries: list[tuple[Any, str]], values: Iterable[Any]) -> Iterator[None]:
     """Set the attributes to the graph's static tensors, which a replay fills, and restore them on exit."""
     before = [getattr(module, attribute) for module, attribute in carries]
     for (module, attribute), value in zip(carries, values, strict=True):

@@ -10,6 +10,12 @@ from transformers import PreTrainedModel
 
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Reads, family_of, family_titles
+from composer_speedups.families.labelled_head import (
+    LabelledHead,
+    MLMHead,
+    check_labelled_head,
+    install_labelled_head,
+)
 from composer_speedups.families.packed_attention import IMPLEMENTATION
 from composer_speedups.families.packed_encoder import UnpaddedEncoder
 from composer_speedups.surgery.module_classes import derived_class, stock_class
@@ -67,20 +73,26 @@ class _LabelsHook:
         self.encoder.call_labels = None
 
 
-def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None = None) -> list[str]:
+def swap_encoders(
+    model: nn.Module, pad_to_multiple_of: int, mlm_head: MLMHead = "all", owner: int | None = None
+) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
     Args:
         model: The model; changed in place.
-        pad_to_multiple_of: See :func:`apply_unpadding`.
+        pad_to_multiple_of, mlm_head: See :func:`apply_unpadding`.
         owner: See :class:`UnpaddedEncoder`. Encoders of another owner get this one.
 
     Raises:
-        ValueError: The model has no encoder, or one that cannot run unpadded. Nothing is changed.
+        ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
+            ``mlm_head``. Nothing is changed.
     """
     found = _find(model)
     for each in found.values():
         _check(each)
+        if mlm_head == "labelled":
+            for outer in each.outer:
+                check_labelled_head(outer)
     changed = []
     for name, each in found.items():
         encoder: Any
@@ -109,6 +121,12 @@ def swap_encoders(model: nn.Module, pad_to_multiple_of: int, owner: int | None =
         for around in each.bases:
             if not _has_own_attention(encoder):
                 around.set_attn_implementation(IMPLEMENTATION)
+        for outer in each.outer:
+            if mlm_head == "labelled":
+                install_labelled_head(outer, encoder)
+            else:
+                _remove_hooks(outer, encoder, LabelledHead)
+                _remove_hooks(outer.base_model, encoder, LabelledHead)
         encoder.model_config = base.config
         encoder.by_token = Reads.LABELLED_TOKENS in reads
         encoder.pad_to_multiple_of = pad_to_multiple_of
@@ -133,7 +151,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
             if base is not None and base.config._attn_implementation == IMPLEMENTATION:
                 base.set_attn_implementation(encoder.attention_before)
         for outer in around.values():
-            _remove_hooks(outer, encoder)
+            _remove_hooks(outer, encoder, _MaskHook, _LabelsHook, LabelledHead)
         for module in encoder.modules():
             if _is_packed_attention(module):
                 module.__class__ = stock_class(type(module))  # type: ignore[assignment]
@@ -144,11 +162,11 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
     return names
 
 
-def _remove_hooks(model: nn.Module, encoder: UnpaddedEncoder) -> None:
+def _remove_hooks(model: nn.Module, encoder: UnpaddedEncoder, *kinds: type[Any]) -> None:
     for hooks in (model._forward_pre_hooks, model._forward_hooks):
         for handle, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
-            if isinstance(owner, _MaskHook | _LabelsHook) and owner.encoder is encoder:
+            if isinstance(owner, kinds) and owner.encoder is encoder:
                 del hooks[handle]
                 for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
                     getattr(model, flags).pop(handle, None)

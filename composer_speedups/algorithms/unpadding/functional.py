@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.core.comparison import compare, outcome_of, tolerance_of
+from composer_speedups.families.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import changes_to
 
@@ -18,7 +19,11 @@ LARGEST_MULTIPLE = 65536
 
 
 def apply_unpadding(
-    model: nn.Module, pad_to_multiple_of: int = 64, *, compare_on: Mapping[str, Any] | None = None
+    model: nn.Module,
+    pad_to_multiple_of: int = 64,
+    mlm_head: MLMHead = "all",
+    *,
+    compare_on: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """Make the encoder of a Hugging Face model run on real tokens only.
 
@@ -27,6 +32,9 @@ def apply_unpadding(
             changed in place. Its parameters, their names and its ``state_dict`` do not change.
         pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it. Default 64, because matmuls
             with a number of tokens that is not a multiple of 8 are slow.
+        mlm_head: Tokens for which a masked-LM head computes logits in training calls with labels. ``"all"`` is every
+            token, padding included, as in the untouched model; ``"labelled"`` is those with a label, so that the logits
+            are (1, M, vocabulary) for M labelled tokens, rounded up to ``pad_to_multiple_of``. The loss is the same.
         compare_on: A batch as keyword arguments of the model, with labels if it has them. Loss, outputs and gradients
             on it must equal the untouched model's.
 
@@ -44,11 +52,13 @@ def apply_unpadding(
     Each forward pass then counts its tokens, which synchronizes with the GPU. :func:`plan_unpadding` avoids that by
     counting in a mask on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
+    if mlm_head not in ("all", "labelled"):
+        raise ValueError(f"mlm_head must be 'all' or 'labelled', not {mlm_head!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
     changes = changes_to(model)
     before = None if compare_on is None else outcome_of(model, compare_on)
-    names = swap_encoders(model, pad_to_multiple_of)
+    names = swap_encoders(model, pad_to_multiple_of, mlm_head)
     if before is not None and names:
         apart = compare(before, outcome_of(model, compare_on or {}), tolerance_of(model))
         if apart.beyond is not None:
@@ -64,7 +74,12 @@ def apply_unpadding(
     return names
 
 
-def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequence[int] | None = None) -> None:
+def plan_unpadding(
+    model: nn.Module,
+    attention_mask: Tensor | None,
+    counts: Sequence[int] | None = None,
+    labels: Tensor | None = None,
+) -> None:
     """Plan the packing of the model's next batch, so that its forward pass does not synchronize to count tokens.
 
     Call it before every forward pass, or never: a mask of the same shape with other values is an error.
@@ -74,6 +89,7 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
         attention_mask: (B, S), or (B, texts, S) if the model gets the texts as rows; preferably on the CPU. None
             removes the plan.
         counts: The result of the encoder's ``count`` for the mask, if already known.
+        labels: For ``mlm_head="labelled"``: the batch's labels (B, S), preferably on the CPU.
 
     Raises:
         ValueError: The model has no unpadded encoder, or several, whose masks may differ.
@@ -81,14 +97,18 @@ def plan_unpadding(model: nn.Module, attention_mask: Tensor | None, counts: Sequ
     encoders = unpadded_encoders(model)
     if len(encoders) != 1:
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
-    encoder = encoders[0]
+    encoder, device = encoders[0], next(encoders[0].parameters()).device
+    for head in labelled_heads(model):
+        head.plan = None
+        if labels is not None:
+            total = sum(count_labels(labels))
+            head.plan = plan_labels(labels.to(device, non_blocking=True), total, encoder.pad_to_multiple_of)
     if attention_mask is None:
         encoder.plans = ()
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
         counts = encoder.count(attention_mask)
-    device = next(encoder.parameters()).device
     layout = encoder.layout(attention_mask.bool().to(device, non_blocking=True), counts)
     encoder.plans = ((None, layout),)
 

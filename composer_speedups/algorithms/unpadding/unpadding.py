@@ -11,13 +11,22 @@ from pydantic import Field
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.evidence import FirstForward
 from composer_speedups.algorithms.unpadding.functional import LARGEST_MULTIPLE
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.technique import Conflict, Stage
+from composer_speedups.families.labelled_head import (
+    LabelledHead,
+    MLMHead,
+    count_labels,
+    labelled_heads,
+    plan_labels,
+)
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import row_counts, token_masks
 
 # Batch entries with lists: Composer splits them into micro-batches along with the tensors, and keeps them on the host.
 _COUNTS = "unpadding_row_counts_of_"
+_LABELLED = f"{_COUNTS}labels"
 _KEPT = f"{_COUNTS}rows_kept_padded"
 
 
@@ -45,20 +54,31 @@ class Unpadding(ParityCheckedTechnique):
     pad_to_multiple_of: int = Field(64, ge=1, le=LARGEST_MULTIPLE)
     """Round the number of packed tokens up to a multiple of this."""
 
+    mlm_head: MLMHead = Field("all")
+    """Tokens for which a masked-LM head computes logits in training: all, or those with a label."""
+
     def reset(self) -> None:
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
+        self._heads: list[LabelledHead] = []
+        self._labelled = 0  # labelled tokens of the training batches
         self._first = FirstForward()
         self._tokens = self._slots = self._padded = 0  # totals of the training batches
 
     def engage(self, state: State) -> dict[str, Any]:
+        if self.mlm_head == "labelled" and getattr(state.model, "get_metrics", lambda **_: {})(is_train=True):
+            raise TechniqueError(
+                self.name,
+                "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
+                "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
+            )
         with self.refusals():
             self.reapply(state)
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
-        swap_encoders(state.model, self.pad_to_multiple_of, self.owner)
-        self._encoders = unpadded_encoders(state.model)
+        swap_encoders(state.model, self.pad_to_multiple_of, self.mlm_head, self.owner)
+        self._encoders, self._heads = unpadded_encoders(state.model), labelled_heads(state.model)
 
     def withdraw(self, state: State) -> None:
         restore_encoders(state.model, self.owner)
@@ -72,12 +92,20 @@ class Unpadding(ParityCheckedTechnique):
         for counts, mask in self._count(state):
             self._tokens += sum(map(abs, counts))
             self._slots += mask.numel()
+        labels = state.batch.get("labels") if self._heads and isinstance(state.batch, dict) else None
+        if isinstance(labels, torch.Tensor) and labels.ndim == 2 and labels.device.type == "cpu":
+            counted = count_labels(labels)
+            self._labelled += sum(counted)
+            state.batch = {**state.batch, _LABELLED: counted}
 
     def eval_batch_start(self, state: State) -> None:
         self._count(state)
 
     def before_forward(self, state: State) -> None:
         self._padded += self._plan(state)
+        if isinstance(state.batch, dict) and (counts := state.batch.pop(_LABELLED, None)) is not None:
+            for head in self._heads:
+                head.plan = plan_labels(state.batch["labels"], sum(counts), self.pad_to_multiple_of)
 
     def eval_before_forward(self, state: State) -> None:
         self._plan(state)
@@ -142,6 +170,8 @@ class Unpadding(ParityCheckedTechnique):
         return padded
 
     def _forget(self, *, counts: bool = False) -> None:
+        for head in self._heads:
+            head.plan = None
         for encoder in self._encoders:
             encoder.plans = ()
             if counts:
@@ -165,6 +195,10 @@ class Unpadding(ParityCheckedTechnique):
         evidence = self._first.evidence()
         if self._slots:
             evidence["padding_of_the_run"] = round(1 - self._tokens / self._slots, 4)
+        if self.mlm_head == "labelled":
+            if not any(head.ran for head in self._heads):
+                raise self.not_engaged("the masked-LM head computed every token", "pass labels (B, S) to the model")
+            evidence["head_tokens"] = round(self._labelled / self._slots, 4) if self._slots else "counted on the GPU"
         if self._padded:
             evidence["micro_batches_left_padded"] = self._padded
         return evidence

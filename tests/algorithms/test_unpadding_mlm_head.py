@@ -1,0 +1,200 @@
+"""Unpadding with ``mlm_head: labelled``: a masked-LM head that computes only the tokens with a label."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
+from composer_speedups.core.errors import NotEngagedError, TechniqueError
+from composer_speedups.families.flops import training_flops
+from composer_speedups.families.labelled_head import LabelledHead, head_tokens, labelled_heads
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_trainer, plain_batches
+from tests.helpers.jobs import run
+from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model
+from tests.helpers.rerun import Rerun
+from tests.reference.tolerance import assert_near
+
+
+def loss_and_gradients(model: Any, inputs: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    torch.manual_seed(7)
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def masked_lm(family: Family = "bert", **settings: Any) -> tuple[Any, list[Batch]]:
+    """A model, and batches whose last slot has a label: the plan's unused entries are gathered from there."""
+    model = tiny_model(family, "mlm", **settings).train()
+    return model, fit_batches(model, [batch([12, 7, 1, 16], 16, seed=i) for i in range(3)])
+
+
+@pytest.mark.parametrize("family", UNPADDED)
+def test_loss_and_gradients_equal_the_untouched_models(family: Family) -> None:
+    reference, batches = masked_lm(family)
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8, "labelled")
+    for inputs in batches:
+        found, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
+        assert_near(found, expected)
+        labelled = int((inputs["labels"] != -100).sum())
+        assert model(**inputs).logits.shape == (1, -(-labelled // 8) * 8, VOCABULARY)
+
+
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_with_dropout_they_equal_those_of_a_head_on_every_token(family: Family) -> None:
+    model, batches = masked_lm(family, dropout=0.2)
+    results = []
+    for head in ("all", "labelled"):
+        changed = copy.deepcopy(model)
+        apply_unpadding(changed, 8, head)  # type: ignore[arg-type]
+        results.append([loss_and_gradients(changed, inputs) for inputs in batches])
+    assert_near(results[1], results[0])
+
+
+def test_a_plan_replaces_counting_in_the_forward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, batches = masked_lm()
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8, "labelled")
+    monkeypatch.setattr(LabelledHead, "_own_plan", lambda *_: pytest.fail("counted in the forward pass"))
+    for inputs in batches:
+        plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
+        assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
+    with pytest.raises(RuntimeError, match="labels differ from the planned ones"):
+        model(**{**batches[-1], "labels": batches[0]["labels"].roll(1, 0)})
+
+
+def test_other_calls_compute_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (inputs, *_) = masked_lm()
+    apply_unpadding(model, 8, "labelled")
+    rows, width = inputs["input_ids"].shape
+    everything = (rows, width, VOCABULARY)
+    without = {name: value for name, value in inputs.items() if name != "labels"}
+    assert model(**without).logits.shape == everything
+    with torch.no_grad():
+        assert model(**inputs).logits.shape == everything
+    assert model.eval()(**inputs).logits.shape == everything
+    model.train()
+    monkeypatch.setattr(model, "cls", None)  # the head
+    with pytest.raises(TypeError, match="not callable"):
+        model(**inputs)
+    assert model.base_model(**without).last_hidden_state.shape[:2] == (rows, width), (
+        "nothing remains of the failed call"
+    )
+
+
+def test_it_can_be_switched_off_and_undone() -> None:
+    model, (inputs, *_) = masked_lm()
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()]
+    apply_unpadding(model, 8, "labelled")
+    apply_unpadding(model, 8, "labelled")
+    assert len(labelled_heads(model)) == 1
+    apply_unpadding(model, 8)
+    assert not labelled_heads(model)
+    assert model(**inputs).logits.ndim == 3
+    apply_unpadding(model, 8, "labelled")
+    undo_unpadding(model)
+    assert [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules()] == hooks
+    assert model(**inputs).logits.shape[:2] == inputs["input_ids"].shape
+
+
+def test_other_heads_are_refused_before_anything_is_changed() -> None:
+    model = tiny_model("bert")
+    with pytest.raises(ValueError, match="needs transformers' model with a masked-LM head, not BertForSequenceClass"):
+        apply_unpadding(model, 8, "labelled")
+    assert not unpadded_encoders(model)
+    with pytest.raises(ValueError, match="mlm_head must be 'all' or 'labelled', not 'some'"):
+        apply_unpadding(model, 8, "some")  # type: ignore[arg-type]
+
+
+def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LabelledHead, "_own_plan", lambda *_: pytest.fail("counted in the forward pass"))
+    model = tiny_model("bert", "mlm")
+    batches = fit_batches(model, plain_batches())
+    technique, recorder = Unpadding(8, mlm_head="labelled"), Recorder()
+    plain, other = Recorder(), copy.deepcopy(model)
+    for algorithms, trained, seen in (([technique], model, recorder), ([], other, plain)):
+        trainer = make_trainer(algorithms, model=trained, batches=batches, callbacks=[seen])
+        trainer.fit()
+        trainer.close()
+    assert_near(recorder.losses, plain.losses)
+    assert_near(dict(model.named_parameters()), dict(other.named_parameters()))
+    tokens = sum(int((each["labels"] != -100).sum()) for each in batches)
+    slots = sum(each["labels"].numel() for each in batches)
+    assert technique.evidence["head_tokens"] == round(tokens / slots, 4)
+
+
+def test_a_run_whose_head_got_no_labels_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LabelledHead, "select_labels", lambda *_: None)
+    model = tiny_model("bert", "mlm")
+    trainer = make_trainer(
+        [Unpadding(8, mlm_head="labelled")], model=model, batches=fit_batches(model, plain_batches())
+    )
+    with pytest.raises(NotEngagedError, match="the masked-LM head computed every token"):
+        trainer.fit()
+
+
+def test_training_metrics_are_refused_because_they_read_all_logits() -> None:
+    from composer.metrics import MaskedAccuracy
+    from composer.models import HuggingFaceModel
+
+    model = HuggingFaceModel(tiny_model("bert", "mlm"), metrics=[MaskedAccuracy()], use_logits=True)
+    with pytest.raises(TechniqueError, match=r"training metrics read them; set model\.train_metrics: false"):
+        make_trainer([Unpadding(8, mlm_head="labelled")], model=model)
+
+
+def test_compiled_it_equals_the_untouched_model() -> None:
+    reference, batches = masked_lm(layers=1)
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8, "labelled")
+    apply_torch_compile(model, "model", backend="eager")
+    for inputs in batches:
+        plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
+        found, expected = loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs)
+        assert_near(found, expected)
+    assert labelled_heads(model)[0].ran
+
+
+def test_graphs_replay_it_with_other_labels() -> None:
+    reference, batches = masked_lm()
+    model = copy.deepcopy(reference)
+    apply_unpadding(model, 8, "labelled")
+    calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
+    (encoder,), (head,) = unpadded_encoders(model), labelled_heads(model)
+    calls.carries = [(encoder, "plans"), (head, "plan")]
+    calls.install("forward")
+    for inputs in batches:
+        plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])
+        assert_near(loss_and_gradients(model, inputs), loss_and_gradients(reference, inputs))
+    assert (calls.graphs, calls.replays, calls.eager_calls) == (1, 3, 0)
+
+
+@pytest.mark.parametrize("microbatch", ["null", "3"])
+def test_the_application_trains_with_it(microbatch: str) -> None:
+    reports = []
+    for head in ("all", "labelled"):
+        technique = f"algorithms={{sdpa_attention: null, unpadding: {{mlm_head: {head}}}}}"
+        job = ["model.task=mlm", "model.train_metrics=false", "trainer.max_duration=3ba", "trainer.eval_interval=3ba"]
+        reports.append(run(*job, f"trainer.microbatch_size={microbatch}", f"run_name={head}", technique))
+    every, labelled = reports
+    assert labelled["metrics"]["loss"] == pytest.approx(every["metrics"]["loss"], rel=1e-4)
+    assert 0.05 < labelled["algorithms"]["unpadding"]["evidence"]["head_tokens"] < 0.25
+
+
+def test_only_computed_tokens_count_in_the_heads_operations() -> None:
+    model, (inputs, *_) = masked_lm()
+    assert head_tokens(model, inputs) is None
+    apply_unpadding(model, 8, "labelled")
+    labelled = int((inputs["labels"] != -100).sum())
+    assert head_tokens(model, inputs) == labelled
+    lengths = inputs["attention_mask"].sum(-1)
+    every, some = (training_flops(model.config, lengths, "mlm", tokens) for tokens in (None, labelled))
+    hidden = model.config.hidden_size
+    assert every - some == 3 * 2 * (int(lengths.sum()) - labelled) * hidden * (hidden + VOCABULARY)
