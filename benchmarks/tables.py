@@ -57,8 +57,8 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def committed(name: str) -> list[Row]:
-    """All committed rows of a table."""
-    return read_rows(COMMITTED / f"{name}.jsonl")
+    """All committed rows of a table; those from a CPU if there are none from this repository's GPU."""
+    return read_rows(COMMITTED / f"{name}.jsonl") or read_rows(RESULTS / "cpu" / f"{name}.jsonl")
 
 
 def rows_of(name: str) -> list[Row]:
@@ -126,6 +126,7 @@ def _machine(rows: Sequence[Row]) -> str:
     on_gpu = any(row["environment"]["gpu"] for row in rows)
     parts = [
         each("gpu") if on_gpu else each("cpu", "CPU {}"),
+        "" if on_gpu else each("cpu_count", "{} cores"),
         span("gpu_power_limit_watts", "limit {} W"),
         span("gpu_sm_clock_mhz", "SM clock {} MHz"),
         each("driver", "driver {}"),
