@@ -1,4 +1,4 @@
-"""Compute a masked-LM head only for the tokens that have a label, usually 15 per cent of them.
+"""Compute a masked-LM head only for the tokens that have a label.
 
 The loss reads no other logits. ModernBERT's config has this as ``sparse_prediction``; this module does it for every
 supported family, and without a synchronization if the labels were counted on the host.
