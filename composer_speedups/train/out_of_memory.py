@@ -69,7 +69,7 @@ class MicrobatchTrainer(Trainer):
                 loss.zero_()
             microbatches = self._train_data_spec.split_batch(batch, size)
 
-    def go_on(self) -> None:
+    def restore_microbatch_size(self) -> None:
         """After loading a checkpoint, continue with the micro-batch size of its run."""
         for history in (c for c in self.state.callbacks if isinstance(c, MicrobatchHistory)):
             if history.changes and not self.state.auto_microbatching:
@@ -135,7 +135,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     first = next(iter(str(error).strip().splitlines()), "CUDA out of memory")
     model = model_of(state)
     if isinstance(model, FinetuneModel) and model.task.needs_whole_batch:
-        raise torch.OutOfMemoryError(f"{first}\n{_without_micro_batches(model.task, state, rows)}") from error
+        raise torch.OutOfMemoryError(f"{first}\n{_no_micro_batches_message(model.task, state, rows)}") from error
     assert state.device_train_microbatch_size is not None
     rows = min(int(state.device_train_microbatch_size), rows)
     half = max(1, rows // 2)
@@ -159,15 +159,15 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     ) from error
 
 
-def _without_micro_batches(task: Task, state: State, rows: int) -> str:
+def _no_micro_batches_message(task: Task, state: State, rows: int) -> str:
     """The setting to change if the loss of a sample depends on the other samples of the batch."""
-    held = getattr(task, "gradient_cache", None)
-    texts = held or state.batch["input_ids"][..., 0].numel()
+    cached = getattr(task, "gradient_cache", None)
+    texts = cached or state.batch["input_ids"][..., 0].numel()
     fix = "lower data.batch_size or data.max_length"
     if texts > 1:
         fix = f"set model.gradient_cache={texts // 2}"
-    beside = "" if held is None else f" with model.gradient_cache={held}"
+    with_cache = "" if cached is None else f" with model.gradient_cache={cached}"
     return (
-        f"data.batch_size: {rows} samples per rank do not fit{beside}, and their loss needs the whole batch, which "
+        f"data.batch_size: {rows} samples per rank do not fit{with_cache}, and their loss needs the whole batch, which "
         f"micro-batches would split; {fix}"
     )

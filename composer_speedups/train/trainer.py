@@ -187,7 +187,7 @@ def build_trainer(
     # Halving the batch would change a loss in which samples interact.
     trainer.on_out_of_memory = "stop" if model.task.needs_whole_batch else settings.on_out_of_memory
     trainer.by_tokens = by_tokens
-    trainer.go_on()
+    trainer.restore_microbatch_size()
     if folder is not None and folder.load is not None and (folder.resumed or not checkpoint.weights_only):
         _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(written(config))

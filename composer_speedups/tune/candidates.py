@@ -23,8 +23,8 @@ __all__ = [
     "forbidden",
     "key_of",
     "kind_of",
+    "least_exact",
     "stopping",
-    "worst",
 ]
 
 KINDS: tuple[Exactness, ...] = typing.get_args(Exactness)
@@ -53,16 +53,16 @@ def candidates_for(original: Mapping[str, Any], device: str, *, autocast_by_conf
         device: ``cpu`` or ``cuda``.
         autocast_by_config: ``trainer.precision`` is already 16-bit, so ``mixed_precision`` would change nothing.
     """
-    left = {"mixed_precision"} if autocast_by_config else set()
-    whole = {name: settings for name, settings in RECOMMENDED.items() if name not in left}
-    kind = worst(*(kind_of(name, settings, device) for name, settings in whole.items()))
-    singles = [c for name in technique_names() if name not in left for c in _variants(technique_class(name), device)]
+    omitted = {"mixed_precision"} if autocast_by_config else set()
+    whole = {name: settings for name, settings in RECOMMENDED.items() if name not in omitted}
+    kind = least_exact(*(kind_of(name, settings, device) for name, settings in whole.items()))
+    singles = [c for name in technique_names() if name not in omitted for c in _variants(technique_class(name), device)]
     singles.sort(key=lambda candidate: -candidate.gain)
-    taken_out = [name for name in original if kind_of(name, original[name], device) != "recipe"]
+    removable = [name for name in original if kind_of(name, original[name], device) != "recipe"]
     return [
         Candidate("the recommended set", whole, kind=kind),
         *singles,
-        *(Candidate(f"without {name}", removes=(name,)) for name in taken_out),
+        *(Candidate(f"without {name}", removes=(name,)) for name in removable),
     ]
 
 
@@ -71,10 +71,14 @@ def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
     for variant in technique.trials:
         if variant.device not in (None, device):
             continue
-        told = ", ".join(f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu")
-        label = name + (f" ({told})" if told else "") + "".join(f" with {other}" for other in variant.with_techniques)
+        settings = ", ".join(f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu")
+        label = (
+            name
+            + (f" ({settings})" if settings else "")
+            + "".join(f" with {other}" for other in variant.with_techniques)
+        )
         adds = {**variant.with_techniques, name: variant.settings}
-        kind = worst(*(kind_of(n, s, device) for n, s in adds.items()))
+        kind = least_exact(*(kind_of(n, s, device) for n, s in adds.items()))
         gain = technique.gain if variant.gain is None else variant.gain
         yield Candidate(label, adds, kind=kind, fallback_of=before if variant.fallback else None, gain=gain)
         before = label
@@ -85,7 +89,7 @@ def kind_of(name: str, settings: Mapping[str, Any] | None, device: str | None = 
     return technique_class(name).exactness_with(settings or {}, device)
 
 
-def worst(*kinds: Exactness) -> Exactness:
+def least_exact(*kinds: Exactness) -> Exactness:
     """The least exact of several kinds."""
     return max(kinds, key=KINDS.index)
 
@@ -109,7 +113,7 @@ def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]
     for other in build_techniques(stopping(current)):
         if other.name in candidate.adds or other.name in candidate.removes:
             continue
-        reason = next((reason for one in added if (reason := _conflict(one, other))), None)
+        reason = next((reason for one in added if (reason := _conflict_reason(one, other))), None)
         if reason is None:
             continue
         if kind_of(other.name, current[other.name]) == "recipe":
@@ -120,7 +124,7 @@ def apply_candidate(candidate: Candidate, current: Algorithms) -> dict[str, Any]
     return changed
 
 
-def _conflict(one: Technique, other: Technique) -> str | None:
+def _conflict_reason(one: Technique, other: Technique) -> str | None:
     try:
         refuse_conflicts([one, other])
     except TechniqueError as error:

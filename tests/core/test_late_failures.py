@@ -100,7 +100,7 @@ def test_with_warn_plain_linears_are_restored(monkeypatch: pytest.MonkeyPatch) -
         trainer.fit()
     trainer.close()
     assert technique.engaged is False
-    assert technique.evidence["linears_turned_back"] == 12
+    assert technique.evidence["linears_restored"] == 12
     both: list[nn.Module] = [tiny_bert(), trainer.state.model.get_submodule("model")]
     stock, linears = ([m for m in model.modules() if isinstance(m, nn.Linear)] for model in both)
     assert [type(m) for m in linears] == [nn.Linear] * len(stock)

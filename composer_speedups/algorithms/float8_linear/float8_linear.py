@@ -103,7 +103,7 @@ class Float8Linear(Technique):
                 converted = converted_layers(state.model)
                 for module in converted.values():
                     float8_modules().to_plain(module)
-                self.evidence["linears_turned_back"] = len(converted)
+                self.evidence["linears_restored"] = len(converted)
                 return
         if self._recorder is None and not is_compiled(state.model):
             self._recorder = self._recording.enter_context(float8_modules().Float8Recorder())
