@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> None:
         before = compile_counts()
         optimizer, scaler = apply_all(techniques, config, model, build_optimizer(model, config.optimizer))
         meter = Meter(config, model, device, _precision(config))
-        _Loop(config, job, optimizer, scaler, meter).fit(plan)
+        Loop(config, job, optimizer, scaler, meter).fit(plan)
         evidence = {
             "techniques": [repr(technique) for technique in techniques if technique.name not in _COMPOSERS],
             "graphs": compile_counts().since(before).graphs,
@@ -101,7 +101,9 @@ def _apply(technique: Technique, settings: Mapping[str, Any], model: nn.Module, 
     return function(**{name: value for name, value in given.items() if name in parameters}, **settings)
 
 
-class _Loop:
+class Loop:
+    """Trains and evaluates a job, and tells the meter."""
+
     def __init__(
         self, config: Config, job: Job, optimizer: Optimizer, scaler: torch.amp.GradScaler, meter: Meter
     ) -> None:
@@ -134,15 +136,15 @@ class _Loop:
                         self.evaluate(evaluation)
         self.meter.end()
 
-    def _forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
-        """The model's outputs, and the labels on its device."""
+    def forward(self, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+        """Return the model's ``loss`` and ``logits``, and the labels on its device."""
         if self._unpadded:
             plan_unpadding(self.model, batch["attention_mask"])
         batch = {name: tensor.to(self.device, non_blocking=True) for name, tensor in batch.items()}
         return self.model(batch), batch["labels"]
 
     def _step(self, batch: Mapping[str, Tensor]) -> Tensor:
-        outputs, _ = self._forward(batch)
+        outputs, _ = self.forward(batch)
         self.scaler.scale(outputs["loss"]).backward()
         if self._max_grad_norm is not None:
             self.scaler.unscale_(self.optimizer)
@@ -158,7 +160,7 @@ class _Loop:
         self.model.eval()
         with torch.no_grad():
             for batch in loader:
-                outputs, labels = self._forward(batch)
+                outputs, labels = self.forward(batch)
                 counts = labels != -100
                 right = (outputs["logits"].argmax(-1) == labels) & counts
                 sums += torch.stack([right.sum(), outputs["loss"] * counts.sum(), counts.sum()])

@@ -114,7 +114,8 @@ def test_a_peer_does_not_accumulate_overrides() -> None:
     ]
     with pytest.raises(
         SystemExit,
-        match="configuration 'HF' does not name a peer; peers are bare_loop, hf_trainer, own_trainer, stock_composer",
+        match="configuration 'HF' does not name a peer; peers are bare_loop, flattened_loop, hf_trainer, own_trainer, "
+        "stock_composer",
     ):
         runner.read_table(table(configurations={"HF": {"peer": "hf"}}))
     with pytest.raises(
