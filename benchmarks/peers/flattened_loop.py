@@ -126,8 +126,8 @@ def varlen_attention(
     assert starts is not None
     if not query.is_cuda:
         texts = zip(*(x.split(starts.diff().tolist(), dim=2) for x in (query, key, value)), strict=True)
-        attended = [F.scaled_dot_product_attention(*text, scale=scaling) for text in texts]
-        return torch.cat(attended, dim=2).transpose(1, 2), None
+        results = [F.scaled_dot_product_attention(*text, scale=scaling) for text in texts]
+        return torch.cat(results, dim=2).transpose(1, 2), None
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
