@@ -125,8 +125,8 @@ def varlen_attention(
     """Attention (1, heads, T, units) → (1, T, heads, units), in which each token attends to those of its own text."""
     assert starts is not None
     if not query.is_cuda:
-        texts = zip(*(x.split(starts.diff().tolist(), dim=2) for x in (query, key, value)), strict=True)
-        results = [F.scaled_dot_product_attention(*text, scale=scaling) for text in texts]
+        texts = (x.split(starts.diff().tolist(), dim=2) for x in (query, key, value))
+        results = [F.scaled_dot_product_attention(q, k, v, scale=scaling) for q, k, v in zip(*texts, strict=True)]
         return torch.cat(results, dim=2).transpose(1, 2), None
     from torch.nn.attention.varlen import varlen_attn  # torch 2.10 and newer
 
