@@ -1,4 +1,4 @@
-"""python -m benchmarks.predict RUN --input FILE [repeats=3] [batch_size=128] [rows=8000]
+"""python -m benchmarks.predict RUN input=FILE [repeats=3] [batch_size=128] [rows=8000]
 
 Times ``python -m composer_speedups.predict`` on a finished classifier and transformers' pipeline in turns, from texts
 to probabilities. The pipeline uses 16 bits and SDPA on a GPU, with the texts in file order and sorted by length. The
@@ -23,6 +23,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, pipe
 
 from benchmarks.rows import Row, append_row, call_time
 from composer_speedups.core.command_line import parse_command_line, read_settings
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.settings import key
 from composer_speedups.data.sources import read_file
 from composer_speedups.predict.model import FinishedModel
@@ -44,8 +45,13 @@ class Settings:
 
 
 def main(arguments: Sequence[str]) -> None:
-    given = parse_command_line([argument.replace("--input=", "input=") for argument in arguments], "RUN")
+    given = parse_command_line(arguments, "RUN")
+    if given.help:
+        print(__doc__)
+        return
     settings, _ = read_settings(Settings, given.overrides)
+    if not settings.input:
+        raise ConfigError("command line: no texts; add input=FILE, a file with a column text")
     run = Path(given.words[0])
     texts = read_file(Path(settings.input), "input").column("text").to_pylist()[: settings.rows]
     model = FinishedModel.load(run)
@@ -100,12 +106,12 @@ def configurations_of(
         found = dict(zip(order, piped([texts[i] for i in order]), strict=True))
         return [found[i] for i in range(len(texts))]
 
-    def ours() -> list[float]:
+    def predict() -> list[float]:
         os.environ.pop("TOKENIZERS_PARALLELISM", None)  # the pipeline sets it to false for the rest of the process
         rows = [{model.columns[0]: text} for text in texts]
         return [each["probabilities"][first] for block in predicted(model, rows, batch_size) for each in block]
 
-    return {"predict": ours, "pipeline": lambda: piped(texts), "pipeline, sorted by length": sorted_first}
+    return {"predict": predict, "pipeline": lambda: piped(texts), "pipeline, sorted by length": sorted_first}
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ ROOT = Path(__file__).parent.parent
 TRAIN = "composer_speedups.train"  # the module that trains, unless it is a peer
 _READY = "ready\n"
 _SETPRIV = shutil.which("setpriv")
-_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []  # ends with a killed runner
+# A child ends with a killed runner. The kernel sends the signal when the thread that started the child ends: here the
+# main thread or one of a pool, and a pool's threads end after its last run.
+_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []
 
 
 class _Process:
@@ -43,8 +45,8 @@ class _Process:
         )
 
     def close(self) -> None:
-        """End it and its children."""
-        if self._process.poll() is None:
+        """End it and its children, also those that it left behind."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for stream in filter(None, (self._process.stdin, self._process.stdout)):
@@ -66,7 +68,8 @@ class Worker(_Process):
         """
         assert self._process.stdout is not None
         if self._process.stdout.readline() != _READY:
-            raise RuntimeError(f"a worker ended with status {self._process.wait()} before its run")
+            self.close()
+            raise RuntimeError(f"a worker ended with status {self._process.returncode} before its run")
 
     def run(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
         """Run a module's ``main`` with these arguments; return its exit status and output. The process ends with it."""
@@ -119,7 +122,7 @@ class Workers:
         self._imported: set[str] = set()
         self._ready: list[Worker] = []
         self._all: list[Worker | ColdRun] = []
-        self._lock = threading.Lock()
+        self._lock, self._closed = threading.Lock(), False
 
     def run(
         self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1
@@ -129,9 +132,13 @@ class Workers:
         The duration is ``run_seconds`` without imports, or ``process_seconds`` of a cold process. Runs with several
         ``ranks`` always use cold processes, because Composer's launcher starts their processes, and are timed only with
         ``fresh``.
+
+        Raises:
+            RuntimeError: The workers are closed, or one of them ended while it imported.
         """
         if self._fresh or ranks > 1:
             with self._lock:
+                self._check_open()
                 if self._fresh and self._bytecode is not None:
                     kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._bytecode)}
                     environment = {**environment, **kept}
@@ -144,6 +151,7 @@ class Workers:
             finally:
                 cold.close()
         with self._lock:
+            self._check_open()
             if not self._ready:
                 started = [Worker() for _ in range(self._ahead)]
                 self._all += started
@@ -164,10 +172,18 @@ class Workers:
             subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, check=True)
         self._imported |= {__name__, program}
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("the workers are closed")
+
     def close(self) -> None:
-        """End all processes."""
-        for worker in self._all:
+        """End all processes, and start no more."""
+        self._closed = True
+        for worker in [*self._all]:  # without the lock, which a thread holds while its workers import
             worker.close()
+        with self._lock:
+            for worker in self._all:  # those that this thread started meanwhile
+                worker.close()
 
 
 def import_all() -> None:
@@ -180,10 +196,13 @@ def import_all() -> None:
 
 
 def _main() -> None:
+    ready = os.dup(1)
+    os.dup2(2, 1)  # what is printed during the imports must not precede the message
     import_all()
     from composer_speedups.train.cli import exit_codes
 
-    print(_READY, end="", flush=True)
+    os.write(ready, _READY.encode())
+    os.close(ready)
     line = sys.stdin.readline()
     if not line:  # it was not needed
         return

@@ -18,7 +18,7 @@ from composer_speedups.tasks.task import Task
 
 __all__ = ["MaskTokens", "MaskedLanguageModelling"]
 
-_DRAWS = 20  # number of draws after which a batch is assumed to contain special tokens only
+_DRAWS = 20  # number of attempts to draw at least one token to mask
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class MaskedLanguageModelling(Task):
 
 class MaskTokens:
     """Add ``labels`` for masked language modelling, (rows, length), to a padded batch; -100 for tokens that are not
-    masked.
+    masked. If the draw masks nothing, the first token (or word) is masked, because the batch would have no loss.
 
     Args:
         pad: Creates the batch, with ``word_starts`` if whole words are masked.
@@ -98,11 +98,19 @@ class MaskTokens:
             seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
             self.collator.generator = torch.Generator().manual_seed(seed)
         special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
-        offsets = _offsets(batch.pop("word_starts")) if self.whole_words else None
+        starts = batch.pop("word_starts") if self.whole_words else None
+        offsets = None if starts is None else _offsets(starts)
         for _ in range(_DRAWS):  # a batch without a masked token has no loss
             ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special, offsets)
             if (labels != -100).any():
                 break
+        else:  # a small probability, or few tokens
+            for row, slot in (~special).nonzero()[:1].tolist():  # empty if all tokens are special
+                end = slot + 1
+                while starts is not None and end < ids.shape[1] and not starts[row, end] and not special[row, end]:
+                    end += 1
+                labels[row, slot:end] = batch["input_ids"][row, slot:end]
+                ids[row, slot:end] = self.collator.tokenizer.mask_token_id
         return {**batch, "input_ids": ids, "labels": labels}
 
 

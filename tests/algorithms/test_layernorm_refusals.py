@@ -60,7 +60,7 @@ def test_unsuitable_layernorms_are_named_and_refused_if_there_are_no_others() ->
     for module in model.modules():
         if isinstance(module, nn.LayerNorm):
             module.__class__, module.bias = nn.LayerNorm, None
-    with pytest.raises(TechniqueError, match=r"LayerNorm that is supported: apex needs a weight, a bias; remove it"):
+    with pytest.raises(TechniqueError, match=r"LayerNorm that is supported: apex needs a weight and a bias; remove it"):
         make_trainer([FastLayerNorm("apex")], model=model)
 
 

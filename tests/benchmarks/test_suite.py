@@ -55,6 +55,13 @@ def test_a_call_in_which_no_test_ran_leaves_no_row() -> None:
     assert not Path("results").exists()
 
 
+def test_expected_failures_count_as_tests_that_ran() -> None:
+    Path("test_toy.py").write_text(TESTS)
+    assert suite.main([*QUIET, "test_toy.py", "-k", "known"], Path("results")) == 0
+    (row,) = [row for path in Path("results").glob("*/suite.jsonl") for row in read_rows(path)]
+    assert row["expected_failures"] == 1
+
+
 def test_of_equal_calls_the_last_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     def row(call: str, passed: int, *arguments: str, gpus: int = 1) -> dict[str, object]:
         where = {"gpu": "H200", "gpu_count": gpus, "torch": "2.11", "transformers": "5.17", "commit": "0123456789"}

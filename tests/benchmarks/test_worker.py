@@ -15,6 +15,7 @@ import torch
 from composer.utils import dist
 
 from benchmarks import run as runner
+from benchmarks import worker
 from benchmarks.worker import Workers
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.config.schema import TrainerConfig
@@ -39,6 +40,42 @@ def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
                 break
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+CHATTY = "print('imported')"
+LOUD_END = "print('ready'); raise SystemExit(3)"
+
+
+@pytest.mark.parametrize("imports", [CHATTY, LOUD_END])
+def test_what_imports_print_is_not_taken_for_the_message(imports: str) -> None:
+    code = f"import benchmarks.worker as w; w.import_all = lambda: exec({imports!r}); w._main()"
+    made = worker.Worker.__new__(worker.Worker)
+    worker._Process.__init__(made, ["-c", code], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    if imports is CHATTY:
+        made.wait_until_ready()
+    else:
+        with pytest.raises(RuntimeError, match="a worker ended with status 3 before its run"):
+            made.wait_until_ready()
+    made.close()
+
+
+def test_children_of_a_run_that_crashed_are_ended() -> None:
+    code = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
+    crashed = worker._Process(["-c", code], {}, stdout=subprocess.PIPE, stdin=None)
+    assert crashed._process.stdout is not None
+    child = psutil.Process(int(crashed._process.stdout.readline()))
+    crashed._process.wait()
+    assert child.is_running()
+    crashed.close()
+    child.wait(30)
+
+
+def test_closed_workers_start_no_run() -> None:
+    workers = Workers()
+    workers.close()
+    with pytest.raises(RuntimeError, match="the workers are closed"):
+        workers.run("composer_speedups.train", [], {})
+    assert not workers._all
 
 
 def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

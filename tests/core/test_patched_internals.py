@@ -1,4 +1,4 @@
-"""Internals of other libraries that the package patches or relies on have not changed; CONTRIBUTING.md lists them."""
+"""Internals of other libraries that the package patches or relies on have not changed; docs/internals.md lists them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
 
 ROW = re.compile(r"^\| `([\w.]+)` \| ([\w/, ]+) \| (.+) \| (\w+) ([\d.]+) \| `(\w+)` \|$", re.MULTILINE)
-ROWS = ROW.findall((ROOT / "CONTRIBUTING.md").read_text())
+ROWS = ROW.findall((ROOT / "docs" / "internals.md").read_text())
 
 
 def resolve(name: str) -> Any:
@@ -41,7 +41,7 @@ def test_an_internal_has_not_changed(row: tuple[str, ...]) -> None:
     if package in ("peft", "torchao"):
         pytest.importorskip(package)
     assert version(package).split("+")[0] == tested, (
-        "review what changed, then update CONTRIBUTING.md's version and fingerprint"
+        "review what changed, then update docs/internals.md's version and fingerprint"
     )
     assert fingerprint(resolve(name)) == expected, f"{name} has changed: see {where}"
     assert all((ROOT / "composer_speedups" / folder).exists() for folder in where.split(", "))

@@ -69,6 +69,19 @@ def test_whole_words_are_masked_and_special_tokens_are_not(tokenizer: Any) -> No
     assert torch.equal(batch["input_ids"] == tokenizer.mask_token_id, hidden)
 
 
+@pytest.mark.parametrize("whole_words", [False, True])
+def test_a_batch_has_a_masked_token_at_any_probability(tokenizer: Any, whole_words: bool) -> None:
+    task = MaskedLanguageModelling(whole_word_masking=whole_words, mlm_probability=1e-12)
+    batch, words = masked(task, tokenizer)
+    chosen = (batch["labels"] != -100).nonzero().tolist()
+    word = [slot for slot, index in enumerate(words[0]) if index == 0]
+    assert len(word) > 1
+    assert chosen == [[0, slot] for slot in (word if whole_words else word[:1])]
+    for row, slot in chosen:
+        assert batch["input_ids"][row, slot] == tokenizer.mask_token_id
+        assert batch["labels"][row, slot] == tokenizer(TEXTS[0])["input_ids"][slot]
+
+
 def test_the_mask_equals_transformers_with_the_same_seed(tokenizer: Any) -> None:
     """transformers separates words at gaps between offsets, which is right here: the texts have no punctuation."""
     batch, _ = masked(MaskedLanguageModelling(whole_word_masking=True), tokenizer)

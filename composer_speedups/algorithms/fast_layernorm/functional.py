@@ -89,4 +89,5 @@ def left_alone(model: nn.Module) -> list[str]:
 
 
 def unfit(implementation: Implementation) -> str:
-    return f"{implementation} needs a weight, a bias{' and one dimension' if implementation == 'triton' else ''}"
+    needs = "a weight, a bias and one dimension" if implementation == "triton" else "a weight and a bias"
+    return f"{implementation} needs {needs}"
