@@ -122,8 +122,8 @@ def first_token_backward(
 @triton.jit
 def _row_bits(row, head, seed_ptr):
     seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    one = tl.zeros((1,), tl.int32)
-    return hash_bits((row + one).to(tl.uint32) ^ hash_bits(seed + (head + one).to(tl.uint32)))
+    zero = tl.zeros((1,), tl.int32)  # makes tensors of row and head, which may be constants
+    return hash_bits((row + zero).to(tl.uint32) ^ hash_bits(seed + (head + zero).to(tl.uint32)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -140,7 +140,7 @@ def _first_token_forward(
     at = row * HIDDEN + head * SIZE + units
     q = tl.load(query_ptr + at).to(tl.float32)
     row_bits = _row_bits(row, head, seed_ptr)
-    most = float("-inf")
+    maximum = float("-inf")
     total = 0.0
     out = tl.zeros((SIZE,), tl.float32)
     for begin in range(0, length, COLUMNS):
@@ -150,17 +150,17 @@ def _first_token_forward(
         k = tl.load(key_value_ptr + key_at, mask=valid[:, None], other=0.0).to(tl.float32)
         v = tl.load(key_value_ptr + key_at + HIDDEN, mask=valid[:, None], other=0.0).to(tl.float32)
         scores = tl.where(valid, tl.sum(q[None, :] * k, 1) * scale, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, 0))
-        weights = tl.exp2(scores - higher)
-        shrink = tl.exp2(most - higher)
-        total = total * shrink + tl.sum(weights, 0)
-        most = higher
+        new_maximum = tl.maximum(maximum, tl.max(scores, 0))
+        weights = tl.exp2(scores - new_maximum)
+        rescale = tl.exp2(maximum - new_maximum)
+        total = total * rescale + tl.sum(weights, 0)
+        maximum = new_maximum
         if DROPOUT:
             weights = tl.where(mix_bits(row_bits, spread_bits(keys)) >= threshold, weights, 0.0)
-        out = out * shrink + tl.sum(weights[:, None] * v, 0)
+        out = out * rescale + tl.sum(weights[:, None] * v, 0)
     if length > 0:
         out *= kept_scale / total
-        tl.store(logs_ptr + head * rows + row, most + tl.log2(total))
+        tl.store(logs_ptr + head * rows + row, maximum + tl.log2(total))
     tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty))
 
 
@@ -179,10 +179,10 @@ def _first_token_backward(
         reach = tl.minimum(reach, WINDOW + 1)
     units = tl.arange(0, SIZE)
     at = row * HIDDEN + head * SIZE + units
-    some = has_query & (units < SIZE)
-    q = tl.load(query_ptr + at, mask=some, other=0.0).to(tl.float32)
-    grad_out = tl.load(grad_out_ptr + at, mask=some, other=0.0).to(tl.float32)
-    delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=some, other=0.0).to(tl.float32), 0)
+    has_value = has_query & (units < SIZE)
+    q = tl.load(query_ptr + at, mask=has_value, other=0.0).to(tl.float32)
+    grad_out = tl.load(grad_out_ptr + at, mask=has_value, other=0.0).to(tl.float32)
+    delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=has_value, other=0.0).to(tl.float32), 0)
     log = tl.load(logs_ptr + head * rows + row, mask=has_query, other=0.0)
     row_bits = _row_bits(row, head, seed_ptr)
     grad_query = tl.zeros((SIZE,), tl.float32)
@@ -206,4 +206,4 @@ def _first_token_backward(
         grad_k, grad_v = grad_scores[:, None] * q[None, :], (kept * kept_scale)[:, None] * grad_out[None, :]
         tl.store(grad_key_value_ptr + key_at, grad_k.to(dtype), mask=valid[:, None])
         tl.store(grad_key_value_ptr + key_at + HIDDEN, grad_v.to(dtype), mask=valid[:, None])
-    tl.store(grad_query_ptr + at, grad_query.to(grad_query_ptr.dtype.element_ty), mask=some)
+    tl.store(grad_query_ptr + at, grad_query.to(grad_query_ptr.dtype.element_ty), mask=has_value)

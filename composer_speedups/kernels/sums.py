@@ -1,7 +1,6 @@
-"""Sums over tokens: of a tensor, and the totals of partial sums that several kernels left, in one launch.
+"""Sums over tokens in two steps: one row of partial sums per program, then their totals, several tensors per launch.
 
-Kernels that sum over tokens write one row of partial sums per program, because atomic additions would have no fixed
-order.
+Atomic additions would need one step only, but have no fixed order, so results would not be reproducible.
 
 Shapes: T tokens, C columns, P rows of partial sums.
 """
@@ -19,7 +18,7 @@ __all__ = ["partial_sums", "totals"]
 
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 _TOTALS = {"ROWS": 128, "COLUMNS": 32, "num_warps": 4}
-_MOST = 4  # partial sums per launch
+_MAX_TENSORS = 4  # per launch of _totals
 
 
 def partial_sums(x_TC: Tensor) -> Tensor:
@@ -41,7 +40,7 @@ def totals(partials: Sequence[Tensor]) -> list[Tensor]:
     """
     widths = [partial[0].numel() for partial in partials]
     out = torch.empty(sum(widths), device=partials[0].device, dtype=torch.float32)
-    unused = _MOST - len(partials)
+    unused = _MAX_TENSORS - len(partials)
     pointers, columns = [*partials, *[out] * unused], [*widths, *[0] * unused]
     rows = [len(partial) for partial in partials] + [0] * unused
     strips = sum(triton.cdiv(width, _TOTALS["COLUMNS"]) for width in widths)
@@ -65,19 +64,22 @@ def _column_sums(x_ptr, partial_ptr, tokens, features, ROWS: tl.constexpr, COLUM
 @triton.jit(do_not_specialize=["first_rows", "second_rows", "third_rows", "fourth_rows"])
 def _totals(
     first_ptr, second_ptr, third_ptr, fourth_ptr, out_ptr, first_rows, second_rows, third_rows, fourth_rows,
-    first, second, third, fourth, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    first_width, second_width, third_width, fourth_width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0)
-    one, two, three = tl.cdiv(first, COLUMNS), tl.cdiv(second, COLUMNS), tl.cdiv(third, COLUMNS)
-    if strip < one:
-        _total(first_ptr, out_ptr, strip, first_rows, first, ROWS, COLUMNS)
-    elif strip < one + two:
-        _total(second_ptr, out_ptr + first, strip - one, second_rows, second, ROWS, COLUMNS)
-    elif strip < one + two + three:
-        _total(third_ptr, out_ptr + first + second, strip - one - two, third_rows, third, ROWS, COLUMNS)
+    second_strip = tl.cdiv(first_width, COLUMNS)  # the first strip of each tensor
+    third_strip = second_strip + tl.cdiv(second_width, COLUMNS)
+    fourth_strip = third_strip + tl.cdiv(third_width, COLUMNS)
+    if strip < second_strip:
+        _total(first_ptr, out_ptr, strip, first_rows, first_width, ROWS, COLUMNS)
+    elif strip < third_strip:
+        _total(second_ptr, out_ptr + first_width, strip - second_strip, second_rows, second_width, ROWS, COLUMNS)
+    elif strip < fourth_strip:
+        out = out_ptr + first_width + second_width
+        _total(third_ptr, out, strip - third_strip, third_rows, third_width, ROWS, COLUMNS)
     else:
-        at = out_ptr + first + second + third
-        _total(fourth_ptr, at, strip - one - two - three, fourth_rows, fourth, ROWS, COLUMNS)
+        out = out_ptr + first_width + second_width + third_width
+        _total(fourth_ptr, out, strip - fourth_strip, fourth_rows, fourth_width, ROWS, COLUMNS)
 
 
 @triton.jit

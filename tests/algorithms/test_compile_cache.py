@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from composer_speedups import TorchCompile
-from composer_speedups.algorithms.torch_compile.cache import FILE, KEY, CompileCache
+from composer_speedups.algorithms.torch_compile.cache import KEY, PORTABLE_FILE, CompileCache
 from composer_speedups.core.errors import ConfigError, TechniqueError
 from tests.helpers.blocks import Plain
 from tests.helpers.common import Batch, Recorder, make_trainer, plain_batches
@@ -71,7 +71,7 @@ def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float], d
 def portable_only(cold: Any) -> Path:
     """Return a folder with only the portable file, as on another machine."""
     Path("portable_only").mkdir()
-    shutil.copy(cold[0] / FILE, "portable_only")
+    shutil.copy(cold[0] / PORTABLE_FILE, "portable_only")
     return Path("portable_only")
 
 
@@ -82,20 +82,20 @@ def test_a_first_run_writes_the_folder_and_the_portable_file(cold: Any) -> None:
     assert evidence["cache_misses"] > 0
     assert evidence["cache_hits"] == evidence["cache_bypasses"] == 0
     assert evidence["cache_file"] == "written"
-    assert (folder / FILE).stat().st_size > 1000
+    assert (folder / PORTABLE_FILE).stat().st_size > 1000
     assert [*(folder / "inductor").rglob("*.so")], "the compiled code is in the folder"
-    assert sorted(p.name for p in folder.iterdir()) == ["inductor", FILE], "no temporary file is left"
+    assert sorted(p.name for p in folder.iterdir()) == ["inductor", PORTABLE_FILE], "no temporary file is left"
 
 
 @pytest.mark.pins
 def test_a_second_run_compiles_nothing_and_trains_the_same(cold: Any) -> None:
     folder, losses, evidence = cold
-    written = (folder / FILE).stat().st_mtime_ns
+    written = (folder / PORTABLE_FILE).stat().st_mtime_ns
     again, found = fit_compiled(folder)
     assert again == losses
     assert (found["cache_hits"], found["cache_misses"]) == (evidence["cache_misses"], 0)
     assert found["cache_file"] == "not needed"
-    assert (folder / FILE).stat().st_mtime_ns == written
+    assert (folder / PORTABLE_FILE).stat().st_mtime_ns == written
 
 
 @pytest.mark.pins
@@ -131,8 +131,8 @@ def _of_another_torch(data: bytes) -> bytes:
 )
 def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, reason: str) -> None:
     folder = portable_only(cold)
-    whole = (folder / FILE).read_bytes()
-    (folder / FILE).write_bytes(change(whole))
+    whole = (folder / PORTABLE_FILE).read_bytes()
+    (folder / PORTABLE_FILE).write_bytes(change(whole))
     cache = CompileCache(folder, torch.device("cpu"))
     with pytest.warns(UserWarning, match=f"portable.bin is ignored, and everything is compiled: {reason}") as warned:
         cache.open()
@@ -140,7 +140,7 @@ def test_a_bad_file_costs_one_warning_and_is_replaced(cold: Any, change: Any, re
     cache.save()
     cache.close()
     assert cache.file_state == "written"
-    assert (folder / FILE).read_bytes().startswith(whole.split(b"{")[0])
+    assert (folder / PORTABLE_FILE).read_bytes().startswith(whole.split(b"{")[0])
     shutil.rmtree(folder / "inductor")
     replaced = CompileCache(folder, torch.device("cpu"))
     replaced.open()
@@ -159,7 +159,7 @@ def test_artifacts_that_torch_cannot_read_cost_one_warning(cold: Any, monkeypatc
 
 def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
     folder = portable_only(cold)
-    (folder / FILE).write_bytes(b"nothing")
+    (folder / PORTABLE_FILE).write_bytes(b"nothing")
     with pytest.warns(UserWarning, match="it is not a compile cache"):
         losses, evidence = fit_compiled(folder)
     assert losses == cold[1]
@@ -169,7 +169,7 @@ def test_a_run_with_a_bad_file_trains(cold: Any) -> None:
 
 def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = portable_only(cold)
-    (folder / FILE).write_bytes(b"old")
+    (folder / PORTABLE_FILE).write_bytes(b"old")
     cache = CompileCache(folder, torch.device("cpu"))
     with pytest.warns(UserWarning, match="it is not a compile cache"):
         cache.open()
@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_written_leaves_the_old_one(cold: Any, monkeypatch
     with pytest.warns(UserWarning, match="was not written .No space left on device"):
         cache.save()
     cache.close()
-    assert (folder / FILE).read_bytes() == b"old"
+    assert (folder / PORTABLE_FILE).read_bytes() == b"old"
 
 
 @pytest.mark.pins
@@ -245,7 +245,7 @@ def test_a_folder_that_others_can_write_to_is_refused() -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
 def test_a_file_of_another_user_is_not_read(cold: Any) -> None:
     folder = portable_only(cold)
-    os.chown(folder / FILE, 12345, 12345)
+    os.chown(folder / PORTABLE_FILE, 12345, 12345)
     cache = CompileCache(folder, torch.device("cpu"))
     with pytest.warns(UserWarning, match=r"others could have written it: .*portable.bin belongs to user 12345"):
         cache.open()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from composer_speedups import apply_fused_layers, apply_unpadding
+from composer_speedups.algorithms.fused_layers.layer import dropout_seeds
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
 from composer_speedups.families.family import DropoutRates
 from tests.helpers.common import batch
@@ -52,6 +53,16 @@ def set_dropout(site: str, layer: Any, rate: float) -> None:
     """Set the dropout rate of one site in a BERT layer."""
     modules = {"attention_weights": layer.attention.self.dropout, "attention": layer.attention.output.dropout}
     modules.get(site, layer.output.dropout).p = rate
+
+
+def test_every_site_of_every_layer_draws_its_own_seed() -> None:
+    """A constant seed would drop the same elements in every layer and step."""
+    device = torch.device("cpu")
+    drawn = [int(seed) for _ in range(4) for seed in dropout_seeds(DropoutRates(0.1, 0.0, 0.0), device)]
+    assert len(set(drawn)) == 12
+    state = torch.get_rng_state()
+    assert [int(seed) for seed in dropout_seeds(DropoutRates(0.0, 0.0, 0.0), device)] == [0, 0, 0]
+    torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("site", SITES)

@@ -194,6 +194,12 @@ def test_other_widths_are_refused(wrong: Any) -> None:
         apply_lowbit_optimizer(nn.Module(), torch.optim.AdamW([nn.Parameter(torch.zeros(2))]), wrong)
 
 
+def test_every_size_can_have_low_bit_state() -> None:
+    assert LowBitOptimizer(min_size=0).min_size == 0
+    with pytest.raises(ValueError, match="min_size"):
+        LowBitOptimizer(min_size=-1)
+
+
 def test_compiled_fp8_needs_ada_or_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -32,10 +33,11 @@ def test_the_function_computes_in_bf16_and_keeps_fp32_weights() -> None:
 
 def test_a_second_call_wraps_only_once() -> None:
     model: Any = tiny_bert()
-    original = model.forward
+    original, names = model.forward, inspect.signature(model.forward).parameters.keys()
     apply_mixed_precision(model)
     apply_mixed_precision(model)
     assert model.forward.without_autocast == original
+    assert inspect.signature(model.forward).parameters.keys() == names, "HF Trainer drops columns that it lacks"
 
 
 def test_the_cpu_is_refused_unless_allowed() -> None:

@@ -144,6 +144,16 @@ def test_attention_restored_after_init_is_detected() -> None:
     trainer.close()
 
 
+def test_closing_an_earlier_trainer_keeps_the_attention_of_a_later_one() -> None:
+    model = tiny_bert()
+    earlier, later = (make_trainer([SDPAAttention()], model=model) for _ in range(2))
+    earlier.close()
+    assert model.config._attn_implementation == "sdpa"
+    later.close()
+    assert model.config._attn_implementation == "eager"
+    assert "_sdpa_attention_of" not in vars(model)
+
+
 def test_a_model_whose_attention_ignores_the_setting_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The config says SDPA, but the forward pass runs eager attention."""
     eager = modeling_bert.eager_attention_forward

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
-from composer_speedups import Unpadding, apply_unpadding, plan_unpadding
-from composer_speedups.families.packed_attention import unpadded_attention
+from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.families.packed_attention import IMPLEMENTATION, unpadded_attention
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import make_plan
 from tests.helpers.common import batch, tiny_bert
@@ -66,6 +66,18 @@ def test_names_weights_modes_and_copies_are_kept() -> None:
     assert encoder_of(copied) is not encoder_of(model)
     copied(**batch([3, 5]))
     assert (encoder_of(copied).ran, encoder_of(model).ran, seen) == ("unpadded", None, [1])
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
+    model = tiny_bert()
+    model.set_attn_implementation(attention)
+    encoder = type(model.bert.encoder)
+    apply_unpadding(model)
+    assert model.config._attn_implementation == IMPLEMENTATION
+    assert undo_unpadding(model) == ["bert.encoder"]
+    assert model.config._attn_implementation == attention
+    assert type(model.bert.encoder) is encoder
 
 
 @pytest.mark.parametrize("multiple", [1, 8, 64, 200])

@@ -71,7 +71,7 @@ class Captured:
         self._outputs, self._replay_forward = recorder.record(forward)
         shared.release()  # the recorders of tests execute the function, which writes the buffers
         self._replays = [recorder.record(partial(backward, segment))[1] for segment in range(len(segments))]
-        segments.forget()
+        segments.release()
 
         later = [frozenset[nn.Parameter]().union(*self._trained[i + 1 :]) for i in range(len(segments))]
         complete = [trained - rest for trained, rest in zip(self._trained, later, strict=True)]
@@ -90,7 +90,7 @@ class Captured:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError:  # CutError or an error of autograd; any other error recurs in the next warm-up
-            segments.forget()
+            segments.release()
             return False
         return True
 
@@ -105,7 +105,7 @@ class Captured:
                 if any(gradient is not None for gradient in gradients[len(self._leaves) :]):
                     raise RuntimeError("the call uses a parameter that is not registered in a module")
                 self._trained.append(self._shared.prepare(gradients[: len(self._leaves)]))
-            segments.forget()  # so that the capture can use the memory
+            segments.release()  # so that the capture can use the memory
 
         compiled = None
         while compiled != counters["stats"]["unique_graphs"]:  # compiling synchronizes, which a capture forbids

@@ -61,7 +61,7 @@ class Segments:
         Raises:
             CutError: A block was not called exactly once and in order, or its output cannot be cut.
         """
-        self.forget()
+        self.release()
         with self._cutting():
             self._outputs = self._call(*inputs)
         if self._called != self._blocks:
@@ -69,13 +69,13 @@ class Segments:
         return self._outputs
 
     def differentiate(
-        self, segment: int, weights: Sequence[Tensor | None], inputs: Sequence[Tensor], *, check: bool = False
+        self, segment: int, output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], *, check: bool = False
     ) -> list[Tensor | None]:
         """Compute the gradients of a segment.
 
         Args:
             segment: Number of the segment; 0 ends with the outputs. Segments must be differentiated in order.
-            weights: The gradient of each output; None for outputs without one.
+            output_gradients: The gradient of each output; None for outputs without one.
             inputs: Leaves of the call.
             check: Whether to check that earlier segments have no autograd node in common with this one.
 
@@ -86,8 +86,8 @@ class Segments:
             CutError: The segments overlap, or nothing uses the output at which this segment ends.
         """
         if segment == 0:
-            pairs = [(o, w) for o, w in zip(self._outputs, weights, strict=True) if w is not None]
-            outputs, grad_outputs = [output for output, _ in pairs], [weight for _, weight in pairs]
+            pairs = [(o, g) for o, g in zip(self._outputs, output_gradients, strict=True) if g is not None]
+            outputs, grad_outputs = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         else:
             cut = self._cuts.pop()
             if cut.gradient is None:
@@ -102,7 +102,7 @@ class Segments:
                 cut.gradient = gradient if cut.gradient is None else cut.gradient + gradient
         return list(found[len(leaves) :])
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Release the last call's tensors, so that the next call can use their memory."""
         self._outputs, self._cuts, self._called = (), [], []
         self._visited.clear()

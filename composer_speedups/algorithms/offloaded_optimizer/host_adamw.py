@@ -63,7 +63,10 @@ class HostAdamW(Optimizer):
         return loss
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """Yield chunks of about 16 MiB of parameters with gradients; each chunk has one group and one device."""
+        """Yield chunks of parameters with gradients, each of one group and one device.
+
+        A chunk has at least 16 MiB unless its group or device ends.
+        """
         for group in self.param_groups:
             chunk: list[Tensor] = []
             for parameter in group["params"]:

@@ -21,8 +21,8 @@ from composer_speedups.core.files import write_atomically
 from composer_speedups.core.private_folders import make_own_folder, make_private_folder, others_can_write
 
 KEY = "algorithms.torch_compile.cache"
-OWN_FOLDER = "choose a folder that only you can write to (chmod 700)"
-FILE = "portable.bin"
+PRIVATE_FOLDER_HINT = "choose a folder that only you can write to (chmod 700)"
+PORTABLE_FILE = "portable.bin"
 _MAGIC = b"composer_speedups compile cache 1\n"
 _VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second to a folder in the first
 _COUNTED = {  # evidence → torch's counters
@@ -62,9 +62,9 @@ class CompileCache:
         if self._flags is not None:
             return
         try:
-            self.folder = make_own_folder(self.folder, KEY, OWN_FOLDER)
+            self.folder = make_own_folder(self.folder, KEY, PRIVATE_FOLDER_HINT)
             begins = not (self.folder / "inductor").exists()
-            inductor = make_private_folder(self.folder / "inductor", KEY, OWN_FOLDER)
+            inductor = make_private_folder(self.folder / "inductor", KEY, PRIVATE_FOLDER_HINT)
         except OSError as error:
             raise ConfigError(
                 f"{KEY}: {self.folder} cannot be created ({error.strerror}); choose another folder"
@@ -76,7 +76,7 @@ class CompileCache:
         self._flags.enter_context(torch._functorch.config.patch(enable_autograd_cache=True))
         if begins:
             self._load()
-        elif (self.folder / FILE).exists():
+        elif (self.folder / PORTABLE_FILE).exists():
             self.file_state = "not needed"
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class CompileCache:
 
     def save(self) -> None:
         """Write the portable file atomically if this run compiled something or there is none."""
-        path = self.folder / FILE
+        path = self.folder / PORTABLE_FILE
         if self.counts()["cache_misses"] == 0 and path.exists() and self.file_state != "refused":
             return
         saved = torch.compiler.save_cache_artifacts()
@@ -109,7 +109,7 @@ class CompileCache:
             self.file_state = "written"
 
     def _load(self) -> None:
-        path = self.folder / FILE
+        path = self.folder / PORTABLE_FILE
         if not path.exists():
             return
         try:
@@ -186,4 +186,4 @@ def check_default_folder() -> None:
     with contextlib.suppress(OSError, KeyError):  # it cannot be created; inductor will raise the error
         default = default_cache_dir()
         if os.environ.get("TORCHINDUCTOR_CACHE_DIR", default) == default:
-            make_own_folder(Path(default), KEY, OWN_FOLDER)
+            make_own_folder(Path(default), KEY, PRIVATE_FOLDER_HINT)

@@ -18,7 +18,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from composer_speedups.algorithms.torch_compile.cache import (
-    OWN_FOLDER,
+    PRIVATE_FOLDER_HINT,
     CompileCache,
     check_default_folder,
     folder_problem,
@@ -100,7 +100,7 @@ class TorchCompile(Technique):
             )
         if self.cache is not None:
             problem = folder_problem(self.cache)
-            yield Requirement(problem is None, f"cache: {problem}", OWN_FOLDER)
+            yield Requirement(problem is None, f"cache: {problem}", PRIVATE_FOLDER_HINT)
             yield Requirement(
                 not torch._inductor.config.force_disable_caches,
                 "cache: inductor's caches are disabled",
