@@ -86,12 +86,16 @@ class OptimizerFlagTechnique(Technique):
             raise self.not_engaged("the optimizer it changed never stepped", "leave state.optimizers after INIT")
         for hook in self._hooks:
             hook.remove()
-        ran = {name: n for name, n in self._recorder.counts.items() if name.startswith(self.operator)}
+        ran = self.operators(state)
         if not ran:
             raise self.not_engaged(
                 f"the first step ran no {self.operator}* operator", "keep the optimizer's flags as they are"
             )
         return {"operators_in_one_step": ran}
+
+    def operators(self, state: State) -> dict[str, int]:
+        """Operators of the first step that prove that the implementation ran, and how often."""
+        return {name: n for name, n in self._recorder.counts.items() if name.startswith(self.operator)}
 
     def close(self) -> None:
         self._after_step()  # the recorder is still active if a step raised

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
@@ -200,12 +202,34 @@ def test_every_size_can_have_low_bit_state() -> None:
         LowBitOptimizer(min_size=-1)
 
 
+@pytest.mark.parametrize(
+    ("inductors", "installed", "fits"),
+    [
+        ((None, "g++"), "g++", True),
+        ((None, "clang++"), "clang++", True),  # on macOS
+        ("/opt/bin/c++", "/opt/bin/c++", True),
+        ((None, "g++"), "clang++", False),  # inductor tries only g++ on Linux
+    ],
+)
+def test_the_compiled_step_needs_the_compiler_that_inductor_uses(
+    monkeypatch: pytest.MonkeyPatch, inductors: Any, installed: str, fits: bool
+) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name if name == installed else None)
+    refusal = pytest.raises(
+        TechniqueError, match=r"its compiled step needs the C\+\+ compiler g\+\+; install it, set CXX"
+    )
+    with torch._inductor.config.patch({"cpp.cxx": inductors}), nullcontext() if fits else refusal:
+        screen([LowBitOptimizer(8, compiled=True)], Context(torch.device("cpu")))
+    screen([LowBitOptimizer(8)], Context(torch.device("cpu")))  # not compiled on a CPU
+
+
 def test_compiled_fp8_needs_ada_or_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     context = Context(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "an A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(TechniqueError, match=r"fp8 state needs .* 8\.9 or newer, and an A100 is 8\.0"):
         screen([LowBitOptimizer("fp8")], context)
-    screen([LowBitOptimizer("fp8", compiled=False), TorchCompile()], context)
+    for other in (LowBitOptimizer("fp8", compiled=False), LowBitOptimizer(8), LowBitOptimizer(4)):
+        screen([other, TorchCompile()], context)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     screen([LowBitOptimizer("fp8")], context)

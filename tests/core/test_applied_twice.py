@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 # A later call replaces the settings; see the tests below and each technique's own tests.
-REPLACED = {"cuda_graphs", "mixed_precision", "sdpa_attention", "tf32_matmul"}
+REPLACED = {"cuda_graphs", "fused_optimizer", "mixed_precision", "sdpa_attention", "tf32_matmul"}
 NEEDS = {"fused_layers": apply_unpadding}
 KEPT = {"unpadding"}  # encoders that are already unpadded keep their multiple
 

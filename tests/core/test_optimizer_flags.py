@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from composer.optim import DecoupledAdamW
+from torch import Tensor
+from torch.overrides import _len_torch_function_stack
 
 from composer_speedups import (
     ForEachOptimizer,
@@ -16,10 +19,11 @@ from composer_speedups import (
     apply_foreach_optimizer,
     apply_fused_optimizer,
 )
+from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep, triton_step_of
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from tests.core.test_optimizer_swaps import grouped_adamw
-from tests.helpers.common import make_trainer, tiny_bert
+from tests.helpers.common import batch, make_trainer, tiny_bert
 
 both_techniques = pytest.mark.parametrize("technique", [ForEachOptimizer, FusedOptimizer])
 
@@ -85,3 +89,145 @@ def test_fused_refuses_parameters_that_are_not_floating_point() -> None:
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))], foreach=False)
     with pytest.raises(ValueError, match="complex64"):
         apply_fused_optimizer(optimizer)
+
+
+class CountingKernel:
+    """In place of the Triton kernel, which needs a GPU: AdamW's formulas in PyTorch."""
+
+    def __init__(self) -> None:
+        self.tables = self.steps = 0
+
+    def build(self, parameters: Any, averages: Any, squares: Any, steps: Any) -> Any:
+        self.tables += 1
+        tensors = [list(each) for each in (parameters, averages, squares, steps)]
+
+        def fits(*now: Any) -> bool:
+            return [[*map(id, each)] for each in tensors] == [[*map(id, each)] for each in now]
+
+        return SimpleNamespace(tensors=tensors, fits=fits)
+
+    def step(self, tables: Any, gradients: Any, *, lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
+        self.steps += 1
+        for parameter, average, square, count, gradient in zip(*tables.tensors, gradients, strict=True):
+            average.lerp_(gradient, 1 - betas[0])
+            square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+            corrected = (square / (1 - betas[1] ** float(count))).sqrt() + eps
+            parameter.data.mul_(1 - lr * weight_decay)
+            parameter.data.sub_(lr / (1 - betas[0] ** float(count)) * average / corrected)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> CountingKernel:
+    adamw = pytest.importorskip("composer_speedups.kernels.adamw", reason="Triton comes with torch on Linux only")
+    counting = CountingKernel()
+    monkeypatch.setattr(adamw, "AdamWTables", counting.build)
+    monkeypatch.setattr(adamw, "adamw_step", counting.step)
+    return counting
+
+
+def on_the_cpu(optimizer: torch.optim.Optimizer) -> TritonStep:
+    """``apply_fused_optimizer(optimizer, "triton")`` without its requirement of a GPU."""
+    apply_fused_optimizer(optimizer)
+    step = TritonStep(devices=("cpu",))
+    step.install(optimizer)
+    return step
+
+
+@pytest.mark.parametrize("closure", ["none", "keyword", "positional"])
+def test_the_triton_step_computes_every_group_and_only_the_update(closure: str, kernel: CountingKernel) -> None:
+    models = [tiny_bert(), tiny_bert()]
+    optimizers = [grouped_adamw(model) for model in models]
+    installed = on_the_cpu(optimizers[1])
+    schedulers = [torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step)) for each in optimizers]
+    for count in range(3):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+
+            def losses(model: Any = model, seed: int = count) -> Tensor:
+                assert not _len_torch_function_stack(), "the closure must not run inside the mode"
+                model.zero_grad()
+                loss = model(**batch([3, 9, 5], seed=seed)).loss
+                loss.backward()
+                return loss
+
+            if closure == "none":
+                losses()
+                optimizer.step()
+            elif closure == "keyword":
+                optimizer.step(closure=losses)
+            else:
+                optimizer.step(losses)
+            scheduler.step()
+        assert not _len_torch_function_stack()
+    groups = len(optimizers[1].param_groups)
+    assert (installed.updates, installed.left_to_torch) == (3 * groups, 0) == (kernel.steps, 0)
+    assert kernel.tables == groups, "tables are kept while tensors are"
+    torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    torch.testing.assert_close(states[1], states[0])
+
+
+def test_updates_that_the_triton_step_does_not_support_run_in_torch(kernel: CountingKernel) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4, 6))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    installed = on_the_cpu(optimizer)
+    parameter.grad = torch.ones(6, 4).t()
+    optimizer.step()
+    assert (installed.updates, installed.left_to_torch, kernel.steps) == (0, 1, 0)
+    assert not torch.equal(parameter, torch.ones(4, 6))
+    optimizer.param_groups[0]["maximize"] = True
+    parameter.grad = torch.ones(4, 6)
+    optimizer.step()
+    assert (installed.updates, installed.left_to_torch) == (0, 2)
+
+
+def test_after_a_step_that_raised_the_next_one_works(kernel: CountingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.AdamW([parameter], lr=0.1)
+    installed = on_the_cpu(optimizer)
+    parameter.grad = torch.ones(4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_add_", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+    optimizer.step()
+    installed.remove()
+    assert not _len_torch_function_stack()
+    optimizer.step()
+    assert installed.updates == 1
+
+
+def test_the_triton_kernel_is_refused_where_it_cannot_run() -> None:
+    model = tiny_bert()
+    for optimizer, reason in [
+        (torch.optim.AdamW(model.parameters()), "needs parameters on a CUDA GPU, and these are on the cpu"),
+        (torch.optim.Adam(model.parameters()), "computes torch.optim.AdamW, not Adam"),
+        (torch.optim.AdamW(model.parameters(), amsgrad=True), "does not support amsgrad"),
+        (torch.optim.AdamW([torch.nn.Parameter(torch.ones(2).half())]), "needs contiguous float32 parameters"),
+    ]:
+        with pytest.raises(ValueError, match=f"kernel='triton' {reason}"):
+            apply_fused_optimizer(optimizer, "triton")
+        assert not optimizer.param_groups[0]["fused"], "a refusal changes nothing"
+    with pytest.raises(ValueError, match="kernel must be 'torch' or 'triton', not 'cuda'"):
+        apply_fused_optimizer(torch.optim.AdamW(model.parameters()), "cuda")  # type: ignore[arg-type]
+    with pytest.raises(TechniqueError, match="kernel: triton needs a CUDA GPU"):
+        make_trainer([FusedOptimizer(kernel="triton")])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_triton_kernel_trains_like_torchs() -> None:
+    models = [tiny_bert().cuda(), tiny_bert().cuda()]  # type: ignore[call-arg]
+    optimizers = [grouped_adamw(model) for model in models]
+    apply_fused_optimizer(optimizers[1], "triton")
+    apply_fused_optimizer(optimizers[1], "triton")
+    for count in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            generator = torch.Generator().manual_seed(count)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=generator).cuda()
+            optimizer.step()
+    installed = triton_step_of(optimizers[1])
+    assert installed is not None
+    assert (installed.updates, installed.left_to_torch) == (5 * len(optimizers[1].param_groups), 0)
+    torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
+    apply_fused_optimizer(optimizers[1], "torch")
+    assert triton_step_of(optimizers[1]) is None

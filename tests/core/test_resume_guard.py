@@ -34,7 +34,7 @@ def test_the_error_for_other_techniques_names_both_lists(checkpoint: str) -> Non
     with pytest.raises(ConfigError) as error:
         make_trainer([ForEachOptimizer(), SDPAAttention()], load_path=checkpoint)
     message = str(error.value)
-    assert "[FusedOptimizer(), SDPAAttention(backend='auto')]" in message
+    assert "[FusedOptimizer(kernel='torch'), SDPAAttention(backend='auto')]" in message
     assert "[ForEachOptimizer(), SDPAAttention(backend='auto')]" in message
 
 
@@ -49,7 +49,7 @@ def test_replacing_all_techniques_is_refused_with_both_lists(tmp_path: Path) -> 
 
 
 def test_fewer_techniques_are_refused(checkpoint: str) -> None:
-    with pytest.raises(ConfigError, match=r"this run has \[FusedOptimizer\(\)\]"):
+    with pytest.raises(ConfigError, match=r"this run has \[FusedOptimizer\(kernel='torch'\)\]"):
         make_trainer([FusedOptimizer()], load_path=checkpoint)
 
 
@@ -86,5 +86,7 @@ def test_nothing_is_checked_without_techniques_and_engagement_report(checkpoint:
 
 def test_one_common_technique_is_enough_to_detect_removed_and_changed_ones(checkpoint: str) -> None:
     for techniques in ([SDPAAttention()], [FusedOptimizer(), SDPAAttention("math")]):
-        with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer\(\), SDPAAttention"):
+        with pytest.raises(
+            ConfigError, match=r"written with techniques \[FusedOptimizer\(kernel='torch'\), SDPAAttention"
+        ):
             make_trainer(techniques, load_path=checkpoint)

@@ -104,7 +104,7 @@ ENTRIES: dict[str, Entry] = {
         evidence=("modules", "float8_matmuls", "seen_in"),
     ),
     "foreach_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
-    "fused_optimizer": Entry([{}], evidence=("operators_in_one_step",)),
+    "fused_optimizer": Entry([{}], gpu_variants=[{}, {"kernel": "triton"}], evidence=("operators_in_one_step",)),
     "fused_layers": Entry(
         [{}, {"last_layer": "all"}],
         needs={"unpadding": {}},

@@ -25,6 +25,7 @@ from composer_speedups.algorithms.fused_layers.layer import fused_layer  # noqa:
 from composer_speedups.families import bert  # noqa: E402
 from composer_speedups.families.family import DropoutRates  # noqa: E402
 from composer_speedups.kernels import Shape  # noqa: E402
+from composer_speedups.kernels.adamw import AdamWTables, adamw_step  # noqa: E402
 from composer_speedups.kernels.attention import attention_backward, attention_forward  # noqa: E402
 from composer_speedups.kernels.compile_ahead import launches  # noqa: E402
 from composer_speedups.kernels.embeddings import embed  # noqa: E402
@@ -127,6 +128,12 @@ def gelu(dropout: float, dtype: torch.dtype) -> None:
     totals([norms, gelu_backward(gelu_forward(x), x)[2], norms, partial_sums(tokens(256, 3 * HIDDEN, dtype=dtype))])
 
 
+def adamw(dropout: float, dtype: torch.dtype) -> None:
+    tensors = [torch.zeros(300, HIDDEN), torch.zeros(HIDDEN)]
+    tables = AdamWTables(tensors, tensors, tensors, [torch.zeros(())] * 2)
+    adamw_step(tables, tensors, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01)
+
+
 def float8(dropout: float, dtype: torch.dtype) -> None:
     scales, weight, statistics = new_scales(1), torch.zeros(HIDDEN), torch.zeros(2, 256)
     x, wide = tokens(256, HIDDEN), tokens(256, 4 * HIDDEN)
@@ -163,7 +170,7 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.pins
-@pytest.mark.parametrize("case", [norms, attention, first_token, gelu, embeddings, float8])
+@pytest.mark.parametrize("case", [norms, attention, first_token, gelu, embeddings, float8, adamw])
 @pytest.mark.parametrize(("architecture", "dropout"), [(80, 0.1), (90, 0.1), (90, 0.0)])
 def test_every_launch_compiles_and_spills_no_registers(
     case: Callable[[float, torch.dtype], None],
@@ -177,7 +184,7 @@ def test_every_launch_compiles_and_spills_no_registers(
         pytest.skip("8-bit matmuls need compute capability 8.9")
     monkeypatch.setenv("TRITON_CACHE_DIR", compiled_kernels)  # kernels without dropout compile once for both rates
     case(dropout, torch.float16 if architecture == 80 else torch.bfloat16)
-    launches_of = {"norms": 3, "attention": 3, "first_token": 2, "gelu": 4, "embeddings": 2, "float8": 21}
+    launches_of = {"norms": 3, "attention": 3, "first_token": 2, "gelu": 4, "embeddings": 2, "float8": 21, "adamw": 1}
     assert len(launched) == launches_of[case.__name__]
     compiled = [launch.compile(architecture) for launch in launched]
     if architecture == 90:  # the block sizes were chosen for it

@@ -22,7 +22,7 @@ def test_kernel_modules_import_only_torch_triton_and_kernels(module: str) -> Non
             imported.add(str(node.module))
     ours = {name for name in imported if name.startswith("composer_speedups")}
     assert all(name.startswith("composer_speedups.kernels") for name in ours)
-    standard = {"__future__", "collections", "concurrent", "functools", "os", "typing"}
+    standard = {"__future__", "collections", "concurrent", "functools", "math", "os", "typing"}
     assert {name.partition(".")[0] for name in imported - ours} <= {"torch", "triton", *standard}
 
 

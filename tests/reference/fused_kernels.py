@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import inspect
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
 from composer_speedups.families.packed_tokens import Plan, make_plan
+from composer_speedups.kernels.adamw import AdamWTables, adamw_step
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
 from composer_speedups.kernels.first_token_attention import first_token_attention
@@ -130,6 +132,40 @@ def norms(dropout: float) -> None:
     (sums,) = totals([sums])
     near("its parameters' gradients", sums[:2], torch.stack(parameters))
     near("the sum of its input's gradient", sums[2], leaves[0].grad.sum(0))
+
+
+def adamws() -> None:
+    """Several steps in two groups, with tensors whose size and address are not multiples of 16 bytes."""
+    shapes = [(300, 40), (7,), (1,), (4097,), (3, 5, 7), (2048,)]
+    memory = random(sum(math.prod(shape) for shape in shapes)).float()
+    expected = [memory.new_empty(shape).copy_(random(*shape)).requires_grad_() for shape in shapes]
+    found = [
+        view.view(shape)
+        for view, shape in zip(memory.split([math.prod(shape) for shape in shapes]), shapes, strict=True)
+    ]
+    for target, source in zip(found, expected, strict=True):
+        target.copy_(source.detach())
+    settings: Any = {"lr": 1e-2, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}
+    reference = torch.optim.AdamW(expected, foreach=False, **settings)
+    averages, squares = ([torch.zeros_like(tensor) for tensor in found] for _ in range(2))
+    steps = [torch.zeros((), device=tensor.device) for tensor in found]
+    tables = AdamWTables(found, averages, squares, steps)
+    assert tables.fits(found, averages, squares, steps)
+    assert not tables.fits([tensor.clone() for tensor in found], averages, squares, steps)
+    for scale in (1.0, 1e-4, 1.0, 100.0):
+        for parameter in expected:
+            parameter.grad = random(*parameter.shape).float() * scale
+        reference.step()
+        for step in steps:
+            step += 1
+        adamw_step(tables, [parameter.grad for parameter in expected], **settings)  # type: ignore[misc]
+    states = [reference.state[parameter] for parameter in expected]
+    moments = {"exp_avg": averages, "exp_avg_sq": squares}
+    compared = {"parameters": (found, [parameter.detach() for parameter in expected])}
+    compared |= {name: (tensors, [state[name] for state in states]) for name, tensors in moments.items()}
+    for name, (actual, wanted) in compared.items():
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # without matmuls, a GPU is as accurate
+        print(f"AdamW's {name} agrees")
 
 
 def gelus() -> None:
@@ -595,6 +631,7 @@ if __name__ == "__main__":
         float8_kernels(rate)
     float8_scales()
     gelus()
+    adamws()
     layers(in_float8=False)
     layers(in_float8=True)
     rotations()

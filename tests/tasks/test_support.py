@@ -1,4 +1,4 @@
-"""The table of supported tasks in docs/data.md says yes only if a test that is not skipped has shown it."""
+"""The table of supported tasks in docs/RELIABILITY.md says yes only if a test that is not skipped has shown it."""
 
 from __future__ import annotations
 

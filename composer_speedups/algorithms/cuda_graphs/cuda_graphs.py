@@ -35,7 +35,8 @@ class CUDAGraphs(Technique):
         Conflict(FSDP, "captured graphs need whole weights, which FSDP gathers only block by block"),
         Conflict(
             "torch_compile",
-            "torch_compile's modes reduce-overhead and max-autotune and its backend cudagraphs capture graphs, too",
+            "torch_compile captures CUDA graphs itself with mode reduce-overhead or max-autotune, or backend "
+            "cudagraphs",
             when=lambda self, other: other.makes_graphs,
         ),
     )

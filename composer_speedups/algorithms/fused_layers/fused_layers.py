@@ -48,7 +48,9 @@ class FusedLayers(ParityCheckedTechnique):
             "fast_layernorm",
             "fused_layers computes the LayerNorms itself, so fast_layernorm would have no effect",
         ),
-        Conflict("float8_linear", "fused_layers computes the matmuls itself; for 8-bit ones, set its precision: fp8"),
+        Conflict(
+            "float8_linear", "fused_layers computes the matmuls itself; for 8-bit matmuls, set its precision: fp8"
+        ),
         Conflict("lora", "fused_layers computes the layers from their own weights and would ignore the adapters"),
         Conflict(
             "sparse_upcycling",

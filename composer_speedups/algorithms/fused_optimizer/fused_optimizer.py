@@ -1,18 +1,60 @@
-"""The fused optimizer technique: torch's fused kernel for the optimizer step."""
+"""The fused optimizer technique: one kernel for the update of many parameters."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from composer.core import Precision, State
+from pydantic import Field
+
+from composer_speedups.algorithms.fused_optimizer.functional import apply_fused_optimizer
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 
 
 class FusedOptimizer(OptimizerFlagTechnique):
-    """Makes the run's torch optimizer step with torch's fused kernel.
+    """Makes the run's torch optimizer step with torch's fused kernel, or with a Triton kernel.
 
     Raises:
-        TechniqueError: At INIT, if the optimizer has no fused implementation.
+        TechniqueError: At INIT, if the optimizer has no fused implementation; for ``kernel: triton``, if it is not
+            AdamW, its parameters are not contiguous float32 tensors on a GPU, or the run is fp16 or sharded.
     """
 
     name = "fused_optimizer"
     gain = 1.2
     implementation = "fused"
     operator = "_fused_"
+
+    kernel: Literal["torch", "triton"] = Field("torch")
+    """The kernel; triton computes AdamW in one launch for all parameters of a group."""
+
+    def requirements(self, context: Context) -> Iterable[Requirement]:
+        if self.kernel == "triton":
+            yield needs_cuda(context, "kernel: triton")
+            yield needs_package("triton", "triton")
+            yield Requirement(not context.sharded, "kernel: triton needs whole parameters", "set kernel: torch")
+
+    def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        try:
+            return apply_fused_optimizer(optimizer, self.kernel)
+        except ValueError as error:
+            fix = "set kernel: torch" if self.kernel == "triton" else "use torch.optim.AdamW, or remove it"
+            raise TechniqueError(self.name, str(error), fix) from error
+
+    def engage(self, state: State) -> dict[str, Any]:
+        if self.kernel == "triton" and state.precision == Precision.AMP_FP16:
+            raise TechniqueError(
+                self.name, "kernel: triton does not support loss scaling", "set kernel: torch, or bf16"
+            )
+        return super().engage(state)
+
+    def operators(self, state: State) -> dict[str, int]:
+        if self.kernel == "torch":
+            return super().operators(state)
+        from composer_speedups.algorithms.fused_optimizer.triton_step import triton_step_of
+
+        step = triton_step_of(state.optimizers[0])
+        return {"triton_adamw": step.updates} if step is not None and step.updates and not step.left_to_torch else {}

@@ -24,7 +24,11 @@ class GradientCheckpointing(Technique):
     stage = Stage.SURGERY
     exactness = "exact"
     conflicts = (
-        Conflict("cuda_graphs", "gradient_checkpointing reads the random generator's state, which a capture forbids"),
+        Conflict(
+            "cuda_graphs",
+            "gradient_checkpointing reads the random generator's state, which is not allowed while a CUDA graph is "
+            "captured",
+        ),
     )
     trials = ()
     never_tried = "it saves memory at the cost of time, and tune optimizes time"

@@ -32,7 +32,11 @@ class SparseUpcycling(Technique):
     changes_structure = True
     exactness = "recipe"
     conflicts = (
-        Conflict("cuda_graphs", "sparse_upcycling reads the tokens per expert on the host, which a capture forbids"),
+        Conflict(
+            "cuda_graphs",
+            "sparse_upcycling copies the tokens per expert to the host, which is not allowed while a CUDA graph is "
+            "captured",
+        ),
     )
     trials = ()
     never_tried = "it adds parameters and does not make steps faster"

@@ -42,10 +42,11 @@ class Unpadding(ParityCheckedTechnique):
     stage = Stage.SURGERY
     exactness = "rounding"
     conflicts = (
-        Conflict("sdpa_attention", "both replace the model's attention; unpadding has its own"),
+        Conflict("sdpa_attention", "both replace the model's attention; unpadding brings its own"),
         Conflict(
             "torch_compile",
-            "with dynamic: false, or a mode that captures graphs, each number of tokens would be compiled anew",
+            "torch_compile with dynamic: false, or a mode that captures CUDA graphs, would recompile for each number "
+            "of tokens",
             when=lambda self, other: other.makes_graphs or other.dynamic is False,
         ),
     )

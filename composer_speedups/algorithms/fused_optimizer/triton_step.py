@@ -1,0 +1,146 @@
+"""Replace the kernel of torch's fused AdamW step by this package's Triton kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+if TYPE_CHECKING:
+    from composer_speedups.kernels.adamw import AdamWTables
+
+__all__ = ["TritonStep", "reason_against", "triton_step_of"]
+
+
+class TritonStep(TorchFunctionMode):
+    """Step hooks of an optimizer, and a mode that is active from the end of the closure to the end of the step.
+
+    The optimizer, its state and its hyperparameters stay torch's. Only the operator ``_fused_adamw_``, which updates
+    all parameters of a group, is computed by :mod:`composer_speedups.kernels.adamw`.
+
+    Attributes:
+        updates: Number of calls of the operator that the kernel computed.
+        left_to_torch: Number of calls that it did not support, for example of gradients that are not contiguous.
+    """
+
+    def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
+        super().__init__()
+        self.updates = self.left_to_torch = 0
+        self._devices = devices
+        self._tables: dict[int, AdamWTables] = {}  # address of the first parameter → tables of its group
+        self._active = False
+
+    def install(self, optimizer: Optimizer) -> None:
+        """Register the hooks."""
+        self._handles = [
+            optimizer.register_step_pre_hook(self.before_step),
+            optimizer.register_step_post_hook(self.after_step),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self.after_step()
+        for handle in self._handles:
+            handle.remove()
+
+    def before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Activate the mode, after the closure if there is one, because it runs the forward and backward pass."""
+        self.after_step()  # of a step that raised
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": self._then_start(kwargs["closure"])}
+        if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
+            return (args[0], self._then_start(args[1]), *args[2:]), kwargs
+        self._start()
+        return None
+
+    def _then_start(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        def closure_then_start(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            self._start()
+            return loss
+
+        return closure_then_start
+
+    def _start(self) -> None:
+        self.__enter__()
+        self._active = True
+
+    def after_step(self, *_: Any) -> None:
+        if self._active:
+            self.__exit__(None, None, None)
+            self._active = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch._fused_adamw_:
+            if self._update(*args, **(kwargs or {})):
+                self.updates += 1
+                return None
+            self.left_to_torch += 1
+        return function(*args, **(kwargs or {}))
+
+    def _update(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        averages: list[Tensor],
+        squares: list[Tensor],
+        _largest: list[Tensor],
+        steps: list[Tensor],
+        *,
+        lr: Any,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+        amsgrad: bool,
+        maximize: bool,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> bool:
+        """Compute the update; return False if the kernel does not support it."""
+        if amsgrad or maximize or isinstance(lr, Tensor) or grad_scale is not None or found_inf is not None:
+            return False
+        if not all(map(self._supports, gradients)):
+            return False
+        from composer_speedups.kernels.adamw import AdamWTables, adamw_step  # imports Triton
+
+        first = parameters[0].data_ptr()
+        tables = self._tables.get(first)
+        if tables is None or not tables.fits(parameters, averages, squares, steps):
+            if not all(map(self._supports, [*parameters, *averages, *squares, *steps])):
+                return False
+            tables = self._tables[first] = AdamWTables(parameters, averages, squares, steps)
+        adamw_step(tables, gradients, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+        return True
+
+    def _supports(self, tensor: Tensor) -> bool:
+        plain = type(tensor) in (Tensor, torch.nn.Parameter)  # a subclass may have no memory of its own
+        return (
+            plain and tensor.dtype == torch.float32 and tensor.device.type in self._devices and tensor.is_contiguous()
+        )
+
+
+def triton_step_of(optimizer: Optimizer) -> TritonStep | None:
+    """The :class:`TritonStep` that is installed in an optimizer."""
+    registered: Any = optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined]
+    hooks = [getattr(hook, "__self__", None) for hook in registered.values()]
+    return next((hook for hook in hooks if isinstance(hook, TritonStep)), None)
+
+
+def reason_against(optimizer: Optimizer) -> str | None:
+    """Return why the kernel cannot compute an optimizer's updates; None if it can."""
+    if type(optimizer) is not torch.optim.AdamW:
+        return f"computes torch.optim.AdamW, not {type(optimizer).__name__}"
+    if any(
+        group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor) for group in optimizer.param_groups
+    ):
+        return "does not support amsgrad, maximize or a learning rate that is a tensor"
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.dtype != torch.float32 or not p.is_contiguous() for p in parameters):
+        return "needs contiguous float32 parameters"
+    elsewhere = next((p.device.type for p in parameters if not p.is_cuda), None)
+    return f"needs parameters on a CUDA GPU, and these are on the {elsewhere}" if elsewhere else None
