@@ -1,8 +1,8 @@
-"""Training processes that import everything before their turn, which halves the duration of a table.
+"""Run the training processes of a table, each of which imports everything ahead of its run.
 
-Several start together, import (Composer's import takes ten seconds and more) and wait. None of them runs while others
-of the same group still import, which would disturb measurements. Each process trains once. To time a whole job, cold
-processes are used instead, from their start to their end.
+Composer's import takes ten seconds and more, so a table takes half as long if several processes import together. Each
+process trains once. No process of a group trains before all have imported, because imports would disturb measurements.
+To time a whole job, a cold process is used instead, and timed from its start to its end.
 """
 
 from __future__ import annotations
@@ -23,29 +23,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-TRAIN = "composer_speedups.train"  # the module that trains, unless it is a peer
+TRAIN = "composer_speedups.train"  # the program that trains, unless a peer does
 _READY = "ready\n"
 _SETPRIV = shutil.which("setpriv")
-# A child ends with a killed runner. The kernel sends the signal when the thread that started the child ends: here the
-# main thread or one of a pool, and a pool's threads end after its last run.
-_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []
+# No child outlives a killed runner: with this prefix, the kernel kills a child when the thread that started it ends.
+# Only a thread that lives until the last run may therefore start a child. Those of the pool in benchmarks.run do,
+# because the pool is shut down after the workers are closed.
+_KILLED_WITH_RUNNER = [_SETPRIV, "--pdeathsig", "KILL", "--"] if _SETPRIV else []
 
 
 class _Process:
-    """A Python process that ends with this one if ``setpriv`` is installed; ``environment`` extends this process's."""
+    """A Python process in its own process group, which is killed with this process if ``setpriv`` is installed.
+
+    Args:
+        arguments: Arguments of the Python interpreter.
+        environment: Variables to add to this process's environment.
+        streams: ``stdin``, ``stdout`` and ``stderr`` of :class:`subprocess.Popen`.
+    """
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], **streams: Any) -> None:
+        self._closed = False
         self._process = subprocess.Popen(
-            [*_WITH_RUNNER, sys.executable, *arguments],
+            [*_KILLED_WITH_RUNNER, sys.executable, *arguments],
             text=True,
             cwd=ROOT,
             env={**os.environ, **environment},
-            start_new_session=True,  # a process group, so that DataLoader workers can be ended with it
+            start_new_session=True,  # a process group, so that DataLoader workers are killed with it
             **streams,
         )
 
     def close(self) -> None:
-        """End it and its children, also those that it left behind."""
+        """Kill the process and its children, even if it has exited; later calls do nothing."""
+        if self._closed:  # the ID of the process group may belong to other processes by now
+            return
+        self._closed = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -55,37 +66,37 @@ class _Process:
 
 
 class Worker(_Process):
-    """A process for one run of ``train.py`` or a peer."""
+    """A process that imports everything when it starts, and then runs ``train.py`` or a peer once."""
 
     def __init__(self) -> None:
         super().__init__(["-m", "benchmarks.worker"], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def wait_until_ready(self) -> None:
-        """Wait until it has imported everything.
+        """Wait until the process has imported everything.
 
         Raises:
-            RuntimeError: It ended before.
+            RuntimeError: It exited while it imported.
         """
         assert self._process.stdout is not None
         if self._process.stdout.readline() != _READY:
             self.close()
-            raise RuntimeError(f"a worker ended with status {self._process.returncode} before its run")
+            raise RuntimeError(f"a worker exited with status {self._process.wait()} while it imported")
 
     def run(self, program: str, arguments: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
-        """Run a module's ``main`` with these arguments; return its exit status and output. The process ends with it."""
+        """Call ``main(arguments)`` of the module ``program``; return the process's exit status and output."""
         assert self._process.stdin is not None
         with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
             request = [program, list(arguments), dict(environment), log.name]
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(BrokenPipeError):  # it exited; its status tells why
                 self._process.stdin.write(json.dumps(request) + "\n")
                 self._process.stdin.close()
             return self._process.wait(), log.read()
 
 
 class ColdRun(_Process):
-    """A process that starts now and imports everything itself.
+    """A process that runs a program from its start, imports included.
 
-    With several ``ranks`` it is Composer's launcher, ``composer -n RANKS``, which starts a process per rank.
+    With several ``ranks``, it is Composer's launcher, ``composer -n RANKS``, which starts one process per rank.
     """
 
     def __init__(self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1) -> None:
@@ -96,7 +107,7 @@ class ColdRun(_Process):
         super().__init__([*launcher, "-m", program, *arguments], environment, **streams)
 
     def wait(self) -> tuple[int, str, float]:
-        """Exit status, output, and seconds from start to end."""
+        """Wait for the process; return its exit status, its output, and the seconds since its start."""
         status = self._process.wait()
         seconds = time.perf_counter() - self._started
         self._log.seek(0)
@@ -108,13 +119,13 @@ class ColdRun(_Process):
 
 
 class Workers:
-    """Ready processes, which are started in groups of ``ahead``. Thread-safe.
+    """Runs programs in processes that have imported everything before. Thread-safe.
 
     Args:
-        ahead: Number of processes that import together.
-        fresh: Start and time a cold process for each run instead.
-        bytecode: Folder for the bytecode of cold processes, which an untimed process fills first, as on a machine that
-            has run them before.
+        ahead: Number of processes that are started, and import, together.
+        fresh: Start a cold process for each run instead, and time it from its start to its end.
+        bytecode: Folder for the bytecode of cold processes. An untimed process compiles it first, so that cold
+            processes start as on a machine that has run the program before.
     """
 
     def __init__(self, ahead: int = 1, *, fresh: bool = False, bytecode: Path | None = None) -> None:
@@ -127,22 +138,22 @@ class Workers:
     def run(
         self, program: str, arguments: Sequence[str], environment: Mapping[str, str], ranks: int = 1
     ) -> tuple[int, str, dict[str, float]]:
-        """Run on the next process; return exit status, output and duration.
+        """Run a program in a process of its own; return its exit status, output and duration.
 
-        The duration is ``run_seconds`` without imports, or ``process_seconds`` of a cold process. Runs with several
-        ``ranks`` always use cold processes, because Composer's launcher starts their processes, and are timed only with
-        ``fresh``.
+        The duration is ``{"run_seconds": …}`` without imports, or ``{"process_seconds": …}`` with ``fresh``. A run with
+        several ``ranks`` always has cold processes, which Composer's launcher starts; without ``fresh``, it is not
+        timed.
 
         Raises:
-            RuntimeError: The workers are closed, or one of them ended while it imported.
+            RuntimeError: The workers are closed, or one of them exited while it imported.
         """
         if self._fresh or ranks > 1:
             with self._lock:
                 self._check_open()
                 if self._fresh and self._bytecode is not None:
-                    kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._bytecode)}
-                    environment = {**environment, **kept}
-                    self._import(program, environment)
+                    bytecode = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._bytecode)}
+                    environment = {**environment, **bytecode}
+                    self._compile_bytecode(program, environment)
                 cold = ColdRun(program, arguments, environment, ranks)
                 self._all.append(cold)
             try:
@@ -160,13 +171,14 @@ class Workers:
                 self._ready = started
             worker = self._ready.pop()
         try:
-            turn = time.perf_counter()
+            began = time.perf_counter()
             status, output = worker.run(program, arguments, environment)
-            return status, output, {"run_seconds": time.perf_counter() - turn}
+            return status, output, {"run_seconds": time.perf_counter() - began}
         finally:
             worker.close()
 
-    def _import(self, program: str, environment: Mapping[str, str]) -> None:
+    def _compile_bytecode(self, program: str, environment: Mapping[str, str]) -> None:
+        """Compile what the program imports, in another process and only once."""
         for module in {__name__, program} - self._imported:
             code = f"import {module} as module; getattr(module, 'import_all', int)()"
             subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, check=True)
@@ -177,34 +189,35 @@ class Workers:
             raise RuntimeError("the workers are closed")
 
     def close(self) -> None:
-        """End all processes, and start no more."""
+        """Kill all processes, and make later runs raise RuntimeError."""
         self._closed = True
-        for worker in [*self._all]:  # without the lock, which a thread holds while its workers import
+        for worker in [*self._all]:  # without the lock, because the thread that holds it may wait for these processes
             worker.close()
-        with self._lock:
-            for worker in self._all:  # those that this thread started meanwhile
+        with self._lock:  # that thread may have started others in the meantime
+            for worker in self._all:
                 worker.close()
 
 
 def import_all() -> None:
+    """Import everything that training imports later."""
     import composer_speedups.data
     import composer_speedups.tasks.export
     import composer_speedups.tasks.models
     import composer_speedups.train.report
-    import composer_speedups.train.trainer  # noqa: F401  # imported ahead
+    import composer_speedups.train.trainer  # noqa: F401
     from composer_speedups.train import application  # noqa: F401
 
 
 def _main() -> None:
     ready = os.dup(1)
-    os.dup2(2, 1)  # what is printed during the imports must not precede the message
+    os.dup2(2, 1)  # the runner expects nothing else on stdout, and imports may print
     import_all()
     from composer_speedups.train.cli import exit_codes
 
     os.write(ready, _READY.encode())
     os.close(ready)
     line = sys.stdin.readline()
-    if not line:  # it was not needed
+    if not line:  # the runner has no run for this process
         return
     program, arguments, environment, log_name = json.loads(line)
     log = os.open(log_name, os.O_WRONLY)

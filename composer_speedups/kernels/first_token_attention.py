@@ -122,8 +122,7 @@ def first_token_backward(
 @triton.jit
 def _row_bits(row, head, seed_ptr):
     seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    zero = tl.zeros((1,), tl.int32)  # makes tensors of row and head, which may be constants
-    return hash_bits((row + zero).to(tl.uint32) ^ hash_bits(seed + (head + zero).to(tl.uint32)))
+    return hash_bits(row.to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -179,10 +178,10 @@ def _first_token_backward(
         reach = tl.minimum(reach, WINDOW + 1)
     units = tl.arange(0, SIZE)
     at = row * HIDDEN + head * SIZE + units
-    has_value = has_query & (units < SIZE)
-    q = tl.load(query_ptr + at, mask=has_value, other=0.0).to(tl.float32)
-    grad_out = tl.load(grad_out_ptr + at, mask=has_value, other=0.0).to(tl.float32)
-    delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=has_value, other=0.0).to(tl.float32), 0)
+    query_mask = has_query & (units < SIZE)  # has_query for every unit
+    q = tl.load(query_ptr + at, mask=query_mask, other=0.0).to(tl.float32)
+    grad_out = tl.load(grad_out_ptr + at, mask=query_mask, other=0.0).to(tl.float32)
+    delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=query_mask, other=0.0).to(tl.float32), 0)
     log = tl.load(logs_ptr + head * rows + row, mask=has_query, other=0.0)
     row_bits = _row_bits(row, head, seed_ptr)
     grad_query = tl.zeros((SIZE,), tl.float32)
@@ -206,4 +205,4 @@ def _first_token_backward(
         grad_k, grad_v = grad_scores[:, None] * q[None, :], (kept * kept_scale)[:, None] * grad_out[None, :]
         tl.store(grad_key_value_ptr + key_at, grad_k.to(dtype), mask=valid[:, None])
         tl.store(grad_key_value_ptr + key_at + HIDDEN, grad_v.to(dtype), mask=valid[:, None])
-    tl.store(grad_query_ptr + at, grad_query.to(grad_query_ptr.dtype.element_ty), mask=has_value)
+    tl.store(grad_query_ptr + at, grad_query.to(grad_query_ptr.dtype.element_ty), mask=query_mask)

@@ -1,6 +1,6 @@
-"""Sums over tokens in two steps: one row of partial sums per program, then their totals, several tensors per launch.
+"""Reproducible sums over tokens: a first kernel writes rows of partial sums, and a second kernel adds these rows.
 
-Atomic additions would need one step only, but have no fixed order, so results would not be reproducible.
+Atomic additions would need one kernel only, but their order and therefore their rounding differ from run to run.
 
 Shapes: T tokens, C columns, P rows of partial sums.
 """
@@ -18,11 +18,11 @@ __all__ = ["partial_sums", "totals"]
 
 _SUMS = {"ROWS": 64, "COLUMNS": 128, "num_warps": 4}
 _TOTALS = {"ROWS": 128, "COLUMNS": 32, "num_warps": 4}
-_MAX_TENSORS = 4  # per launch of _totals
+_MAX_TENSORS = 4  # summed by one launch of _totals
 
 
 def partial_sums(x_TC: Tensor) -> Tensor:
-    """Return partial sums over tokens, float32 (P, C), of a contiguous tensor."""
+    """Return partial sums over the tokens of a contiguous tensor, float32 (P, C)."""
     tokens, columns = x_TC.shape
     strips, groups = triton.cdiv(columns, _SUMS["COLUMNS"]), 3
     if x_TC.is_cuda:
@@ -41,11 +41,11 @@ def totals(partials: Sequence[Tensor]) -> list[Tensor]:
     widths = [partial[0].numel() for partial in partials]
     out = torch.empty(sum(widths), device=partials[0].device, dtype=torch.float32)
     unused = _MAX_TENSORS - len(partials)
-    pointers, columns = [*partials, *[out] * unused], [*widths, *[0] * unused]
+    pointers = [*partials, *[out] * unused]
     rows = [len(partial) for partial in partials] + [0] * unused
     strips = sum(triton.cdiv(width, _TOTALS["COLUMNS"]) for width in widths)
-    _totals[(strips,)](*pointers, out, *rows, *columns, **_TOTALS)
-    return [total.view(each.shape[1:]) for total, each in zip(out.split(widths), partials, strict=True)]
+    _totals[(strips,)](*pointers, out, *rows, *widths, *[0] * unused, **_TOTALS)
+    return [total.view(partial.shape[1:]) for total, partial in zip(out.split(widths), partials, strict=True)]
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _totals(
     first_width, second_width, third_width, fourth_width, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     strip = tl.program_id(0)
-    second_strip = tl.cdiv(first_width, COLUMNS)  # the first strip of each tensor
+    second_strip = tl.cdiv(first_width, COLUMNS)  # strips of COLUMNS columns are numbered tensor after tensor
     third_strip = second_strip + tl.cdiv(second_width, COLUMNS)
     fourth_strip = third_strip + tl.cdiv(third_width, COLUMNS)
     if strip < second_strip:

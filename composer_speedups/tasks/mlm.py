@@ -1,4 +1,7 @@
-"""Masked language modelling."""
+"""Masked language modelling.
+
+Shapes: R rows, S token positions.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ from composer_speedups.tasks.task import Task
 
 __all__ = ["MaskTokens", "MaskedLanguageModelling"]
 
-_DRAWS = 20  # number of attempts to draw at least one token to mask
+_MAX_DRAWS = 20  # of a batch's mask, as long as it masks no token
 
 
 @dataclass(kw_only=True)
 class MaskedLanguageModelling(Task):
-    """Predict masked tokens; the loss is the mean over them; accuracy and perplexity.
+    """Predict masked tokens. The loss is the mean over these tokens; the metrics are their accuracy and perplexity.
 
     Attributes:
-        mlm_probability: Fraction of the tokens (or words) that are masked.
-        whole_word_masking: Mask all pieces of a word together, all by the mask token. Otherwise a tenth of the masked
-            tokens is kept, and a tenth replaced by random ones.
+        mlm_probability: Probability with which a token (or word) is chosen to be predicted.
+        whole_word_masking: Choose words instead of tokens, and replace all their pieces by the mask token. Otherwise,
+            of the chosen tokens, 80% are replaced by the mask token, 10% by random tokens, and 10% are not changed.
         packing: Concatenate the texts and cut them into rows of the maximum length.
     """
 
@@ -45,15 +48,15 @@ class MaskedLanguageModelling(Task):
     def encode(self, examples: Mapping[str, list[Any]], tokenizer: Any, max_length: int) -> dict[str, list[Any]]:
         if self.whole_word_masking and not tokenizer.is_fast:
             raise ConfigError("data.whole_word_masking needs a fast tokenizer, which maps word pieces to words")
-        limit = {"truncation": False} if self.packing else {"truncation": True, "max_length": max_length}
-        encoded = tokenizer(examples["text_1"], verbose=False, **limit)
-        found = {"input_ids": encoded["input_ids"]}
-        if self.whole_word_masking:
-            words = [encoded.word_ids(row) for row in range(len(found["input_ids"]))]
-            found["word_starts"] = [
+        truncation = {"truncation": False} if self.packing else {"truncation": True, "max_length": max_length}
+        encoded = tokenizer(examples["text_1"], verbose=False, **truncation)
+        columns = {"input_ids": encoded["input_ids"]}
+        if self.whole_word_masking:  # 1 for the first piece of a word and for special tokens, 0 for the other pieces
+            words = [encoded.word_ids(row) for row in range(len(columns["input_ids"]))]
+            columns["word_starts"] = [
                 [int(i == 0 or w is None or w != row[i - 1]) for i, w in enumerate(row)] for row in words
             ]
-        return found
+        return columns
 
     def arranged(self, rows: Any, max_length: int, *, training: bool) -> Any:
         return rows.packed(max_length) if self.packing else rows
@@ -62,22 +65,24 @@ class MaskedLanguageModelling(Task):
         return MaskTokens(pad, tokenizer, self.mlm_probability, whole_words=self.whole_word_masking, fixed=not training)
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        found: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
+        metrics: list[Metric] = [MaskedAccuracy(), LanguageCrossEntropy()]
         if not training:
-            found.append(LanguagePerplexity())
-        return {type(metric).__name__: metric for metric in found}
+            metrics.append(LanguagePerplexity())
+        return {type(metric).__name__: metric for metric in metrics}
 
 
 class MaskTokens:
-    """Add ``labels`` for masked language modelling, (rows, length), to a padded batch; -100 for tokens that are not
-    masked. If the draw masks nothing, the first token (or word) is masked, because the batch would have no loss.
+    """A collator that masks tokens of a padded batch and adds ``labels``, -100 for tokens that are not masked.
+
+    A batch without a masked token would have no loss. If a draw masks no token, the mask is drawn again; after 20 such
+    draws, the first token (or word) that is not special is masked.
 
     Args:
-        pad: Creates the batch, with ``word_starts`` if whole words are masked.
-        tokenizer: Defines the mask token and the special tokens, which are never masked.
-        probability: Fraction of the tokens to mask.
+        pad: Pads the rows to a batch, with ``word_starts`` if whole words are masked.
+        tokenizer: Defines the mask token, and the special tokens, which are never masked.
+        probability: Probability with which a token (or word) is masked.
         whole_words: Mask all pieces of a word together.
-        fixed: Mask the same batch in the same way each time, so that evaluations are comparable, and do not change the
+        fixed: Mask the same batch in the same way each time, so that evaluations are comparable and do not change the
             random state of training.
     """
 
@@ -98,23 +103,34 @@ class MaskTokens:
             seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
             self.collator.generator = torch.Generator().manual_seed(seed)
         special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
-        starts = batch.pop("word_starts") if self.whole_words else None
-        offsets = None if starts is None else _offsets(starts)
-        for _ in range(_DRAWS):  # a batch without a masked token has no loss
+        word_starts = batch.pop("word_starts") if self.whole_words else None
+        offsets = None if word_starts is None else _offsets(word_starts)
+        for _ in range(_MAX_DRAWS):
             ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special, offsets)
             if (labels != -100).any():
                 break
-        else:  # a small probability, or few tokens
-            for row, slot in (~special).nonzero()[:1].tolist():  # empty if all tokens are special
-                end = slot + 1
-                while starts is not None and end < ids.shape[1] and not starts[row, end] and not special[row, end]:
-                    end += 1
-                labels[row, slot:end] = batch["input_ids"][row, slot:end]
-                ids[row, slot:end] = self.collator.tokenizer.mask_token_id
+        else:
+            chosen = _first_word(special, word_starts)
+            labels[chosen] = batch["input_ids"][chosen]
+            ids[chosen] = self.collator.tokenizer.mask_token_id
         return {**batch, "input_ids": ids, "labels": labels}
 
 
+def _first_word(special_RS: torch.Tensor, word_starts_RS: torch.Tensor | None) -> torch.Tensor:
+    """Return a mask (R, S) of the first token that is not special or, with ``word_starts_RS``, of its word."""
+    chosen_RS = torch.zeros_like(special_RS)
+    for row, first in (~special_RS).nonzero()[:1].tolist():  # none if all tokens are special
+        chosen_RS[row, first] = True
+        if word_starts_RS is not None:
+            next_words_S = special_RS[row, first + 1 :] | word_starts_RS[row, first + 1 :].bool()
+            chosen_RS[row, first + 1 :] = next_words_S.cumsum(0) == 0
+    return chosen_RS
+
+
 def _offsets(word_starts_RS: torch.Tensor) -> torch.Tensor:
-    """Token offsets, (R, S, 2), in which a piece that continues a word begins where the previous piece ends."""
+    """Return token offsets, (R, S, 2), that tell transformers which pieces continue a word.
+
+    Such a piece begins where the previous one ends; any other token begins after a gap.
+    """
     starts_RS = torch.arange(word_starts_RS.shape[1]) + word_starts_RS.cumsum(-1)
     return torch.stack([starts_RS, starts_RS + 1], dim=-1)

@@ -169,6 +169,8 @@ def test_it_needs_a_gpu_and_a_fixed_microbatch_size() -> None:
 
 
 def test_compile_modes_that_capture_graphs_conflict() -> None:
-    with pytest.raises(TechniqueError, match=r"conflicts with cuda_graphs: torch_compile captures CUDA graphs itself with mode red"):
+    with pytest.raises(
+        TechniqueError, match=r"conflicts with cuda_graphs: torch_compile captures CUDA graphs itself with mode red"
+    ):
         screen([CUDAGraphs(), TorchCompile(mode="reduce-overhead")], Context(torch.device("cpu")))
     refuse_conflicts([CUDAGraphs(), TorchCompile()])

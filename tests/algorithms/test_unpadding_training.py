@@ -139,7 +139,7 @@ def test_question_answering_is_refused_and_not_changed(family: Family) -> None:
 
 
 def test_sdpa_conflicts() -> None:
-    with pytest.raises(TechniqueError, match="unpadding has its own"):
+    with pytest.raises(TechniqueError, match="unpadding brings its own"):
         make_trainer([Unpadding(), SDPAAttention()])
 
 

@@ -261,7 +261,7 @@ def test_each_run_has_its_own_process_that_imported_before() -> None:
     workers.close()
     ended = Worker()
     ended._process.kill()
-    with pytest.raises(RuntimeError, match="a worker ended with status -9 before its run"):
+    with pytest.raises(RuntimeError, match="a worker exited with status -9 while it imported"):
         ended.wait_until_ready()
     ended.close()
 

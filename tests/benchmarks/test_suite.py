@@ -50,16 +50,18 @@ def test_a_row_has_counts_reasons_failures_and_where_it_ran(monkeypatch: pytest.
 
 def test_a_call_in_which_no_test_ran_leaves_no_row() -> None:
     Path("test_toy.py").write_text(TESTS)
-    with pytest.raises(SystemExit, match=r"no test ran \(needs a moon\); no row is kept"):
+    with pytest.raises(SystemExit, match=r"no test ran \(needs a moon\); no row is written"):
         suite.main([*QUIET, "test_toy.py", "-k", "away"], Path("results"))
     assert not Path("results").exists()
 
 
-def test_expected_failures_count_as_tests_that_ran() -> None:
+def test_expected_failures_count_as_tests_that_ran(capsys: pytest.CaptureFixture[str]) -> None:
     Path("test_toy.py").write_text(TESTS)
     assert suite.main([*QUIET, "test_toy.py", "-k", "known"], Path("results")) == 0
     (row,) = [row for path in Path("results").glob("*/suite.jsonl") for row in read_rows(path)]
-    assert row["expected_failures"] == 1
+    counts = {outcome: row[outcome] for outcome in ("passed", "failed", "skipped", "expected_failures")}
+    assert counts == {"passed": 0, "failed": 0, "skipped": 0, "expected_failures": 1}
+    assert "0 skipped, 1 failed as expected in" in capsys.readouterr().out
 
 
 def test_of_equal_calls_the_last_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,9 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -16,7 +18,7 @@ from composer.utils import dist
 
 from benchmarks import run as runner
 from benchmarks import worker
-from benchmarks.worker import Workers
+from benchmarks.worker import Worker, Workers
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
@@ -33,41 +35,58 @@ def test_a_killed_runner_leaves_no_run_behind(start: str) -> None:
         run = psutil.Process(int(process.stdout.readline()))
         assert run.is_running()
         process.kill()
+    wait_for_end(run)
+
+
+def wait_for_end(process: psutil.Process) -> None:
+    """Wait until a process that is not a child of this one has ended, even if nothing reaps it."""
     deadline = time.monotonic() + 30
-    while psutil.pid_exists(run.pid) and run.is_running():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if run.status() == psutil.STATUS_ZOMBIE:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while process.status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
 
 
-CHATTY = "print('imported')"
-LOUD_END = "print('ready'); raise SystemExit(3)"
+class ImportingWorker(Worker):
+    """A worker that executes some code in place of its imports."""
+
+    def __init__(self, imports: str) -> None:
+        code = f"import benchmarks.worker as w; w.import_all = lambda: exec({imports!r}); w._main()"
+        worker._Process.__init__(self, ["-c", code], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("imports", [CHATTY, LOUD_END])
-def test_what_imports_print_is_not_taken_for_the_message(imports: str) -> None:
-    code = f"import benchmarks.worker as w; w.import_all = lambda: exec({imports!r}); w._main()"
-    made = worker.Worker.__new__(worker.Worker)
-    worker._Process.__init__(made, ["-c", code], {}, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    if imports is CHATTY:
-        made.wait_until_ready()
-    else:
-        with pytest.raises(RuntimeError, match="a worker ended with status 3 before its run"):
-            made.wait_until_ready()
-    made.close()
+def test_a_worker_whose_imports_print_gets_ready() -> None:
+    chatty = ImportingWorker("print('imported')")
+    chatty.wait_until_ready()
+    chatty.close()
 
 
-def test_children_of_a_run_that_crashed_are_ended() -> None:
+def test_a_worker_that_exits_while_it_imports_is_an_error_although_it_printed_the_message() -> None:
+    broken = ImportingWorker("print('ready'); raise SystemExit(3)")
+    with pytest.raises(RuntimeError, match="a worker exited with status 3 while it imported"):
+        broken.wait_until_ready()
+
+
+def test_children_of_a_run_that_crashed_are_killed() -> None:
     code = "import subprocess as s, sys; print(s.Popen([sys.executable, '-c', 'import time; time.sleep(600)']).pid)"
-    crashed = worker._Process(["-c", code], {}, stdout=subprocess.PIPE, stdin=None)
+    crashed = worker._Process(["-c", code], {}, stdout=subprocess.PIPE)
     assert crashed._process.stdout is not None
     child = psutil.Process(int(crashed._process.stdout.readline()))
     crashed._process.wait()
-    assert child.is_running()
+    assert child.status() != psutil.STATUS_ZOMBIE
     crashed.close()
-    child.wait(30)
+    wait_for_end(child)
+
+
+def test_a_process_group_is_killed_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later, other processes may have its ID."""
+    killed: list[int] = []
+    ended = worker._Process(["-c", ""], {})
+    ended._process.wait()
+    monkeypatch.setattr("os.killpg", lambda group, _: killed.append(group))
+    ended.close()
+    ended.close()
+    assert killed == [ended._process.pid]
 
 
 def test_closed_workers_start_no_run() -> None:
@@ -76,6 +95,29 @@ def test_closed_workers_start_no_run() -> None:
     with pytest.raises(RuntimeError, match="the workers are closed"):
         workers.run("composer_speedups.train", [], {})
     assert not workers._all
+
+
+def test_closing_kills_workers_for_which_a_thread_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread holds the lock while its workers import, so close() must not wait for the lock first."""
+    started, killed = threading.Event(), threading.Event()
+
+    class Importing:
+        def wait_until_ready(self) -> None:
+            started.set()
+            assert killed.wait(30)
+            raise RuntimeError("a worker exited with status -9 while it imported")
+
+        def close(self) -> None:
+            killed.set()
+
+    monkeypatch.setattr(worker, "Worker", Importing)
+    workers = Workers()
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(workers.run, "composer_speedups.train", [], {})
+        assert started.wait(30)
+        workers.close()
+        with pytest.raises(RuntimeError, match="exited with status -9"):
+            run.result()
 
 
 def test_more_ranks_than_gpus_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

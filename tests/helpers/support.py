@@ -4,8 +4,8 @@
     @pytest.mark.refuses("predict", task="mlm")        # the test shows that it is refused in one line
 
 ``pytest -m "supports or refuses" --record-support`` writes the claims of the tests that passed to tests/supported.json,
-of which ``python -m benchmarks.render`` makes the table in docs/RELIABILITY.md. ``tests/tasks/test_support.py`` holds the
-file to the tests: each that needs no GPU is recorded, and is skipped nowhere.
+of which ``python -m benchmarks.render`` makes the table in docs/RELIABILITY.md. ``tests/tasks/test_support.py`` holds
+the file to the tests: each that needs no GPU is recorded, and is skipped nowhere.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.data.flat import Ragged
 from composer_speedups.data.loader import Pad, build_data
-from composer_speedups.tasks.mlm import MaskedLanguageModelling
+from composer_speedups.tasks.mlm import MaskedLanguageModelling, _first_word
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers import forks
 from tests.helpers.jobs import run
@@ -80,6 +80,23 @@ def test_a_batch_has_a_masked_token_at_any_probability(tokenizer: Any, whole_wor
     for row, slot in chosen:
         assert batch["input_ids"][row, slot] == tokenizer.mask_token_id
         assert batch["labels"][row, slot] == tokenizer(TEXTS[0])["input_ids"][slot]
+
+
+@pytest.mark.parametrize(
+    ("special", "starts", "expected"),
+    [
+        ([[1, 0, 0, 0, 1]], [[1, 1, 0, 0, 1]], [[0, 1, 1, 1, 0]]),
+        ([[1, 0, 0, 0, 1]], [[1, 1, 0, 1, 1]], [[0, 1, 1, 0, 0]]),
+        ([[1, 1], [0, 0], [0, 0]], [[1, 1], [0, 0], [0, 1]], [[0, 0], [1, 1], [0, 0]]),  # a packed row ends in a word
+        ([[1, 0, 1, 1]], [[1, 1, 0, 0]], [[0, 1, 0, 0]]),  # padding continues no word
+        ([[1, 1]], [[1, 1]], [[0, 0]]),
+    ],
+)
+def test_the_first_word_ends_at_the_next_word_a_special_token_or_the_row(
+    special: list[Any], starts: list[Any], expected: list[Any]
+) -> None:
+    first = _first_word(torch.tensor(special).bool(), torch.tensor(starts))
+    assert torch.equal(first, torch.tensor(expected).bool())
 
 
 def test_the_mask_equals_transformers_with_the_same_seed(tokenizer: Any) -> None:

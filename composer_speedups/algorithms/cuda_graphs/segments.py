@@ -69,13 +69,13 @@ class Segments:
         return self._outputs
 
     def differentiate(
-        self, segment: int, output_gradients: Sequence[Tensor | None], inputs: Sequence[Tensor], *, check: bool = False
+        self, segment: int, grad_outputs: Sequence[Tensor | None], inputs: Sequence[Tensor], *, check: bool = False
     ) -> list[Tensor | None]:
         """Compute the gradients of a segment.
 
         Args:
             segment: Number of the segment; 0 ends with the outputs. Segments must be differentiated in order.
-            output_gradients: The gradient of each output; None for outputs without one.
+            grad_outputs: The gradient of each output; None for outputs without one.
             inputs: Leaves of the call.
             check: Whether to check that earlier segments have no autograd node in common with this one.
 
@@ -86,7 +86,7 @@ class Segments:
             CutError: The segments overlap, or nothing uses the output at which this segment ends.
         """
         if segment == 0:
-            pairs = [(o, g) for o, g in zip(self._outputs, output_gradients, strict=True) if g is not None]
+            pairs = [(o, g) for o, g in zip(self._outputs, grad_outputs, strict=True) if g is not None]
             outputs, grad_outputs = [output for output, _ in pairs], [gradient for _, gradient in pairs]
         else:
             cut = self._cuts.pop()

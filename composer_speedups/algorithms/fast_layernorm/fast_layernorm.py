@@ -14,9 +14,9 @@ from torch import nn
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.algorithms.fast_layernorm.functional import (
     apply_fast_layernorm,
-    left_alone,
-    of_class,
-    unfit,
+    modules_of_class,
+    supported_modules,
+    unchanged_layernorms,
 )
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS
 from composer_speedups.algorithms.fast_layernorm.outputs import Outputs, in_compiled_graphs, is_of
@@ -63,16 +63,16 @@ class FastLayerNorm(Technique):
         with warnings.catch_warnings(), self.refusals():
             warnings.simplefilter("ignore", NoEffectWarning)  # reported as an error or as evidence below
             apply_fast_layernorm(state.model, state.optimizers, self.implementation)
-        modules, left = self._modules(state), left_alone(state.model)
+        modules, unchanged = self._modules(state), unchanged_layernorms(state.model)
         if not modules:
-            reason = f" that is supported: {unfit(self.implementation)}" if left else ""
+            reason = f" that is supported: {supported_modules(self.implementation)}" if unchanged else ""
             raise TechniqueError(self.name, f"the model has no torch.nn.LayerNorm{reason}", "remove it")
         self._count = len(modules)
         evidence: dict[str, Any] = {"modules": len(modules), "implementation": self.implementation}
-        return evidence | ({"left_alone": left} if left else {})
+        return evidence | ({"left_alone": unchanged} if unchanged else {})
 
     def _modules(self, state: State) -> list[nn.Module]:
-        return of_class(state.model, LAYERS[self.implementation])
+        return modules_of_class(state.model, LAYERS[self.implementation])
 
     def watch(self, state: State) -> None:
         if not is_compiled(state.model):  # hooks would change the compiled graph

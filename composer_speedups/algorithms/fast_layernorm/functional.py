@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation, fits
+from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implementation, is_supported
 from composer_speedups.core.requirements import (
     Context,
     Requirement,
@@ -31,17 +31,19 @@ def apply_fast_layernorm(
     """Make every ``torch.nn.LayerNorm`` of a model compute in the autocast dtype.
 
     Args:
-        model: The model; changed in place, except for parameters, their names and hooks. With ``"triton"`` and
-            ``"apex"``, it runs only on a GPU, and LayerNorms without weight or bias are not changed.
-        optimizers: Ignored; an argument by Composer's convention.
-        implementation: ``"low_precision"`` is torch's kernel with 16-bit values under autocast; ``"triton"`` is Liger's
-            kernel and ``"apex"`` NVIDIA Apex's, with and without autocast.
+        model: The model. The class of its LayerNorms is replaced in place; their parameters, names and hooks do not
+            change. With ``"triton"`` and ``"apex"``, the model then runs on a GPU only, and LayerNorms without a weight
+            or bias are not changed.
+        optimizers: Ignored; Composer's functional API passes it.
+        implementation: ``"low_precision"`` is torch's kernel with input, weights and output in the autocast dtype;
+            without autocast, nothing changes. ``"triton"`` is Liger's kernel and ``"apex"`` NVIDIA Apex's; both also
+            replace torch's kernel without autocast.
 
     Returns:
         Names of the changed modules.
 
     Raises:
-        ValueError: An unknown implementation, one that cannot run on this machine, or a model that has another one.
+        ValueError: The implementation is unknown or cannot run on this machine, or the model already has another one.
 
     Source: Composer's LowPrecisionLayerNorm; Liger Kernel (arXiv 2410.10989); NVIDIA Apex.
     """
@@ -53,20 +55,20 @@ def apply_fast_layernorm(
         if not met:
             raise ValueError(f"{reason}; {fix}")
     for other, cls in LAYERS.items():
-        if of_class(model, cls):
+        if modules_of_class(model, cls):
             refuse_other_settings("fast LayerNorms", {"implementation": other}, {"implementation": implementation})
-    names = swap_class(model, nn.LayerNorm, LAYERS[implementation], lambda module: fits(module, implementation))
-    left = left_alone(model)
-    if left:
-        reason = f"not changed, because {unfit(implementation)}: {', '.join(left)}"
+    names = swap_class(model, nn.LayerNorm, LAYERS[implementation], lambda module: is_supported(module, implementation))
+    unchanged = unchanged_layernorms(model)
+    if unchanged:
+        reason = f"not changed, because {supported_modules(implementation)}: {', '.join(unchanged)}"
         warnings.warn(NoEffectWarning(reason), stacklevel=2)
-    elif not of_class(model, LAYERS[implementation]):
+    elif not modules_of_class(model, LAYERS[implementation]):
         warnings.warn(NoEffectWarning("no torch.nn.LayerNorm was found in the model"), stacklevel=2)
     return names
 
 
 def requirements_of(implementation: Implementation, context: Context) -> Iterable[Requirement]:
-    """Yield the requirements of a fused kernel; torch's kernel has none."""
+    """Yield what an implementation requires of the machine; ``"low_precision"`` requires nothing."""
     if implementation == "triton":
         yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
         yield needs_package("liger_kernel", "composer_speedups[liger]")
@@ -75,19 +77,22 @@ def requirements_of(implementation: Implementation, context: Context) -> Iterabl
         yield Requirement(
             all(importlib.util.find_spec(module) for module in ("apex", "fused_layer_norm_cuda")),
             "Apex is not installed with its CUDA extensions",
-            "build it from the repository NVIDIA/apex on GitHub, with CUDA extensions; the package apex on the index "
-            "is another project",
+            "build the repository NVIDIA/apex on GitHub with its CUDA extensions; pip install apex installs an "
+            "unrelated project",
         )
 
 
-def of_class(model: nn.Module, cls: type[nn.Module]) -> list[nn.Module]:
+def modules_of_class(model: nn.Module, cls: type[nn.Module]) -> list[nn.Module]:
+    """Return the modules of exactly this class, without subclasses."""
     return [m for m in model.modules() if type(m) is cls]
 
 
-def left_alone(model: nn.Module) -> list[str]:
+def unchanged_layernorms(model: nn.Module) -> list[str]:
+    """Return the names of the modules that are still ``torch.nn.LayerNorm``."""
     return [name for name, module in model.named_modules() if type(module) is nn.LayerNorm]
 
 
-def unfit(implementation: Implementation) -> str:
-    needs = "a weight, a bias and one dimension" if implementation == "triton" else "a weight and a bias"
+def supported_modules(implementation: Implementation) -> str:
+    """Return which LayerNorms a fused kernel supports, for messages."""
+    needs = "a weight, a bias and one normalized dimension" if implementation == "triton" else "a weight and a bias"
     return f"{implementation} needs {needs}"

@@ -1,4 +1,4 @@
-"""LayerNorm classes with another ``forward``, which replace nn.LayerNorm as the class of existing modules."""
+"""Subclasses of nn.LayerNorm that override ``forward`` only, so that existing modules can be given the class."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Implementation = Literal["low_precision", "triton", "apex"]
 
 
 class LowPrecisionLayerNorm(nn.LayerNorm):
-    """LayerNorm with input and output in the autocast dtype; without autocast, a plain LayerNorm.
+    """torch's LayerNorm with input, weights and output in the autocast dtype; without autocast, a plain LayerNorm.
 
-    torch's kernel computes statistics in float32; inputs, weights and outputs are rounded. Composer's LPLayerNorm is
-    the same on a GPU, but ignores the CPU's autocast.
+    The kernel computes mean, variance and the normalization in float32. On a GPU, Composer's LPLayerNorm computes the
+    same; on a CPU, it ignores autocast.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -28,10 +28,9 @@ class LowPrecisionLayerNorm(nn.LayerNorm):
 
 
 class TritonLayerNorm(nn.LayerNorm):
-    """Liger's LayerNorm: one Triton kernel forward and one backward, which compute in float32.
+    """Liger's LayerNorm: one Triton kernel each for the forward and backward pass, computing in float32.
 
-    Input and output have the autocast dtype, or without autocast, the input's dtype. The weights are not cast, so only
-    input and output are rounded.
+    Input and output have the autocast dtype or, without autocast, the input's dtype. The weights are not cast.
 
     Source: Liger Kernel, arXiv 2410.10989.
     """
@@ -45,8 +44,8 @@ class TritonLayerNorm(nn.LayerNorm):
 class ApexLayerNorm(nn.LayerNorm):
     """Apex's fused CUDA LayerNorm, which computes in float32 and returns the input's dtype.
 
-    Input and output have the autocast dtype, or without autocast, the input's dtype. Apex needs weights in the same
-    dtype, so they are cast. ``apex.normalization.FusedLayerNorm`` is not used, because its ``forward`` falls back to
+    Input and output have the autocast dtype or, without autocast, the input's dtype. The weights are cast to that
+    dtype, which Apex requires. ``apex.normalization.FusedLayerNorm`` is not used, because its ``forward`` falls back to
     torch's LayerNorm on a CPU and during compilation.
 
     Source: NVIDIA Apex, apex/normalization/fused_layer_norm.py.
@@ -67,18 +66,21 @@ LAYERS: dict[Implementation, type[nn.LayerNorm]] = {
 }
 
 
-def fits(module: nn.Module, implementation: Implementation) -> bool:
-    """Return whether the implementation supports a LayerNorm.
+def is_supported(module: nn.Module, implementation: Implementation) -> bool:
+    """Return whether the implementation supports this LayerNorm.
 
-    The fused kernels need weight and bias, and Liger's kernel normalises over one dimension only.
+    The fused kernels need a weight and a bias, and Liger's kernel normalizes over one dimension only.
     """
     if implementation == "low_precision":
         return True
-    whole = module.weight is not None and module.bias is not None
-    return whole and (implementation == "apex" or len(module.normalized_shape) == 1)  # type: ignore[arg-type]
+    affine = module.weight is not None and module.bias is not None
+    return affine and (implementation == "apex" or len(module.normalized_shape) == 1)  # type: ignore[arg-type]
 
 
 def _to_autocast_dtype(x: Tensor) -> Tensor:
-    """Cast to the autocast dtype. Autocast ignores these kernels, so the residual stream would otherwise be float32."""
+    """Cast to the autocast dtype if autocast is enabled.
+
+    Autocast itself does not cast the inputs of these kernels, so the residual stream would otherwise be float32.
+    """
     device_type = x.device.type
     return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x

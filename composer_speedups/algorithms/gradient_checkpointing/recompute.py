@@ -1,7 +1,7 @@
-"""Wrap the ``forward`` of single blocks so that their activations are recomputed in the backward pass.
+"""Replace the ``forward`` of a block so that its activations are recomputed in the backward pass.
 
-The new ``forward`` is an attribute of the instance; its class, parameters and names do not change. Hooks of the block
-run around that ``forward``, hence once per step and not during recomputation.
+The new ``forward`` is an attribute of the block; the block's class, parameters and their names do not change. Hooks of
+the block run around the new ``forward``, so they run once per step and not again during recomputation.
 """
 
 from __future__ import annotations
@@ -17,71 +17,76 @@ from torch.utils.checkpoint import checkpoint
 
 from composer_speedups.core.temporary_attribute import temporary_attribute
 
-_BEFORE, _COUNT = "_forward_before_checkpointing", "_recomputations"
+# Attributes of a block: the ``forward`` that the instance already had, if any, and the number of recomputations.
+_PREVIOUS_FORWARD, _COUNT = "_forward_before_checkpointing", "_recomputations"
 
 
 def wrap(block: nn.Module) -> bool:
-    """Make ``block`` recompute its activations in every backward pass; return False if it already does."""
+    """Make ``block`` recompute its activations in the backward pass; return False if it already does."""
     if is_checkpointed(block):
         return False
     attributes = vars(block)
-    if "forward" in attributes:  # the instance already overrides it
-        attributes[_BEFORE] = attributes["forward"]
-    attributes["forward"] = MethodType(_forward, block)  # a method, so that a deep copy is bound to the copied block
+    if "forward" in attributes:  # another wrapper, on the instance
+        attributes[_PREVIOUS_FORWARD] = attributes["forward"]
+    attributes["forward"] = MethodType(_forward, block)  # a deep copy of the block gets a method of the copy
     attributes[_COUNT] = 0
     return True
 
 
 def undo(block: nn.Module) -> bool:
-    """Remove the wrapper; return False if there is none."""
+    """Restore the block's ``forward``; return False if :func:`wrap` has not replaced it."""
     if not is_checkpointed(block):
         return False
     attributes = vars(block)
     del attributes["forward"], attributes[_COUNT]
-    if _BEFORE in attributes:
-        attributes["forward"] = attributes.pop(_BEFORE)
+    if _PREVIOUS_FORWARD in attributes:
+        attributes["forward"] = attributes.pop(_PREVIOUS_FORWARD)
     return True
 
 
 def is_checkpointed(block: nn.Module) -> bool:
+    """Return whether :func:`wrap` has replaced the block's ``forward``."""
     return getattr(vars(block).get("forward"), "__func__", None) is _forward
 
 
 def recomputations(block: nn.Module) -> int:
-    """Return how often the block ran inside a backward pass; runs of compiled code are not counted."""
+    """Return how often the block was recomputed; recomputations in compiled code are not counted."""
     return int(vars(block).get(_COUNT, 0))
 
 
 def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not (self.training and torch.is_grad_enabled()):
-        return _plain(self, *args, **kwargs)
+        return _previous_forward(self, *args, **kwargs)
     if kwargs.get("past_key_values") is not None:
         raise ValueError("a block that writes a key-value cache cannot be recomputed; set use_cache=False")
-    return checkpoint(partial(_run, self), *args, use_reentrant=False, **kwargs)
+    return checkpoint(partial(_counted_forward, self), *args, use_reentrant=False, **kwargs)
 
 
-def _run(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _counted_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # inside a backward pass
         vars(block)[_COUNT] += 1
-    return _plain(block, *args, **kwargs)
+    return _previous_forward(block, *args, **kwargs)
 
 
-def _plain(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    before = getattr(block, _BEFORE, None)
-    # The class's function, not a bound method, because compiled code would be specific to each block's method.
-    return type(block).forward(block, *args, **kwargs) if before is None else before(*args, **kwargs)
+def _previous_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    previous = getattr(block, _PREVIOUS_FORWARD, None)
+    if previous is not None:
+        return previous(*args, **kwargs)
+    # Not a bound method: compiled code would be specific to one block's method, and could not be reused by the others.
+    return type(block).forward(block, *args, **kwargs)
 
 
 class GraphWatch:
-    """Counts the graphs that torch.compile captures between start and stop, and their regions to be recomputed.
+    """Counts the checkpointed regions in the graphs that torch.compile captures between start and stop.
 
-    In compiled code, recomputation does not run any Python code that could count it. The graphs are inspected when
-    dynamo passes them to the backend, by replacing a method: torch 2.7 to 2.11 has no hook there, and later steps may
-    be skipped because of a cache on disk.
+    Compiled code recomputes activations without running Python code that could count. Instead, each graph is inspected
+    when dynamo passes it to the backend. This replaces a method of dynamo, because torch 2.7 to 2.11 has no hook at
+    this point, and everything after it may be skipped if the compiled code is in a cache on disk.
 
     Attributes:
         graphs: Number of captured graphs.
-        regions: Number of calls of ``tag_activation_checkpoint`` in them; AOTAutograd recomputes the called subgraphs.
+        regions: Number of calls of ``tag_activation_checkpoint`` in the graphs. AOTAutograd recomputes the subgraph
+            that such a call runs.
     """
 
     def __init__(self) -> None:
@@ -89,19 +94,19 @@ class GraphWatch:
         self._counting = ExitStack()
 
     def start(self) -> None:
-        # Not at the top, because importing the compiler is slow and only needed for compiled models.
+        # Imported here, because the import is slow and only compiled models need it.
         from torch._dynamo.output_graph import OutputGraph
         from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
         self.stop()
-        before = OutputGraph.call_user_compiler
+        original = OutputGraph.call_user_compiler
 
         def call_user_compiler(output: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             self.graphs += 1
             subgraphs = (each for each in graph.modules() if isinstance(each, torch.fx.GraphModule))
             nodes = (node for each in subgraphs for node in each.graph.nodes)
             self.regions += sum(node.target is tag_activation_checkpoint for node in nodes)
-            return before(output, graph, *args, **kwargs)
+            return original(output, graph, *args, **kwargs)
 
         self._counting.enter_context(temporary_attribute(OutputGraph, "call_user_compiler", call_user_compiler))
 

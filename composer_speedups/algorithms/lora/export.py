@@ -1,4 +1,4 @@
-"""Export a model with adapters: the stock model with merged weights, and the adapters in PEFT's format."""
+"""Export a model with LoRA adapters, merged into a stock model's state dict or saved in PEFT's format."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from composer_speedups.core.files import replace_folder
 
 @torch.no_grad()
 def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Return the state dict of an equivalent model without adapters: W + alpha / rank · B A.
+    """Return the state dict of the equivalent model without adapters, whose weights are W + alpha / rank · B A.
 
-    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves the stock model. ``model`` is not
-    changed.
+    ``model.save_pretrained(folder, state_dict=merged_state_dict(model))`` saves it. ``model`` is not changed.
 
     Args:
-        model: The Hugging Face model (or plain module) that :func:`apply_lora` adapted.
-        weights: Its state dict, if that must be gathered from several ranks; None for ``model.state_dict()``.
+        model: The Hugging Face model (or plain module) that :func:`apply_lora` changed.
+        weights: The full state dict of ``model``, for a model that is sharded over ranks; None for
+            ``model.state_dict()``.
 
     Returns:
-        The state dict with the stock model's names. Merged weights are new tensors in the weight's dtype; the others
-        are the tensors of ``weights``.
+        The state dict, with the stock model's names. Merged weights are new tensors in the dtype of W; all others are
+        the tensors of ``weights``.
     """
     weights = dict(model.state_dict() if weights is None else weights)
     for name, layer in adapted_layers(model).items():
@@ -40,26 +40,27 @@ def merged_state_dict(model: nn.Module, weights: dict[str, Tensor] | None = None
         for key in [key for key in weights if key.startswith(original)]:
             copied = f"{name}.modules_to_save.{ADAPTER}.{key.removeprefix(original)}"
             weights[key] = weights.pop(copied)
-    renamed = {f"{name}.base_layer.": f"{name}." for name in adapted_layers(model)}
-    renamed |= {f"{name}.original_module.": f"{name}." for name in trained_copies(model)}
-    return {_rename(key, renamed): tensor for key, tensor in weights.items()}
+    stock_prefixes = {f"{name}.base_layer.": f"{name}." for name in adapted_layers(model)}
+    stock_prefixes |= {f"{name}.original_module.": f"{name}." for name in trained_copies(model)}
+    return {_replace_prefix(key, stock_prefixes): tensor for key, tensor in weights.items()}
 
 
-def _rename(key: str, renamed: dict[str, str]) -> str:
-    prefix = next((old for old in renamed if key.startswith(old)), None)
-    return key if prefix is None else renamed[prefix] + key.removeprefix(prefix)
+def _replace_prefix(key: str, replacements: dict[str, str]) -> str:
+    prefix = next((prefix for prefix in replacements if key.startswith(prefix)), None)
+    return key if prefix is None else replacements[prefix] + key.removeprefix(prefix)
 
 
 def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor] | None = None) -> Path:
     """Save the adapters and the fully trained modules in PEFT's format; an existing ``folder`` is replaced.
 
-    ``PeftModel.from_pretrained(base, folder)`` loads them into a copy of the base model. The folder's
-    ``adapter_config.json`` has the base model's name or path, if there is one.
+    ``PeftModel.from_pretrained(base, folder)`` loads them into the base model. ``adapter_config.json`` contains the
+    base model's name or path, if it is known.
 
     Args:
-        model: The model that :func:`apply_lora` adapted, or a ComposerModel around it.
+        model: The model that :func:`apply_lora` changed, or a ComposerModel that contains it.
         folder: The folder to write; its parent must exist.
-        weights: The adapted model's state dict, if that must be gathered from several ranks.
+        weights: The full state dict of the Hugging Face model, for a model that is sharded over ranks; None for
+            ``model.state_dict()``.
 
     Raises:
         ValueError: The model has no adapters.
@@ -69,15 +70,15 @@ def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor
     model = host(model)
     if not adapted_layers(model):
         raise ValueError("the model has no adapters; call apply_lora first")
-    # Otherwise PEFT would look up the base model on the hub, to check whether its vocabulary was resized.
-    trained = get_peft_model_state_dict(model, weights, ADAPTER, save_embedding_layers=False)
+    # With save_embedding_layers="auto", PEFT would look up the base model on the hub to check its vocabulary size.
+    adapter_weights = get_peft_model_state_dict(model, weights, ADAPTER, save_embedding_layers=False)
     config: Any = copy.copy(model.peft_config[ADAPTER])  # type: ignore[union-attr, index]
     config.inference_mode = True
-    mapping = None
-    if config.task_type is None:  # then PEFT finds the base model's class in this mapping
-        mapping = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
-    with replace_folder(Path(folder)) as partial:
-        tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous() for name, tensor in trained.items()}
-        save_file(tensors, partial / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
-        config.save_pretrained(str(partial), auto_mapping_dict=mapping)
+    base_class = None
+    if config.task_type is None:  # without a task type, PEFT reads the base model's class from the config
+        base_class = {"base_model_class": type(model).__name__, "parent_library": type(model).__module__}
+    with replace_folder(Path(folder)) as new_folder:
+        tensors = {f"base_model.model.{name}": t.detach().cpu().contiguous() for name, t in adapter_weights.items()}
+        save_file(tensors, new_folder / SAFETENSORS_WEIGHTS_NAME, metadata={"format": "pt"})
+        config.save_pretrained(str(new_folder), auto_mapping_dict=base_class)
     return Path(folder)

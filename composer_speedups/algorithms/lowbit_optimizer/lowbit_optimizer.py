@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable
 from typing import Any, Literal
@@ -50,9 +49,15 @@ class LowBitOptimizer(OptimizerSwapTechnique):
             if self.bits == "fp8":
                 yield needs_cuda(context, "compiled fp8 state", (8, 9))
         elif self.compiled:
-            compilers = [os.environ.get("CXX", "g++"), "clang++"]
+            from torch._inductor import config  # a slow import, which only this setting needs
+
+            # inductor tries $CXX, or g++ (clang++ on macOS). None stands for a download, which is off by default.
+            cxx: Any = config.cpp.cxx
+            compilers = [cxx] if isinstance(cxx, str) else [name for name in cxx if name is not None]
             yield Requirement(
-                any(map(shutil.which, compilers)), "its compiled step needs a C++ compiler", "set compiled=False"
+                any(map(shutil.which, compilers)),
+                f"its compiled step needs the C++ compiler {' or '.join(compilers)}",
+                "install it, set CXX, or set compiled=False",
             )
 
     def swap(self, state: State) -> Optimizer:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-_CHUNK_BYTES = 2**24  # size of a copy and of a step: large enough to use the bus, small enough to overlap
+_CHUNK_BYTES = 2**24  # minimum size of a chunk: large enough to use the bus's bandwidth, small enough to overlap
 
 
 class HostAdamW(Optimizer):
@@ -63,9 +63,9 @@ class HostAdamW(Optimizer):
         return loss
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """Yield chunks of parameters with gradients, each of one group and one device.
+        """Yield chunks of at least 16 MiB of parameters with gradients.
 
-        A chunk has at least 16 MiB unless its group or device ends.
+        A chunk is smaller if the parameter group ends or the next parameter is on another device.
         """
         for group in self.param_groups:
             chunk: list[Tensor] = []

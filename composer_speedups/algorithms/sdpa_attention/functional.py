@@ -31,17 +31,18 @@ def apply_sdpa_attention(
     """Make the Hugging Face models inside ``model`` use torch's scaled_dot_product_attention.
 
     Args:
-        model: A PreTrainedModel, or a module that contains some. Only their attention setting changes.
-        backend: ``"auto"`` lets torch choose the kernel; any other name allows only that kernel, and torch raises an
-            error if it cannot run. flash does not support padding masks. A second call replaces the first one's kernel.
+        model: A PreTrainedModel, or a module that contains some. Only their attention implementation changes.
+        backend: ``"auto"`` lets torch choose the kernel. Any other name allows only that kernel, and the forward pass
+            raises torch's error if it cannot run. flash does not support padding masks. A second call replaces the
+            backend of the first.
 
     Returns:
         The previous attention implementation of each model, by name (``""`` for ``model`` itself); empty, with a
         NoEffectWarning, if there is no Hugging Face model.
 
     Raises:
-        ValueError: An unknown backend, a model without SDPA support, or one that :func:`apply_unpadding` changed. No
-            model is changed.
+        ValueError: The backend is unknown, or a model does not support SDPA or was changed by :func:`apply_unpadding`.
+            Then no model is changed.
 
     Source: torch.nn.functional.scaled_dot_product_attention; transformers' attention interface.
     """
@@ -53,35 +54,38 @@ def apply_sdpa_attention(
     if not before:
         warnings.warn(NoEffectWarning("no Hugging Face model was found in the model"), stacklevel=2)
     nested = [m for module in outermost.values() for m in module.modules() if isinstance(m, PreTrainedModel)]
-    for module in nested:  # all of them, before any is changed
+    for module in nested:  # check all before changing any
         if module.config._attn_implementation == UNPADDED:
             raise ValueError("the model runs unpadded, and unpadding has its own attention; call undo_unpadding first")
         if not module._supports_sdpa:
             raise ValueError(f"{type(module).__name__} does not support scaled_dot_product_attention in transformers")
-    settings = [(module.config, module.config._attn_implementation) for module in nested]
+    previous = [(module.config, module.config._attn_implementation) for module in nested]
     try:
         for module in outermost.values():
             module.set_attn_implementation(implementation)
         for module in nested:  # transformers only logs a warning if it cannot change the attention
-            if (kept := module.config._attn_implementation) != implementation:
+            if (current := module.config._attn_implementation) != implementation:
                 raise ValueError(
-                    f"{type(module).__name__} keeps {kept} attention: transformers cannot change it once the model is "
-                    "built"
+                    f"{type(module).__name__} keeps {current} attention: transformers cannot change it after the model "
+                    "is built"
                 )
     except ValueError:
-        for config, earlier in settings:
-            config._attn_implementation = earlier
+        for config, attention in previous:
+            config._attn_implementation = attention
         raise
     return before
 
 
 def registered_name(backend: str) -> str:
-    """Return the backend's name in transformers, without "flash", which would select the flash-attn package."""
+    """Return the name of the attention implementation in transformers that uses this backend.
+
+    It does not contain "flash", because transformers would load the flash-attn package for such a name.
+    """
     return "sdpa" if backend == "auto" else f"sdpa_only_{backend.replace('flash', 'fa')}"
 
 
 def _register(backend: str) -> str:
-    """Register an SDPA with only one allowed kernel in transformers' attention interface, and return its name."""
+    """Register SDPA restricted to one kernel as an attention implementation of transformers, and return its name."""
     name = registered_name(backend)
 
     def attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
