@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 from composer_speedups.core.trainer_state import device_of, world_size
 
-__all__ = ["Context", "Requirement", "needs_autocast", "needs_cuda", "needs_package"]
+__all__ = ["Context", "Requirement", "needs_autocast", "needs_cpp_compiler", "needs_cuda", "needs_package"]
 
 
 class Requirement(NamedTuple):
@@ -76,6 +77,18 @@ def needs_package(module: str, requirement: str) -> Requirement:
     """Require an importable package."""
     found = importlib.util.find_spec(module) is not None
     return Requirement(found, f"the package {module!r} is not installed", f"pip install {requirement!r}")
+
+
+def needs_cpp_compiler(what: str, fix: str) -> Requirement:
+    """Require a C++ compiler with which torch.compile can compile for a CPU."""
+    from torch._inductor import config  # a slow import, which only compilation on a CPU needs
+
+    # inductor tries $CXX, or g++ (clang++ on macOS). None stands for a download, which is off by default.
+    cxx: Any = config.cpp.cxx
+    compilers = [cxx] if isinstance(cxx, str) else [name for name in cxx if name is not None]
+    return Requirement(
+        any(map(shutil.which, compilers)), f"{what} needs the C++ compiler {' or '.join(compilers)}", fix
+    )
 
 
 def needs_autocast(context: Context, what: str) -> Requirement:

@@ -11,6 +11,7 @@ from torch import nn
 from composer_speedups import TorchCompile, apply_torch_compile
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import screen
 from tests.helpers.common import Recorder, awkward_batches, make_trainer, plain_batches, tiny_bert
 from tests.helpers.models import tiny_model
 from tests.reference.loop import eval_logits, gradients, train_plainly
@@ -176,5 +177,12 @@ def test_bad_settings_are_refused() -> None:
 
 def test_inductor_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
-    with pytest.raises(TechniqueError, match="needs a C\\+\\+ compiler; install g\\+\\+"):
+    with pytest.raises(TechniqueError, match=r"inductor needs the C\+\+ compiler .*; install it, set CXX, or choose"):
         make_trainer([TorchCompile()])
+    monkeypatch.setattr("shutil.which", lambda name: name if name == "gcc" else None)
+    with pytest.raises(TechniqueError, match=r"inductor needs the C\+\+ compiler"):
+        screen([TorchCompile()], Context(torch.device("cpu")))
+    screen([TorchCompile()], Context(torch.device("cuda")))
+    monkeypatch.setattr("shutil.which", lambda _: None)
+    with pytest.raises(TechniqueError, match="Triton needs a C compiler; install gcc, or set CC"):
+        screen([TorchCompile()], Context(torch.device("cuda")))

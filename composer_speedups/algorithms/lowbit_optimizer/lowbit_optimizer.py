@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer
 from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, unquantised_reason
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.requirements import Context, Requirement, needs_cpp_compiler, needs_cuda, needs_package
 from composer_speedups.core.technique import Variant
 
 _STATE_BITS = {8: 8, 4: 4, "fp8": 8}
@@ -49,16 +48,7 @@ class LowBitOptimizer(OptimizerSwapTechnique):
             if self.bits == "fp8":
                 yield needs_cuda(context, "compiled fp8 state", (8, 9))
         elif self.compiled:
-            from torch._inductor import config  # a slow import, which only this setting needs
-
-            # inductor tries $CXX, or g++ (clang++ on macOS). None stands for a download, which is off by default.
-            cxx: Any = config.cpp.cxx
-            compilers = [cxx] if isinstance(cxx, str) else [name for name in cxx if name is not None]
-            yield Requirement(
-                any(map(shutil.which, compilers)),
-                f"its compiled step needs the C++ compiler {' or '.join(compilers)}",
-                "install it, set CXX, or set compiled=False",
-            )
+            yield needs_cpp_compiler("its compiled step", "install it, set CXX, or set compiled=False")
 
     def swap(self, state: State) -> Optimizer:
         return apply_lowbit_optimizer(

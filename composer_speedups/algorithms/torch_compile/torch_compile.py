@@ -25,7 +25,7 @@ from composer_speedups.algorithms.torch_compile.cache import (
 )
 from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile, switched_off
 from composer_speedups.core.operator_recorder import CompileCounts, compile_counts
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.requirements import Context, Requirement, needs_cpp_compiler, needs_cuda, needs_package
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
@@ -93,11 +93,10 @@ class TorchCompile(Technique):
             yield needs_cuda(context, f"backend {self.backend!r} with mode {self.mode!r}")
         if self.backend == "inductor" and context.device.type == "cuda":
             yield needs_package("triton", "triton")
-        if self.backend == "inductor":
-            compilers = [os.environ.get("CXX", "g++"), "clang++", os.environ.get("CC", "gcc")]
-            yield Requirement(
-                any(map(shutil.which, compilers)), "inductor needs a C++ compiler", "install g++, or set CXX"
-            )
+            compilers = [os.environ.get("CC", "gcc"), "clang"]
+            yield Requirement(any(map(shutil.which, compilers)), "Triton needs a C compiler", "install gcc, or set CC")
+        elif self.backend == "inductor":
+            yield needs_cpp_compiler("inductor", "install it, set CXX, or choose another backend")
         if self.cache is not None:
             problem = folder_problem(self.cache)
             yield Requirement(problem is None, f"cache: {problem}", PRIVATE_FOLDER_HINT)
