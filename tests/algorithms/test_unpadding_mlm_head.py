@@ -148,6 +148,9 @@ def test_training_metrics_are_refused_because_they_read_all_logits() -> None:
     model = HuggingFaceModel(tiny_model("bert", "mlm"), metrics=[MaskedAccuracy()], use_logits=True)
     with pytest.raises(TechniqueError, match=r"training metrics read them; set model\.train_metrics: false"):
         make_trainer([Unpadding(8, mlm_head="labelled")], model=model)
+    assert not unpadded_encoders(model)
+    with pytest.raises(TechniqueError, match="needs transformers' model with a masked-LM head"):
+        make_trainer([Unpadding(8, mlm_head="labelled")])
 
 
 def test_compiled_it_equals_the_untouched_model() -> None:

@@ -33,9 +33,10 @@ class FusedOptimizer(OptimizerFlagTechnique):
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.kernel == "triton":
-            yield needs_cuda(context, "kernel: triton")
+            fix = "set kernel: torch"
+            yield needs_cuda(context, "kernel: triton")._replace(fix=fix)
             yield needs_package("triton", "triton")
-            yield Requirement(not context.sharded, "kernel: triton needs whole parameters", "set kernel: torch")
+            yield Requirement(not context.sharded, "kernel: triton needs whole parameters", fix)
 
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:

@@ -67,14 +67,15 @@ class Unpadding(ParityCheckedTechnique):
         self._tokens = self._slots = self._padded = 0  # totals of the training batches
 
     def engage(self, state: State) -> dict[str, Any]:
-        if self.mlm_head == "labelled" and getattr(state.model, "get_metrics", lambda **_: {})(is_train=True):
+        with self.refusals():
+            self.reapply(state)
+        if self._heads and getattr(state.model, "get_metrics", lambda **_: {})(is_train=True):
+            self.withdraw(state)
             raise TechniqueError(
                 self.name,
                 "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
                 "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
             )
-        with self.refusals():
-            self.reapply(state)
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
