@@ -66,6 +66,10 @@ class PhaseClock:
             self.seconds[self._phase] += now - self._since
         self._phase, self._since = (None, now) if phase == "done" else (phase, now)
 
+    def skip(self, seconds: float) -> None:
+        """Do not attribute the last seconds to the current phase."""
+        self._since += seconds
+
     def take(self) -> dict[str, float]:
         """Return and reset the seconds spent in each phase."""
         taken, self.seconds = dict(self.seconds), defaultdict(float)
@@ -115,7 +119,8 @@ class ThroughputMonitor(Callback):
     value is logged before batch 10.
 
     The monitor synchronizes with the GPU at the end of each batch outside the steady state, before an evaluation and at
-    the end, so that asynchronous steps are neither missed nor attributed to another phase.
+    the end, so that asynchronous steps are not missed. The GPU's work that is unfinished when a checkpoint is written,
+    or when a callback reads a value between batches, counts in that phase.
 
     Logged for each batch, over the last ``window`` steady batches and all ranks: ``throughput/samples_per_sec``,
     ``throughput/samples_per_sec_step`` (without waiting for data), ``throughput/tokens_per_sec`` (real tokens),
@@ -211,6 +216,7 @@ class ThroughputMonitor(Callback):
         waited = self.clock.now() - start
         if self.batches:
             self.batches[-1].step += waited
+            self.clock.skip(waited)
             self._unsteady += 0.0 if self.batches[-1].steady else waited
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -337,7 +343,7 @@ class ThroughputMonitor(Callback):
         self._peak = None if state["peak"] is None else Peak(*state["peak"])
 
     def summary(self) -> dict[str, Any]:
-        """The ``throughput`` section of report.json: the steady state of the last ``fit`` on all ranks.
+        """The ``throughput`` section of report.json: the steady state of all ``fit`` calls on all ranks.
 
         After a resume it covers all processes; ``warmup_seconds`` is their sum.
         """
@@ -357,6 +363,6 @@ def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
     if lengths is None or not hasattr(config, "num_hidden_layers"):
         return 0
     assert config is not None
-    labels = state.batch.get("labels")
-    head: Literal["classification", "mlm"] = "mlm" if labels is not None and labels.ndim == 2 else "classification"
+    masked_lm = type(model.model).__name__.endswith("ForMaskedLM")
+    head: Literal["classification", "mlm"] = "mlm" if masked_lm else "classification"
     return training_flops(config, lengths, head, head_tokens(model, state.batch))

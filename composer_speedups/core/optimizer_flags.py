@@ -10,6 +10,7 @@ from composer.core import Precision, State
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.technique import Conflict, Stage, Technique
+from composer_speedups.surgery.optimizer_hooks import start_after_closure
 from composer_speedups.surgery.optimizer_implementation import Implementation, set_implementation
 
 __all__ = ["OptimizerFlagTechnique"]
@@ -56,19 +57,7 @@ class OptimizerFlagTechnique(Technique):
 
     def _before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Start recording at the update itself, because Composer's closure also runs the forward and backward pass."""
-        if self._recorded:
-            return None
-        closure = kwargs.get("closure")
-        if closure is None:
-            self._start()
-            return None
-
-        def closure_then_record(*inner: Any, **keywords: Any) -> Any:
-            loss = closure(*inner, **keywords)
-            self._start()
-            return loss
-
-        return args, {**kwargs, "closure": closure_then_record}
+        return None if self._recorded else start_after_closure(args, kwargs, self._start)
 
     def _start(self) -> None:
         self._recorder.__enter__()
@@ -82,7 +71,7 @@ class OptimizerFlagTechnique(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         if not self._recorded:
             if state.precision == Precision.AMP_FP16:  # it skips steps with overflowing gradients
-                return {}
+                return {"note": "no optimizer step was seen; fp16 skips steps whose gradients overflow"}
             raise self.not_engaged("the optimizer it changed never stepped", "leave state.optimizers after INIT")
         for hook in self._hooks:
             hook.remove()

@@ -123,10 +123,10 @@ def head_tokens(model: nn.Module, batch: Any) -> int | None:
 
 
 def check_labelled_head(model: PreTrainedModel) -> None:
-    """Check that a model is exactly transformers' masked-LM model.
+    """Check the class of a model.
 
     Raises:
-        ValueError: It has another head, or may read all logits.
+        ValueError: It is not a ``...ForMaskedLM`` of transformers.
     """
     kind = type(model)
     if not kind.__name__.endswith(_HEAD) or not kind.__module__.startswith("transformers.models."):

@@ -22,7 +22,13 @@ _OPTIONS = {"BLOCK": 2048, "num_warps": 8}
 class AdamWTables:
     """Addresses of a list of parameters and their state, and of the gradients of the last step.
 
-    Valid as long as the tensors keep their memory; see :meth:`fits`.
+    Valid as long as the tensors keep their memory; see :meth:`fits`. For N parameters and P programs of the kernel:
+
+    Attributes:
+        tensors: int64 (4, N): addresses of parameters, first moments, second moments and step counts.
+        gradients: int64 (N,): addresses of the last step's gradients.
+        sizes: int64 (N,): number of elements.
+        blocks: int32 (P, 2): each program's parameter, and its block of that parameter.
 
     Args:
         parameters, averages, squares: Parameters and both moments, each a list of contiguous float32 tensors.
@@ -85,7 +91,7 @@ def adamw_step(
     Args:
         tables: The parameters and their state.
         gradients: Contiguous float32 gradients, in the order of the parameters.
-        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``.
+        lr, betas, eps, weight_decay: As in ``torch.optim.AdamW``; betas are above 0.
 
     Source: Loshchilov and Hutter, arXiv 1711.05101.
     """

@@ -51,7 +51,7 @@ __all__ = [
 def write_report(
     trainer: Trainer, config: Config, folder: RunFolder, baseline: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write report.json and throughput.png and print the summary, on rank 0. Every rank may call it.
+    """Write report.json and throughput.png and print the summary, on rank 0. Collective: every rank must call it.
 
     Args:
         trainer: The Trainer after ``fit``.
@@ -120,7 +120,7 @@ def _chooser(state: State, changes: list[dict[str, Any]]) -> str:
 
 
 def summary_table(report: dict[str, Any], folder: str) -> str:
-    """Format the report as a table for the console, at most 100 columns wide."""
+    """Format the report as a table for the console. Lines of techniques are cut at 160 columns."""
     throughput, memory, metrics = report["throughput"], report["memory"], report["metrics"]
     ddp = report["ddp"] or {}
     ranks = f" on {report['training']['ranks']} ranks" if report["training"]["ranks"] > 1 else ""

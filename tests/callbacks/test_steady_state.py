@@ -67,6 +67,8 @@ def test_queued_gpu_work_is_charged_to_the_last_step(monkeypatch: pytest.MonkeyP
     summary = monitor.summary()
     assert summary["warmup_seconds"] == pytest.approx(0.5)
     assert summary["eval_seconds"] == 0
+    assert summary["between_batches_seconds"] == 0, "the wait before the evaluation is part of the last step only"
+    assert sum(b.between for b in monitor.batches) == pytest.approx(0)
     assert summary["samples_per_sec"] == pytest.approx(4 / 0.25)
 
 

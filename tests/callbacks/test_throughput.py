@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from composer_speedups.core.technique import Technique
 from composer_speedups.train.report import plot_run
 from tests.helpers.clock import Clock
 from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.models import tiny_model
 
 
 @pytest.mark.pins
@@ -112,6 +114,19 @@ def test_mfu_is_flops_divided_by_time_and_peak(monkeypatch: pytest.MonkeyPatch) 
     trainer.close()
     flops = module.training_flops(tiny_bert().config, torch.tensor([12, 7, 16, 10]), "classification")
     assert monitor.summary()["mfu"] == pytest.approx(flops / 2.0 / 1e6)
+
+
+@pytest.mark.parametrize("head", ["classification", "tokens", "mlm"])
+def test_only_a_masked_lm_counts_the_vocabulary(head: Any) -> None:
+    """A token classifier's labels are (B, S), too."""
+    model = tiny_model("bert", head)
+    labels = torch.zeros(2, 5, dtype=torch.int64) if head != "classification" else torch.zeros(2, dtype=torch.int64)
+    outer: Any = torch.nn.Module()
+    outer.model = model
+    state: Any = SimpleNamespace(model=outer, batch={"labels": labels}, is_model_ddp=False)
+    lengths = torch.tensor([5, 3])
+    counted = module.training_flops(model.config, lengths, "mlm" if head == "mlm" else "classification")
+    assert module._batch_flops(state, lengths) == counted
 
 
 def test_the_logged_mfu_covers_all_batches_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

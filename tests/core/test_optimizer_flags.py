@@ -91,6 +91,25 @@ def test_fused_refuses_parameters_that_are_not_floating_point() -> None:
         apply_fused_optimizer(optimizer)
 
 
+@pytest.mark.parametrize("positional", [False, True])
+def test_only_the_update_is_recorded_and_not_the_closure(positional: bool) -> None:
+    technique, model = FusedOptimizer(), tiny_bert()
+    trainer = make_trainer([technique], model=model)
+    optimizer = trainer.state.optimizers[0]
+
+    def closure() -> Tensor:
+        loss = model(**batch([3, 9, 5])).loss
+        loss.backward()
+        return loss
+
+    if positional:
+        optimizer.step(closure)  # type: ignore[arg-type]
+    else:
+        optimizer.step(closure=closure)  # type: ignore[arg-type]
+    assert set(technique._recorder.counts) <= {"_fused_adamw_", "_foreach_add_", "zeros", "zeros_like", "detach"}
+    trainer.close()
+
+
 class CountingKernel:
     """In place of the Triton kernel, which needs a GPU: AdamW's formulas in PyTorch."""
 
@@ -202,6 +221,7 @@ def test_the_triton_kernel_is_refused_where_it_cannot_run() -> None:
         (torch.optim.AdamW(model.parameters()), "needs parameters on a CUDA GPU, and these are on the cpu"),
         (torch.optim.Adam(model.parameters()), "computes torch.optim.AdamW, not Adam"),
         (torch.optim.AdamW(model.parameters(), amsgrad=True), "does not support amsgrad"),
+        (torch.optim.AdamW(model.parameters(), betas=(0.0, 0.999)), "does not support a beta of 0"),
         (torch.optim.AdamW([torch.nn.Parameter(torch.ones(2).half())]), "needs contiguous float32 parameters"),
     ]:
         with pytest.raises(ValueError, match=f"kernel='triton' {reason}"):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+
+from composer_speedups.surgery.optimizer_hooks import start_after_closure
 
 if TYPE_CHECKING:
     from composer_speedups.kernels.adamw import AdamWTables
@@ -50,20 +52,7 @@ class TritonStep(TorchFunctionMode):
     def before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Activate the mode, after the closure if there is one, because it runs the forward and backward pass."""
         self.after_step()  # of a step that raised
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._then_start(kwargs["closure"])}
-        if len(args) > 1 and args[1] is not None:  # args[0] is the optimizer
-            return (args[0], self._then_start(args[1]), *args[2:]), kwargs
-        self._start()
-        return None
-
-    def _then_start(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        def closure_then_start(*args: Any, **kwargs: Any) -> Any:
-            loss = closure(*args, **kwargs)
-            self._start()
-            return loss
-
-        return closure_then_start
+        return start_after_closure(args, kwargs, self._start)
 
     def _start(self) -> None:
         self.__enter__()
@@ -104,6 +93,8 @@ class TritonStep(TorchFunctionMode):
         """Compute the update; return False if the kernel does not support it."""
         if amsgrad or maximize or isinstance(lr, Tensor) or grad_scale is not None or found_inf is not None:
             return False
+        if not (beta1 and beta2):
+            return False
         if not all(map(self._supports, gradients)):
             return False
         from composer_speedups.kernels.adamw import AdamWTables, adamw_step  # imports Triton
@@ -139,6 +130,8 @@ def reason_against(optimizer: Optimizer) -> str | None:
         group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor) for group in optimizer.param_groups
     ):
         return "does not support amsgrad, maximize or a learning rate that is a tensor"
+    if not all(beta for group in optimizer.param_groups for beta in group["betas"]):
+        return "does not support a beta of 0"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(p.dtype != torch.float32 or not p.is_contiguous() for p in parameters):
         return "needs contiguous float32 parameters"

@@ -121,7 +121,11 @@ class Unpadding(ParityCheckedTechnique):
     eval_after_forward = fit_end = batch_end
 
     def _count(self, state: State) -> list[tuple[list[int], torch.Tensor]]:
-        """Count tokens while the batch is on the host, after all algorithms have changed it."""
+        """Count tokens while the batch is on the host, after all algorithms have changed it.
+
+        Returns:
+            For each mask on the host, the tokens of each row and the mask; negative for rows that begin with padding.
+        """
         counted, known = [], [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
         for name, mask in token_masks(state.batch).items():
             if mask.device.type != "cpu":
