@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from composer.core import Callback, Event, State
@@ -363,6 +363,6 @@ def _batch_flops(state: State, lengths: torch.Tensor | None) -> int:
     if lengths is None or not hasattr(config, "num_hidden_layers"):
         return 0
     assert config is not None
-    masked_lm = type(model.model).__name__.endswith("ForMaskedLM")
-    head: Literal["classification", "mlm"] = "mlm" if masked_lm else "classification"
-    return training_flops(config, lengths, head, head_tokens(model, state.batch))
+    if type(model.model).__name__.endswith("ForMaskedLM"):
+        return training_flops(config, lengths, "mlm", head_tokens(model, state.batch))
+    return training_flops(config, lengths, "classification")

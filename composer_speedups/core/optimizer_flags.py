@@ -71,7 +71,8 @@ class OptimizerFlagTechnique(Technique):
     def verify(self, state: State) -> dict[str, Any]:
         if not self._recorded:
             if state.precision == Precision.AMP_FP16:  # it skips steps with overflowing gradients
-                return {"note": "no optimizer step was seen; fp16 skips steps whose gradients overflow"}
+                note = "no optimizer step was seen; fp16 skips steps whose gradients overflow"
+                return {"note": note} if self.ended else {}
             raise self.not_engaged("the optimizer it changed never stepped", "leave state.optimizers after INIT")
         for hook in self._hooks:
             hook.remove()
@@ -80,6 +81,7 @@ class OptimizerFlagTechnique(Technique):
             raise self.not_engaged(
                 f"the first step ran no {self.operator}* operator", "keep the optimizer's flags as they are"
             )
+        self.evidence.pop("note", None)  # of an earlier fit
         return {"operators_in_one_step": ran}
 
     def operators(self, state: State) -> dict[str, int]:

@@ -89,8 +89,7 @@ class LabelledHead:
 
     @torch.compiler.disable  # reads the number of labelled tokens on the host
     def _own_plan(self, labels_BS: Tensor) -> Plan:
-        labelled_BS = labels_BS != IGNORED
-        return plan_labels(labels_BS, int(labelled_BS.sum()), self.encoder.pad_to_multiple_of)
+        return plan_labels(labels_BS, sum(count_labels(labels_BS)), self.encoder.pad_to_multiple_of)
 
 
 def count_labels(labels_BS: Tensor) -> list[int]:
@@ -106,9 +105,7 @@ def plan_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> Plan:
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:
     """The hooks of a model's masked-LM heads that compute only labelled tokens."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    owners = [getattr(hook, "__self__", None) for hook in hooks]
-    return [owner for owner in owners if isinstance(owner, LabelledHead)]
+    return [head for module in model.modules() for head in _heads_of(module)]
 
 
 def head_tokens(model: nn.Module, batch: Any) -> int | None:
@@ -143,6 +140,6 @@ def install_labelled_head(model: PreTrainedModel, encoder: UnpaddedEncoder) -> N
     model.base_model.register_forward_hook(head.select_hidden_states)
 
 
-def _heads_of(model: nn.Module) -> list[LabelledHead]:
-    owners = [getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values()]
+def _heads_of(module: nn.Module) -> list[LabelledHead]:
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
     return [owner for owner in owners if isinstance(owner, LabelledHead)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
@@ -98,8 +98,10 @@ class FinetuneModel(HuggingFaceModel):
         """FLOPs of a forward and backward pass over ``batch`` without padding; see :func:`.training_flops`."""
         lengths = batch_lengths(batch)
         assert lengths is not None
-        head: Literal["classification", "mlm"] = "mlm" if self.task.name == "mlm" else "classification"
-        flops = training_flops(self.model.config, lengths, head, head_tokens(self.model, batch))
+        if self.task.name == "mlm":
+            flops = training_flops(self.model.config, lengths, "mlm", head_tokens(self.model, batch))
+        else:
+            flops = training_flops(self.model.config, lengths, "classification")
         if self._block_weights is None:
             self._block_weights = block_weights(self.model)
         return flops - frozen_flops(self._block_weights, lengths)

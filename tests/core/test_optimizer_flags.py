@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import Precision
 from composer.optim import DecoupledAdamW
 from torch import Tensor
 from torch.overrides import _len_torch_function_stack
@@ -83,6 +84,24 @@ def test_flags_removed_after_init_are_an_error(technique: Any) -> None:
     with pytest.raises(NotEngagedError, match="did not take effect"):
         trainer.fit()
     trainer.close()
+
+
+@both_techniques
+def test_under_fp16_a_missing_step_is_noted_only_at_the_end_and_only_until_one_is_seen(technique: Any) -> None:
+    optimizer = grouped_adamw(model := tiny_bert())
+    state: Any = SimpleNamespace(optimizers=[optimizer], precision=Precision.AMP_FP16)
+    instance = technique()
+    instance.engage(state)
+    assert instance.verify(state) == {}
+    instance.ended = True
+    instance.evidence.update(instance.verify(state))
+    assert "fp16 skips steps" in instance.evidence["note"]
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    instance.evidence.update(instance.verify(state))
+    assert instance.evidence["operators_in_one_step"]
+    assert "note" not in instance.evidence
 
 
 def test_fused_refuses_parameters_that_are_not_floating_point() -> None:
