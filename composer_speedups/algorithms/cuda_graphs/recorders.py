@@ -47,7 +47,9 @@ class CUDARecorder:
         graph = torch.cuda.CUDAGraph()
         # On several ranks, a thread of NCCL queries CUDA events, which "global" forbids in every thread.
         mode = "thread_local" if world_size() > 1 else "global"
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode=mode):
+        # The warm-up's stream: autograd nodes of the parameters may outlive the warm-up, and belong to its stream.
+        stream = _side_stream(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
             result = run()
         return result, graph.replay
 
