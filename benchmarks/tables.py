@@ -732,7 +732,7 @@ def markdown(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
 def _measured(row: Row, base: float | None) -> dict[str, str]:
     rate, failed = row["samples_per_sec"], describe_errors(row)
     if rate is None:
-        return {_COLUMNS[2]: failed or ("not timed" if row["accuracy"] else "failed")}
+        return {_COLUMNS[2]: failed or ("not timed" if row["train_loss"] or row["accuracy"] else "failed")}
     text = _spread(row)
     return {
         _COLUMNS[2]: f"{text}; {failed}" if failed else text,

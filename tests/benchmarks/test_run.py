@@ -244,6 +244,9 @@ def test_concurrent_runs_record_no_times(monkeypatch: pytest.MonkeyPatch) -> Non
     assert [row["samples_per_sec"] for row in rows] == [None] * 3
     assert [row["accuracy"]["runs"] for row in rows] == [[0.9, 0.9]] * 3
     assert "| plain | not timed |  |  |  |  |  | 0.9000 |" in "\n".join(runner.markdown(rows))
+    for row in rows:  # without an evaluation
+        row |= {"accuracy": None, "train_loss": row["accuracy"]}
+    assert "| plain | not timed |" in "\n".join(runner.markdown(rows))
 
 
 @pytest.mark.slow
