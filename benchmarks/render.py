@@ -9,10 +9,10 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
   ``refusals``;
 - from tests/helpers/support.py: ``tasks``, ``support_legend``, and with tests/supported.json, what marked tests
   recorded, ``support``;
-- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``, ``steps TABLE [LAST]``,
-  ``call TABLE [N]``, ``jobs TABLE``, ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``,
-  ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``, ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``,
-  ``mutants``.
+- from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``,
+  ``steps TABLE [batch=N last=N]``, ``best TABLE [KEY=VALUE …] | …``, ``call TABLE [N]``, ``jobs TABLE``,
+  ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``,
+  ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``, ``mutants``.
 
 ``<!-- value: EXPRESSION -->…<!-- end -->`` in a sentence is a single value of the rows: :mod:`benchmarks.values`.
 
@@ -37,7 +37,7 @@ STUB = ROOT / "composer_speedups" / "__init__.pyi"
 _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTALL)
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _OF_CODE = "techniques order ranks conflicts families families_short heads refusals tasks support support_legend"
-_OF_ROWS = "ladder summary effect steps call jobs starts kernels kinds accuracy across suite mutants"
+_OF_ROWS = "ladder summary effect steps best call jobs starts kernels kinds accuracy across suite mutants"
 _KINDS = f"{_OF_CODE} {_OF_ROWS}".split()
 
 
@@ -70,7 +70,7 @@ def _figure(request: str) -> str:
     if kind not in _KINDS:
         raise ValueError(f"no figure of kind {kind!r}")
     name, _, more = rest.partition(" ")
-    if kind == "across":
+    if kind in ("across", "best"):
         arguments = [part.strip() for part in rest.split("|")]
     else:
         arguments = [name, *(part.strip() for part in more.split("|"))] if more else rest.split()

@@ -15,6 +15,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import OmegaConf
+
 from benchmarks.rows import RESULTS, Row, describe_errors, median_step, point_of, read_rows, spell
 
 if TYPE_CHECKING:
@@ -434,14 +436,17 @@ def _yamls_by_task() -> dict[str, list[str]]:
 # Figures that set the suite beside its peers
 
 
-def steps(name: str, last: int | str = 0) -> list[str]:
+def steps(name: str, only: str = "") -> list[str]:
     """Every configuration at each batch size: its rate and median step, compared with the first one's of the call.
 
     The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's.
-    ``last`` shows only that many of the last calls; 0 shows all.
+    ``only`` selects rows: ``batch=128`` those of a batch size, and ``last=1`` those of that many of the last calls.
     """
-    rows = rows_of(name)
-    shown = sorted({row["call"] for row in rows})[-int(last) :]
+    chosen = dict(part.split("=") for part in only.split())
+    if unknown := set(chosen) - {"batch", "last"}:
+        raise ValueError(f"steps selects by batch and last, not by {unknown.pop()}")
+    rows = [row for row in rows_of(name) if chosen.get("batch") in (None, str(row["data.batch_size"]))]
+    shown = sorted({row["call"] for row in rows})[-int(chosen.get("last", 0)) :]
     rows = [row for row in rows if row["call"] in shown]
     lines = []
     for row, base in _by_call(rows):
@@ -464,6 +469,28 @@ def steps(name: str, last: int | str = 0) -> list[str]:
         "warm-up, s",
     ]
     return _figure_by_call(head, lines, rows)
+
+
+def best(*selections: str) -> list[str]:
+    """The fast set, also with 8-bit matmuls, compared with the fastest configuration of HF Trainer in the same call.
+
+    Each selection of rows, ``TABLE [KEY=VALUE …]``, is a line.
+    """
+    from benchmarks.values import BEST_PEER, last_call  # which reads rows by this module
+
+    base = OmegaConf.load(ROOT / "yamls" / "bert_imdb_fast.yaml")
+    lines, rows = [], []
+    for selection in selections:
+        peer, fast, float8 = call = last_call(selection, BEST_PEER, "fast set", "fast set, fp8")
+        rows += call
+        length = override_of(peer, "data.max_length") or base.data.max_length
+        points = f"{peer['data.batch_size']} × {length}"
+        rates = [cell for row in (fast, float8) for cell in (_spread(row), _ratio(row, peer))]
+        memory = f"{fast['peak_memory_gib']['median'] / peer['peak_memory_gib']['median']:.0%}"
+        size = str(override_of(peer, "model.size"))
+        lines.append([size, points, peer["configuration"], _spread(peer), *rates, memory])
+    head = ["BERT", "batch × tokens", "fastest peer", "samples/s", "fast set", "ratio", "with fp8", "ratio", "memory"]
+    return _figure(head, lines, rows)
 
 
 def jobs(name: str) -> list[str]:

@@ -90,6 +90,18 @@ def select(selection: str) -> list[Row]:
     )
 
 
+def last_call(where: str, *names: str) -> list[Row]:
+    """One row for each named configuration, all of the last call of ``TABLE [KEY=VALUE …]`` that has them.
+
+    Raises:
+        ValueError: No call has them, or one has several rows of a configuration.
+    """
+    call = _calls(_of_table(where), names, "samples/s", where)[-1]
+    if any(len(rows) > 1 for rows in call):
+        raise ValueError(f"several rows of one call in {where}; add a key, such as seed=1")
+    return [rows[0] for rows in call]
+
+
 def _value(expression: str) -> str:
     parts = [part.strip() for part in expression.split(";")]
     if not 3 <= len(parts) <= 4:
