@@ -18,6 +18,7 @@ from benchmarks.peers import bare_loop, flattened_loop, stock_composer
 from benchmarks.peers.job import plan_of, read_arguments
 from composer_speedups import EmptyCache
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.data.builtin import builtin_reviews
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import batch, tiny_bert
@@ -25,7 +26,9 @@ from tests.helpers.jobs import SHORT, run
 
 pytest.importorskip("accelerate", reason="HF Trainer needs accelerate; pip install 'composer_speedups[bench]'")
 
-from benchmarks.peers import hf_trainer  # behind importorskip
+pytest.importorskip("sentence_transformers", reason="needs pip install 'composer_speedups[bench]'")
+
+from benchmarks.peers import hf_trainer, sentence_trainer  # behind importorskip
 
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
 JOB = ["data.train_samples=24", "data.eval_samples=16", "trainer.max_duration=2ep", "loggers.file={}"]
@@ -179,6 +182,72 @@ def test_stock_composer_has_the_posts_settings_and_refuses_others() -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(line)):
             peer(stock_composer, flag, name="refused")
+
+
+EMBEDDING = [
+    "model.task=embedding",
+    "data.source=files",
+    "data.text_columns=[anchor, positive]",
+    "data.train_file=pairs.jsonl",
+    "data.eval_file=null",
+    "data.eval_samples=null",
+    "data.tokenizer=wordpiece",
+]
+
+
+@pytest.fixture
+def pairs() -> None:
+    """Parts of reviews; the positives are longer than the anchors."""
+    reviews = [text.split() for text in builtin_reviews(24, seed=17, split="train", length_scale=0.2)["text"]]
+    parts = [(words[: 3 + i % 4], words[6 : 16 + i % 5]) for i, words in enumerate(reviews)]
+    lines = [json.dumps({"anchor": " ".join(anchor), "positive": " ".join(positive)}) for anchor, positive in parts]
+    Path("pairs.jsonl").write_text("\n".join(lines))
+
+
+@pytest.mark.usefixtures("pairs")
+@pytest.mark.parametrize("padding", ["longest", "max_length"])
+def test_sentence_transformers_trains_the_same_steps(padding: str) -> None:
+    job = [*EMBEDDING, f"data.padding={padding}", "model.pooling=cls"]
+    ours = run(*JOB, *job)
+    report = peer(sentence_trainer, *job)
+    assert len(report["losses"]) == ours["training"]["batches"] == 6
+    torch.testing.assert_close(report["losses"], losses_of_ours(), atol=6e-5, rtol=0)  # the log has four digits
+    assert report["throughput"]["padding_fraction"] == pytest.approx(ours["throughput"]["padding_fraction"])
+    assert set(report) - {"losses"} == set(ours)
+    flags = ["peer.torch_compile=true", "peer.torch_compile_backend=eager"]
+    compiled = peer(sentence_trainer, *job, *flags, name="compiled")
+    torch.testing.assert_close(compiled["losses"], report["losses"], atol=1e-4, rtol=0)
+    graphs = [each["algorithms"]["sentence_trainer"]["evidence"]["graphs"] for each in (report, compiled)]
+    assert graphs[0] == 0 < graphs[1]
+
+
+@pytest.mark.usefixtures("pairs")
+def test_sentence_transformers_reads_each_column_at_its_own_length() -> None:
+    job = [*EMBEDDING, "data.padding=longest", "trainer.max_duration=1ba"]
+    seen: list[list[int]] = []
+
+    class Watching(sentence_trainer.MultipleNegativesRankingLoss):
+        def forward(self, sentence_features: Any, labels: Any) -> Any:
+            seen.append([features["input_ids"].shape[1] for features in sentence_features])
+            assert all(features["attention_mask"][:, -1].any() for features in sentence_features)
+            return super().forward(sentence_features, labels)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sentence_trainer, "MultipleNegativesRankingLoss", Watching)
+        peer(sentence_trainer, *job)
+    ((anchors, positives),) = seen
+    assert anchors < positives
+
+
+@pytest.mark.usefixtures("pairs")
+def test_sentence_transformers_refuses_other_jobs() -> None:
+    for overrides, line in (
+        ([], "model.task: this peer trains embeddings with model.loss=ranking only"),
+        ([*EMBEDDING, "data.eval_file=pairs.jsonl"], "data.eval_file: this peer does not evaluate"),
+        ([*EMBEDDING, "peer.presett=plain"], "unknown key 'peer.presett'; did you mean 'preset'"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(line)):
+            peer(sentence_trainer, *overrides, name="refused")
 
 
 @pytest.mark.gpu

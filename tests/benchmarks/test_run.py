@@ -115,7 +115,7 @@ def test_a_peer_does_not_accumulate_overrides() -> None:
     with pytest.raises(
         SystemExit,
         match="configuration 'HF' does not name a peer; peers are bare_loop, flattened_loop, hf_trainer, own_trainer, "
-        "stock_composer",
+        "sentence_trainer, stock_composer",
     ):
         runner.read_table(table(configurations={"HF": {"peer": "hf"}}))
     with pytest.raises(

@@ -1,0 +1,117 @@
+"""python -m benchmarks.peers.sentence_trainer -f FILE [key=value ...] [peer.NAME=VALUE ...]: embeddings with
+sentence-transformers' Trainer and its MultipleNegativesRankingLoss.
+
+The job is that of a config with ``model.task=embedding`` and the ranking loss: the same samples in the same order,
+tokens, batch size, initial weights, dropout, pooling, temperature, AdamW settings, learning rate of every batch and
+clipping. As in sentence-transformers, each column of texts is encoded by a call of its own; with
+``data.padding=longest``, it is padded to its own longest text. The loss does not exclude false negatives. Texts are
+tokenized ahead of training. ``algorithms`` and ``trainer.precision`` are ignored; instead there are
+
+- ``peer.preset`` and ``peer.attention``: as in :mod:`.hf_trainer`.
+- ``peer.NAME`` for every other name: a field of SentenceTransformerTrainingArguments.
+
+It trains only: a config with evaluation data is refused. Writes report.json like train.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.devices import DeviceCPU, DeviceGPU
+from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
+from sentence_transformers.losses import MultipleNegativesRankingLoss
+from torch import Tensor
+
+from benchmarks.peers.job import Job, build_job, plan_of, read_arguments, set_attention
+from benchmarks.peers.job_trainer import JobTrainer, evidence_of, precision_of, training_arguments
+from benchmarks.peers.meter import Meter
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.operator_recorder import compile_counts
+from composer_speedups.tasks.embedding import Embedding
+from composer_speedups.train.cli import exit_codes
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.run_folder import RunFolder
+
+_OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa"}
+
+
+def main(arguments: list[str]) -> None:
+    config, flags = read_arguments(arguments)
+    own = {name: flags.pop(name, default) for name, default in _OWN_FLAGS.items()}
+    config.algorithms, config.trainer.precision = {}, "fp32"  # settings of the suite; the report shows what was used
+    on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+    if config.trainer.device == "gpu" and not on_gpu:
+        raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
+    with RunFolder(config) as folder:
+        job = build_job(config, on_gpu=on_gpu)
+        task = job.model.task
+        if not isinstance(task, Embedding) or task.loss_name != "ranking":
+            raise ConfigError("model.task: this peer trains embeddings with model.loss=ranking only")
+        if job.eval is not None:
+            raise ConfigError("data.eval_file: this peer does not evaluate; set data.eval_file=null")
+        plan = plan_of(config, len(job.train))
+        args = training_arguments(
+            SentenceTransformerTrainingArguments,
+            config,
+            plan,
+            own["preset"],
+            flags,
+            own=_OWN_FLAGS,
+            on_gpu=on_gpu,
+            folder=folder.path,
+        )
+        device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
+        meter = Meter(config, job.model, device, precision_of(args))
+        set_attention(job.model, own["attention"])
+        encoder = _encoder(job, config)
+        trainer = _Peer(
+            job,
+            plan=plan,
+            meter=meter,
+            config=config,
+            model=encoder,
+            args=args,
+            loss=MultipleNegativesRankingLoss(encoder, scale=1 / task.temperature),
+        )
+        before = compile_counts()
+        trainer.train()
+        meter.end()
+        evidence = {**own, **evidence_of(trainer, args), "graphs": compile_counts().since(before).graphs}
+        meter.write(folder, "sentence_trainer", evidence)
+
+
+def _encoder(job: Job, config: Config) -> SentenceTransformer:
+    """sentence-transformers' model with the job's own transformers model inside."""
+    task: Any = job.model.task
+    tokenizer: Any = job.model.tokenizer
+    with tempfile.TemporaryDirectory() as name:
+        job.model.model.save_pretrained(name)
+        tokenizer.save_pretrained(name)
+        task.export(Path(name), job.model.model.config.hidden_size, config.data.max_length)
+        arguments = task.model_arguments(type(job.model.model))  # no pooler
+        encoder = SentenceTransformer(name, device="cpu", model_kwargs=arguments)
+    encoder[0].model = job.model.model
+    return encoder
+
+
+class _Peer(JobTrainer, SentenceTransformerTrainer):
+    """sentence-transformers' Trainer on a job."""
+
+    def inputs_of(self, batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Turn tokens (R, N, S) into N texts' ``text_n_input_ids`` and ``text_n_attention_mask``, each (R, S)."""
+        texts = zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True)
+        found: dict[str, Tensor] = {}
+        for n, (ids, mask) in enumerate(texts):
+            width = int(mask.sum(-1).max()) if self._padding == "longest" else mask.shape[1]
+            found |= {f"text_{n}_input_ids": ids[:, :width], f"text_{n}_attention_mask": mask[:, :width]}
+        return found
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        main(sys.argv[1:])
