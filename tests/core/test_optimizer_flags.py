@@ -147,8 +147,8 @@ class CountingKernel:
     def step(self, tables: Any, gradients: Any, *, lr: Any, betas: Any, eps: float, weight_decay: float) -> None:
         self.steps += 1
         for parameter, average, square, count, gradient in zip(*tables.tensors, gradients, strict=True):
-            average.lerp_(gradient, 1 - betas[0])
-            square.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
+            average.data.lerp_(gradient, 1 - betas[0])  # autograd does not see changes of data
+            square.data.mul_(betas[1]).addcmul_(gradient, gradient, value=1 - betas[1])
             corrected = (square / (1 - betas[1] ** float(count))).sqrt() + eps
             parameter.data.mul_(1 - lr * weight_decay)
             parameter.data.sub_(lr / (1 - betas[0] ** float(count)) * average / corrected)
@@ -202,6 +202,20 @@ def test_the_triton_step_computes_every_group_and_only_the_update(closure: str, 
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
     states = [optimizer.state_dict()["state"] for optimizer in optimizers]
     torch.testing.assert_close(states[1], states[0])
+
+
+@pytest.mark.usefixtures("kernel")
+def test_after_the_triton_step_a_backward_pass_through_old_parameters_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    on_the_cpu(optimizer)
+    loss = model(torch.ones(2, 4)).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert all(moment._version for moment in moments)
 
 
 def test_updates_that_the_triton_step_does_not_support_run_in_torch(kernel: CountingKernel) -> None:

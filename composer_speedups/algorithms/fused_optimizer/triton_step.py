@@ -106,6 +106,8 @@ class TritonStep(TorchFunctionMode):
                 return False
             tables = self._tables[first] = AdamWTables(parameters, averages, squares, steps)
         adamw_step(tables, gradients, lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+        # Autograd does not see what the kernel writes; it then still refuses a backward pass through old parameters.
+        torch.autograd.graph.increment_version([*parameters, *averages, *squares])
         return True
 
     def _supports(self, tensor: Tensor) -> bool:
