@@ -176,19 +176,34 @@ def test_models_are_cut_by_default_on_several_ranks_only() -> None:
 
 
 def capture_mode() -> str:
-    """Return the error mode of a capture."""
+    """Return the error mode of a capture, in the stream of its warm-up."""
     seen: list[str] = []
+    streams: list[Any] = []
 
-    class Graph(contextlib.nullcontext[None]):
-        def __init__(self, graph: Any, pool: Any, capture_error_mode: str) -> None:
+    class InStream(contextlib.nullcontext[None]):
+        def __init__(self, stream: Any) -> None:
             super().__init__()
+            streams.append(stream)
+
+    class Graph(InStream):
+        def __init__(self, graph: Any, pool: Any, stream: Any, capture_error_mode: str) -> None:
+            super().__init__(stream)
             seen.append(capture_error_mode)
 
-    class Captured:
-        def replay(self) -> None: ...
-
-    torch.cuda.graph, torch.cuda.CUDAGraph = Graph, Captured  # type: ignore[misc, assignment]
-    CUDARecorder(pool=(0, 1)).record(lambda: None)
+    replaced = {
+        "CUDAGraph": lambda: SimpleNamespace(replay=None),
+        "graph": Graph,
+        "stream": InStream,
+        "Stream": lambda device: object(),
+        "current_device": lambda: 0,
+        "synchronize": lambda: None,
+    }
+    for name, stand_in in replaced.items():
+        setattr(torch.cuda, name, stand_in)
+    recorder = CUDARecorder(pool=(0, 1))
+    recorder.warm_up(lambda: None)
+    recorder.record(lambda: None)
+    assert streams[0] is streams[1]
     return seen[0]
 
 
