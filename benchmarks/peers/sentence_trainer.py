@@ -96,6 +96,8 @@ def _encoder(job: Job, config: Config) -> SentenceTransformer:
         arguments = task.model_arguments(type(job.model.model))  # no pooler
         encoder = SentenceTransformer(name, device="cpu", model_kwargs=arguments)
     encoder[0].model = job.model.model
+    if {*encoder.parameters()} != {*job.model.model.parameters()}:
+        raise RuntimeError("sentence-transformers keeps its model elsewhere; sentence_trainer needs 6.0 or newer")
     return encoder
 
 
