@@ -74,7 +74,7 @@ class AdamWTables:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [tensor.data_ptr() for tensor in tensors]
+    return list(map(Tensor.data_ptr, tensors))
 
 
 def adamw_step(

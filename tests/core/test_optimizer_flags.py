@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,6 @@ import torch
 from composer.core import Precision
 from composer.optim import DecoupledAdamW
 from torch import Tensor
-from torch.overrides import _len_torch_function_stack
 
 from composer_speedups import (
     ForEachOptimizer,
@@ -20,7 +20,7 @@ from composer_speedups import (
     apply_foreach_optimizer,
     apply_fused_optimizer,
 )
-from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep, triton_step_of
+from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep, running_step, triton_step_of
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from tests.core.test_optimizer_swaps import grouped_adamw
@@ -181,7 +181,7 @@ def test_the_triton_step_computes_every_group_and_only_the_update(closure: str, 
         for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
 
             def losses(model: Any = model, seed: int = count) -> Tensor:
-                assert not _len_torch_function_stack(), "the closure must not run inside the mode"
+                assert running_step() is None, "the closure is not part of the update"
                 model.zero_grad()
                 loss = model(**batch([3, 9, 5], seed=seed)).loss
                 loss.backward()
@@ -195,7 +195,7 @@ def test_the_triton_step_computes_every_group_and_only_the_update(closure: str, 
             else:
                 optimizer.step(losses)
             scheduler.step()
-        assert not _len_torch_function_stack()
+        assert running_step() is None
     groups = len(optimizers[1].param_groups)
     assert (installed.updates, installed.left_to_torch) == (3 * groups, 0) == (kernel.steps, 0)
     assert kernel.tables == groups, "tables are kept while tensors are"
@@ -232,6 +232,24 @@ def test_updates_that_the_triton_step_does_not_support_run_in_torch(kernel: Coun
     assert (installed.updates, installed.left_to_torch) == (0, 2)
 
 
+def test_another_optimizer_and_another_thread_step_with_torch(kernel: CountingKernel) -> None:
+    ours, other = (torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], lr=0.1, fused=True) for _ in range(2))
+    installed = on_the_cpu(ours)
+    for optimizer in (ours, other):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(4)
+    with ThreadPoolExecutor(1) as threads:
+
+        def closure() -> float:
+            threads.submit(other.step).result()
+            return 0.0
+
+        ours.register_step_pre_hook(lambda *_: threads.submit(other.step).result())  # while ours is running
+        ours.step(closure)
+    other.step()
+    assert (installed.updates, kernel.steps) == (1, 1)
+    assert float(other.state[other.param_groups[0]["params"][0]]["step"]) == 3
+
+
 def test_after_a_step_that_raised_the_next_one_works(kernel: CountingKernel, monkeypatch: pytest.MonkeyPatch) -> None:
     parameter = torch.nn.Parameter(torch.ones(4))
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
@@ -243,7 +261,7 @@ def test_after_a_step_that_raised_the_next_one_works(kernel: CountingKernel, mon
             optimizer.step()
     optimizer.step()
     installed.remove()
-    assert not _len_torch_function_stack()
+    assert running_step() is None
     optimizer.step()
     assert installed.updates == 1
 

@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.overrides import TorchFunctionMode
 
 from composer_speedups.surgery.optimizer_hooks import start_after_closure
 
 if TYPE_CHECKING:
     from composer_speedups.kernels.adamw import AdamWTables
 
-__all__ = ["TritonStep", "reason_against", "triton_step_of"]
+__all__ = ["TritonStep", "reason_against", "running_step", "triton_step_of"]
+
+_torch_fused_adamw_ = torch._fused_adamw_
+_running = threading.local()
 
 
-class TritonStep(TorchFunctionMode):
-    """Step hooks of an optimizer, and a mode that is active from the end of the closure to the end of the step.
+def running_step() -> TritonStep | None:
+    """The one whose optimizer is updating its parameters in this thread."""
+    return getattr(_running, "step", None)
 
-    The optimizer, its state and its hyperparameters stay torch's. Only the operator ``_fused_adamw_``, which updates
-    all parameters of a group, is computed by :mod:`composer_speedups.kernels.adamw`.
+
+def _fused_adamw_(*args: Any, **kwargs: Any) -> None:
+    """torch's operator, computed by the running step if that supports the call."""
+    step = running_step()
+    if step is None or not step.update(*args, **kwargs):
+        _torch_fused_adamw_(*args, **kwargs)
+
+
+class TritonStep:
+    """Step hooks of an optimizer, between which its updates are computed by :mod:`composer_speedups.kernels.adamw`.
+
+    The optimizer, its state and its hyperparameters stay torch's. Only the operator ``torch._fused_adamw_``, which
+    updates all parameters of a group, is replaced, from the end of the closure to the end of the step.
 
     Attributes:
         updates: Number of calls of the operator that the kernel computed.
@@ -30,11 +45,9 @@ class TritonStep(TorchFunctionMode):
     """
 
     def __init__(self, devices: Sequence[str] = ("cuda",)) -> None:
-        super().__init__()
         self.updates = self.left_to_torch = 0
         self._devices = devices
         self._tables: dict[int, AdamWTables] = {}  # address of the first parameter → tables of its group
-        self._active = False
 
     def install(self, optimizer: Optimizer) -> None:
         """Register the hooks."""
@@ -42,6 +55,9 @@ class TritonStep(TorchFunctionMode):
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
         ]
+        # Permanently, because another thread may be inside a step. A TorchFunctionMode would also see every access to a
+        # tensor's attributes, a thousand in a step of bert-base.
+        torch._fused_adamw_ = _fused_adamw_  # type: ignore[assignment]
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -50,26 +66,23 @@ class TritonStep(TorchFunctionMode):
             handle.remove()
 
     def before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Activate the mode, after the closure if there is one, because it runs the forward and backward pass."""
+        """Start after the closure, if there is one, because it runs the forward and backward pass."""
         self.after_step()  # of a step that raised
         return start_after_closure(args, kwargs, self._start)
 
     def _start(self) -> None:
-        self.__enter__()
-        self._active = True
+        _running.step = self
 
     def after_step(self, *_: Any) -> None:
-        if self._active:
-            self.__exit__(None, None, None)
-            self._active = False
+        if running_step() is self:
+            _running.step = None
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch._fused_adamw_:
-            if self._update(*args, **(kwargs or {})):
-                self.updates += 1
-                return None
-            self.left_to_torch += 1
-        return function(*args, **(kwargs or {}))
+    def update(self, *args: Any, **kwargs: Any) -> bool:
+        """Compute a call of the operator; return False if the kernel does not support it."""
+        done = self._update(*args, **kwargs)
+        self.updates += done
+        self.left_to_torch += not done
+        return done
 
     def _update(
         self,
@@ -90,7 +103,6 @@ class TritonStep(TorchFunctionMode):
         grad_scale: Tensor | None = None,
         found_inf: Tensor | None = None,
     ) -> bool:
-        """Compute the update; return False if the kernel does not support it."""
         if amsgrad or maximize or isinstance(lr, Tensor) or grad_scale is not None or found_inf is not None:
             return False
         if not (beta1 and beta2):
