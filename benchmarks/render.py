@@ -10,7 +10,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - from tests/helpers/support.py: ``tasks``, ``support_legend``, and with tests/supported.json, what marked tests
   recorded, ``support``;
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``,
-  ``steps TABLE [batch=N last=N]``, ``best TABLE [KEY=VALUE …] | …``, ``call TABLE [N]``, ``jobs TABLE``,
+  ``steps TABLE``, ``best TABLE [KEY=VALUE …] | …``, ``call TABLE [N]``, ``jobs TABLE``,
   ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``,
   ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``, ``mutants``.
 

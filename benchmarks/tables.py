@@ -436,19 +436,12 @@ def _yamls_by_task() -> dict[str, list[str]]:
 # Figures that set the suite beside its peers
 
 
-def steps(name: str, only: str = "") -> list[str]:
+def steps(name: str) -> list[str]:
     """Every configuration at each batch size: its rate and median step, compared with the first one's of the call.
 
     The rate is of all steady steps together; where a host runs ahead of the GPU, the median step is the host's.
-    ``only`` selects rows: ``batch=128`` those of a batch size, and ``last=1`` those of that many of the last calls.
     """
-    chosen = dict(part.split("=") for part in only.split())
-    if unknown := set(chosen) - {"batch", "last"}:
-        raise ValueError(f"steps selects by batch and last, not by {unknown.pop()}")
-    rows = [row for row in rows_of(name) if chosen.get("batch") in (None, str(row["data.batch_size"]))]
-    shown = sorted({row["call"] for row in rows})[-int(chosen.get("last", 0)) :]
-    rows = [row for row in rows if row["call"] in shown]
-    lines = []
+    rows, lines = rows_of(name), []
     for row, base in _by_call(rows):
         if not row["samples_per_sec"]:
             cells = [str(row["data.batch_size"]), row["configuration"], describe_errors(row), *[""] * 4]
