@@ -26,16 +26,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.devices import DeviceCPU, DeviceGPU
 from torch.utils.data import DataLoader
 from transformers import EvalPrediction, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from benchmarks.peers.job import Job, build_job, plan_of, read_arguments, set_attention
-from benchmarks.peers.job_trainer import JobTrainer, evidence_of, precision_of, training_arguments
-from benchmarks.peers.meter import Meter
+from benchmarks.peers.job import Job, build_job, plan_of, set_attention
+from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
@@ -51,12 +48,7 @@ _OWN_FLAGS: dict[str, Any] = {
 
 
 def main(arguments: list[str]) -> None:
-    config, flags = read_arguments(arguments)
-    own = {name: flags.pop(name, default) for name, default in _OWN_FLAGS.items()}
-    config.algorithms, config.trainer.precision = {}, "fp32"  # settings of the suite; the report shows what was used
-    on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
-    if config.trainer.device == "gpu" and not on_gpu:
-        raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
+    config, own, flags, on_gpu = read_flags(arguments, _OWN_FLAGS)
     if own["regional_compile"]:
         os.environ["ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"] = "true"
     with RunFolder(config) as folder:
@@ -67,17 +59,12 @@ def main(arguments: list[str]) -> None:
         )
         if args.train_sampling_strategy == "group_by_length":
             job = job._replace(train=_grouped_by_length(job.train, config))
-        device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
-        meter = Meter(config, job.model, device, precision_of(args))
+        meter = meter_of(config, job, args, on_gpu=on_gpu)
         set_attention(job.model, own["attention"])
         if own["apply_recommended"]:
             own["apply_recommended"] = {name: len(names) for name, names in apply_recommended(job.model.model).items()}
         trainer = _Peer(job, args=args, plan=plan, meter=meter, config=config, grad_norm=own["grad_norm"])
-        before = compile_counts()
-        trainer.train()
-        meter.end()
-        evidence = {**own, **evidence_of(trainer, args), "graphs": compile_counts().since(before).graphs}
-        meter.write(folder, "hf_trainer", evidence)
+        trainer.run(folder, "hf_trainer", own)
 
 
 def _grouped_by_length(loader: DataLoader[Any], config: Config) -> DataLoader[Any]:

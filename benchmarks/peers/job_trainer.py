@@ -4,21 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from composer.devices import DeviceCPU, DeviceGPU
 from torch.utils.data import DataLoader
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
-from benchmarks.peers.job import Job, Plan
+from benchmarks.peers.job import Job, Plan, read_arguments
 from benchmarks.peers.meter import Meter
 from composer_speedups.core.errors import ConfigError, did_you_mean, first_line
+from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.train.config.schema import Config
+from composer_speedups.train.run_folder import RunFolder
 
 _BEST = {"optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
 _BEST_ON_GPU = {"bf16": True, "tf32": True, "torch_compile": True, "accelerator_config": {"non_blocking": True}}
+
+
+def read_flags(
+    arguments: Sequence[str], defaults: Mapping[str, Any]
+) -> tuple[Config, dict[str, Any], dict[str, Any], bool]:
+    """Read a peer's command line; ``defaults`` are the flags that are not TrainingArguments'.
+
+    Returns:
+        The config without techniques, the peer's own flags, the other flags, and whether to train on a GPU.
+
+    Raises:
+        ConfigError: As :func:`.read_arguments`, or the config needs a GPU, and there is none.
+    """
+    config, flags = read_arguments(arguments)
+    own = {name: flags.pop(name, default) for name, default in defaults.items()}
+    config.algorithms, config.trainer.precision = {}, "fp32"  # settings of the suite; the report shows what was used
+    on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
+    if config.trainer.device == "gpu" and not on_gpu:
+        raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
+    return config, own, flags, on_gpu
 
 
 def training_arguments(
@@ -78,13 +101,15 @@ def training_arguments(
     return arguments
 
 
-def precision_of(args: TrainingArguments) -> str:
-    return "amp_bf16" if args.bf16 else "amp_fp16" if args.fp16 else "fp32"
+def meter_of(config: Config, job: Job, args: TrainingArguments, *, on_gpu: bool) -> Meter:
+    device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
+    return Meter(config, job.model, device, "amp_bf16" if args.bf16 else "amp_fp16" if args.fp16 else "fp32")
 
 
 class JobTrainer:
     """Mixin for a subclass of transformers' Trainer: the job's loader, learning rates and weight decay, and a meter."""
 
+    args: Any
     accelerator: Any
     optimizer: Any
     lr_scheduler: Any
@@ -94,7 +119,7 @@ class JobTrainer:
         self, job: Job, *, plan: Plan, meter: Meter, config: Config, grad_norm: bool = True, **kwargs: Any
     ) -> None:
         self._job, self._plan, self._meter, self._grad_norm = job, plan, meter, grad_norm
-        self._decays_all, self._padding = config.optimizer.decay_bias_and_norm, config.data.padding
+        self._config = config
         self._on_host: deque[Any] = deque()  # batches whose step has not run yet
         self._new_epoch = True
         super().__init__(callbacks=[_Steps(self, plan, meter)], **kwargs)  # type: ignore[call-arg]
@@ -112,12 +137,13 @@ class JobTrainer:
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or unwrapped(self.optimizer), self._plan.rate
+                optimizer or _unwrapped(self.optimizer), self._plan.rate
             )
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        return [name for name, p in model.named_parameters() if self._decays_all or p.ndim > 1]
+        decays_all = self._config.optimizer.decay_bias_and_norm
+        return [name for name, p in model.named_parameters() if decays_all or p.ndim > 1]
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         if not self._new_epoch:
@@ -137,19 +163,27 @@ class JobTrainer:
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         return super()._get_grad_norm(*args, **kwargs) if self._grad_norm else None  # type: ignore[misc]
 
+    def run(self, folder: RunFolder, peer: str, own: Mapping[str, Any]) -> None:
+        """Train, and write the report; its evidence has the peer's own flags, too."""
+        before = compile_counts()
+        self.train()  # type: ignore[attr-defined]
+        self._meter.end()
+        graphs = compile_counts().since(before).graphs
+        self._meter.write(folder, peer, {**own, **self._evidence(), "graphs": graphs})
 
-def evidence_of(trainer: JobTrainer, args: TrainingArguments) -> dict[str, Any]:
-    """What the run used, read from the objects if possible."""
-    return {
-        "fused": bool(trainer._meter.state.optimizers[0].param_groups[0].get("fused")),
-        "attention": trainer._job.model.model.config._attn_implementation,
-        "bf16": args.bf16,
-        "tf32": args.tf32,
-        "torch_compile": args.torch_compile,
-        "torch_compile_mode": args.torch_compile_mode,
-        "train_sampling_strategy": args.train_sampling_strategy,
-        "max_grad_norm": args.max_grad_norm,
-    }
+    def _evidence(self) -> dict[str, Any]:
+        """What the run used, read from the objects if possible."""
+        args = self.args
+        return {
+            "fused": bool(self._meter.state.optimizers[0].param_groups[0].get("fused")),
+            "attention": self._job.model.model.config._attn_implementation,
+            "bf16": args.bf16,
+            "tf32": args.tf32,
+            "torch_compile": args.torch_compile,
+            "torch_compile_mode": args.torch_compile_mode,
+            "train_sampling_strategy": args.train_sampling_strategy,
+            "max_grad_norm": args.max_grad_norm,
+        }
 
 
 class _Steps(TrainerCallback):
@@ -157,7 +191,7 @@ class _Steps(TrainerCallback):
         self._trainer, self._plan, self._meter = trainer, plan, meter
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._meter.begin(unwrapped(self._trainer.optimizer), self._plan.batches)
+        self._meter.begin(_unwrapped(self._trainer.optimizer), self._plan.batches)
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._meter.between_epochs()
@@ -187,6 +221,6 @@ class _Tap:
         return getattr(self._loader, name)
 
 
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     """The optimizer inside accelerate's wrapper, if it has one."""
     return getattr(optimizer, "optimizer", optimizer)

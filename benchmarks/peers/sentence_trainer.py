@@ -21,17 +21,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from composer.devices import DeviceCPU, DeviceGPU
 from sentence_transformers import SentenceTransformer, SentenceTransformerTrainer, SentenceTransformerTrainingArguments
 from sentence_transformers.losses import MultipleNegativesRankingLoss
 from torch import Tensor
 
-from benchmarks.peers.job import Job, build_job, plan_of, read_arguments, set_attention
-from benchmarks.peers.job_trainer import JobTrainer, evidence_of, precision_of, training_arguments
-from benchmarks.peers.meter import Meter
+from benchmarks.peers.job import Job, build_job, plan_of, set_attention
+from benchmarks.peers.job_trainer import JobTrainer, meter_of, read_flags, training_arguments
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.operator_recorder import compile_counts
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.schema import Config
@@ -41,12 +37,7 @@ _OWN_FLAGS: dict[str, Any] = {"preset": "best", "attention": "sdpa"}
 
 
 def main(arguments: list[str]) -> None:
-    config, flags = read_arguments(arguments)
-    own = {name: flags.pop(name, default) for name, default in _OWN_FLAGS.items()}
-    config.algorithms, config.trainer.precision = {}, "fp32"  # settings of the suite; the report shows what was used
-    on_gpu = config.trainer.device != "cpu" and torch.cuda.is_available()
-    if config.trainer.device == "gpu" and not on_gpu:
-        raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
+    config, own, flags, on_gpu = read_flags(arguments, _OWN_FLAGS)
     with RunFolder(config) as folder:
         job = build_job(config, on_gpu=on_gpu)
         task = job.model.task
@@ -65,8 +56,7 @@ def main(arguments: list[str]) -> None:
             on_gpu=on_gpu,
             folder=folder.path,
         )
-        device = DeviceGPU(allow_tf32=bool(args.tf32 or args.torch_compile)) if on_gpu else DeviceCPU()
-        meter = Meter(config, job.model, device, precision_of(args))
+        meter = meter_of(config, job, args, on_gpu=on_gpu)
         set_attention(job.model, own["attention"])
         encoder = _encoder(job, config)
         trainer = _Peer(
@@ -78,11 +68,7 @@ def main(arguments: list[str]) -> None:
             args=args,
             loss=MultipleNegativesRankingLoss(encoder, scale=1 / task.temperature),
         )
-        before = compile_counts()
-        trainer.train()
-        meter.end()
-        evidence = {**own, **evidence_of(trainer, args), "graphs": compile_counts().since(before).graphs}
-        meter.write(folder, "sentence_trainer", evidence)
+        trainer.run(folder, "sentence_trainer", own)
 
 
 def _encoder(job: Job, config: Config) -> SentenceTransformer:
@@ -109,7 +95,7 @@ class _Peer(JobTrainer, SentenceTransformerTrainer):
         texts = zip(batch["input_ids"].unbind(1), batch["attention_mask"].unbind(1), strict=True)
         found: dict[str, Tensor] = {}
         for n, (ids, mask) in enumerate(texts):
-            width = int(mask.sum(-1).max()) if self._padding == "longest" else mask.shape[1]
+            width = int(mask.sum(-1).max()) if self._config.data.padding == "longest" else mask.shape[1]
             found |= {f"text_{n}_input_ids": ids[:, :width], f"text_{n}_attention_mask": mask[:, :width]}
         return found
 
