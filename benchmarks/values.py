@@ -96,10 +96,7 @@ def last_call(where: str, *names: str) -> list[Row]:
     Raises:
         ValueError: No call has them, or one has several rows of a configuration.
     """
-    call = _calls(_of_table(where), names, "samples/s", where)[-1]
-    if any(len(rows) > 1 for rows in call):
-        raise ValueError(f"several rows of one call in {where}; add a key, such as seed=1")
-    return [rows[0] for rows in call]
+    return _single(_calls(_of_table(where), names, "samples/s", where)[-1], where)
 
 
 def _value(expression: str) -> str:
@@ -116,15 +113,21 @@ def _value(expression: str) -> str:
         return str(sum(len(_runs(row, measure)) for of_call in calls for row in of_call[0]))
     if what == "spread":
         found = [number for of_call in calls for number in _numbers(of_call, measure)]
-    elif any(len(rows) > 1 for rows in calls[-1]):
-        raise ValueError(f"several rows of one call in {where}; add a key, such as seed=1")
-    elif measure == "name":
-        return _name(calls[-1][0][0])
     else:
+        single = _single(calls[-1], where)
+        if measure == "name":
+            return _name(single[0])
         found = [_over(calls[-1], measure)]
     standard = ".2f" if len(names) == 2 else MEASURES[measure][1] if measure in MEASURES else ".1f"
     spec = form[0] if form else standard
     return "–".join(dict.fromkeys(format(number, spec) for number in (min(found), max(found))))
+
+
+def _single(of_call: Sequence[Sequence[Row]], where: str) -> list[Row]:
+    """The only row of each configuration in a call."""
+    if any(len(rows) > 1 for rows in of_call):
+        raise ValueError(f"several rows of one call in {where}; add a key, such as seed=1")
+    return [rows[0] for rows in of_call]
 
 
 def _measure_and_what(text: str) -> tuple[str, str]:

@@ -270,5 +270,6 @@ def test_flattened_batches_have_the_loss_and_gradients_of_padded_ones_on_a_gpu(c
     loss.backward()
     for name, parameter in model.named_parameters():
         wanted = reference.get_parameter(name).grad
-        # The exact gradients of key biases are zero, so theirs are rounding errors; the next smallest norm is 0.02.
-        assert (parameter.grad - wanted).norm() <= 0.05 * wanted.norm() + 1e-3, name
+        # The exact gradients of key biases are zero, so theirs are rounding errors, which came to 2e-4 on an H200.
+        least = 1e-3 if name.endswith("key.bias") else 1e-4
+        assert (parameter.grad - wanted).norm() <= 0.05 * wanted.norm() + least, name

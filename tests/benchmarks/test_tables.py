@@ -88,6 +88,8 @@ def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[d
     rows += [ran("HF Trainer", "2026-01-02", 150), ran("fast set", "2026-01-02", 160)]
     line = "| base | 8 × 256 | HF Trainer, graphs | 120 | 180 | 1.50 | 240 | 2.00 | 50% |"
     assert tables.best("t")[2] == line
+    assert tables.best("t")[-1].startswith("x, driver x, torch x")
+    assert tables.best("t")[-1].endswith("2026-01-01; commit 0123456.")
     assert tables.best("t batch=8", "t")[2:4] == [line, line]
     with pytest.raises(ValueError, match="no row of t has batch=16"):
         tables.best("t batch=16")
