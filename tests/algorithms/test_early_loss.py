@@ -229,7 +229,7 @@ def test_on_a_gpu_losses_equal_composers_and_arrive_early() -> None:
         memory = InMemoryLogger()
         trainer = make_trainer(algorithms, batches=plain_batches(8), loggers=[memory], gpu=True)
         if algorithms:  # slow down the backward pass
-            trainer.state.model.model.classifier.weight.register_hook(lambda _: torch.cuda._sleep(10_000_000))
+            trainer.state.model.model.classifier.weight.register_hook(lambda _: torch.cuda._sleep(100_000_000))
         trainer.fit()
         trainer.close()
         runs.append(([value for _, value in memory.data["loss/train/total"]], final_weights(trainer)))
