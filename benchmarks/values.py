@@ -35,6 +35,7 @@ from benchmarks.rows import Row, median_step, point_of, spell
 BEST_PEER = "best peer"
 MEASURES: dict[str, tuple[Callable[[Row], Sequence[float]], str]] = {  # the values of a row's runs, and their format
     "samples/s": (lambda row: row["samples_per_sec"]["runs"], ",.0f"),
+    "tokens/s": (lambda row: row["tokens_per_sec"]["runs"], ",.0f"),
     "step ms": (lambda row: [1e3 * median_step(row)], ".1f"),
     "step ms p90": (lambda row: [1e3 * p90 for _, _, p90 in filter(None, row["step_seconds_p10_p50_p90"])], ".0f"),
     "peak GiB": (lambda row: row["peak_memory_gib"]["runs"], ".1f"),

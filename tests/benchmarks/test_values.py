@@ -25,6 +25,7 @@ def row(
         "data.batch_size": batch,
         "overrides": ["model.size=base", "model.size=large"],
         "samples_per_sec": measured(list(rates)),
+        "tokens_per_sec": measured([250 * rate for rate in rates]),
         "peak_memory_gib": measured([rate / 100 for rate in rates]),
         "step_seconds_p10_p50_p90": [[0.01, 0.02, 0.05]],
         "startup": {"imports_seconds": 7.25},
@@ -53,6 +54,7 @@ def test_a_value_is_the_median_of_the_last_call_that_has_the_configuration(rows:
 def test_measures_of_a_row(rows: list[dict[str, Any]]) -> None:
     rows.append(row("ours", "1", 100.0, 300.0, 200.0))
     assert value("t; ours; peak GiB") == "2.0"
+    assert value("t; ours; tokens/s") == "50,000"
     assert value("t; ours; step ms") == "20.0"
     assert value("t; ours; step ms p90") == "50"
     assert value("t; ours; startup.imports_seconds") == "7.2"
