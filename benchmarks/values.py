@@ -18,8 +18,8 @@ A value must not begin a line, where Markdown would start a block of HTML::
 - ``FORMAT`` is Python's, such as ``.0%``.
 
 A value comes from the last call that has all named configurations; ``spread``, ``calls`` and ``runs`` cover all such
-calls. With ``best peer``, only the calls with the most rows of HF Trainer count, because a call with fewer may lack the
-best one.
+calls. ``best peer`` is chosen in the last call with the most configurations of HF Trainer, because a call with fewer
+may lack the best one. A call counts if this configuration was the fastest of HF Trainer in it, too.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ def _name(row: Row) -> str:
 
 def _calls(rows: Sequence[Row], names: Sequence[str], measure: str, where: str) -> list[list[list[Row]]]:
     """For each call that has all the configurations, the rows of each of them; the last call is last."""
-    found: list[tuple[int, list[list[Row]]]] = []  # the number of peers in a call, and the chosen rows
+    found: list[
+        tuple[str | None, int, list[list[Row]]]
+    ] = []  # a call's best peer, its number of peers, the chosen rows
     of_names: list[Row] = []
     for call in sorted({row["call"] for row in rows}):
         known = [row for row in rows if row["call"] == call and _has_measure(row, measure)]
@@ -169,15 +171,18 @@ def _calls(rows: Sequence[Row], names: Sequence[str], measure: str, where: str) 
         chosen = [[row for row in known if _name(row) == name] for name in wanted]
         of_names += [row for same in chosen for row in same]
         if all(chosen):
-            found.append((len(peers) if BEST_PEER in names else 0, chosen))
+            found.append((best, len(peers), chosen))
     points = {spell({k: v for k, v in point_of(row).items() if k != "seed"}) for row in of_names}
     if len(points) > 1:
         raise ValueError(f"rows at {' and at '.join(sorted(points))}; add a key to {where}, such as batch=128")
     if not found:
         known_names = ", ".join(sorted({_name(row) for row in rows if _has_measure(row, measure)}))
         raise ValueError(f"no call of {where} has {measure} of {' and '.join(map(repr, names))}; it has {known_names}")
-    most = max(peers for peers, _ in found)
-    return [chosen for peers, chosen in found if peers == most]
+    if BEST_PEER in names:
+        most = max(peers for _, peers, _ in found)
+        best = [best for best, peers, _ in found if peers == most][-1]
+        found = [entry for entry in found if entry[0] == best]
+    return [chosen for _, _, chosen in found]
 
 
 def _is_peer(row: Row) -> bool:

@@ -98,6 +98,9 @@ def test_the_best_peer_is_the_fastest_configuration_of_hf_trainer_in_the_call(ro
     rows += [row("HF Trainer, grouped by length", "2", 200, peer="hf_trainer")]
     assert value("t; ours / best peer; samples/s") == "1.50", "as soon as a later call has as many, it counts"
     assert value("t; best peer; name") == "HF Trainer, grouped by length"
+    rows += [row("HF Trainer, grouped by length", "3", 250, peer="hf_trainer"), row("ours", "3", 300)]
+    assert value("t; ours / best peer; samples/s") == "1.20", "a later call of the best one alone counts, too"
+    assert value("t; ours / best peer; samples/s spread") == "1.20–1.50"
 
 
 def test_seeds_of_one_call_are_runs_of_a_spread(rows: list[dict[str, Any]]) -> None:
