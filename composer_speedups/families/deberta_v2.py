@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.families.family import Family, LayerModules
+from composer_speedups.families.flops import block_flops
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
 from composer_speedups.families.packed_tokens import Plan, make_plan, rows_with_holes
 
@@ -177,6 +178,18 @@ def _dropouts(layer: Any) -> list[Any]:
     return [(module, module) for module in modules]
 
 
+def _block_flops(config: Any, lengths: Tensor) -> int:
+    """BERT's, and for each kind of position score one product per pair of tokens and the projection of the table."""
+    if not config.relative_attention:
+        return block_flops(config, lengths)
+    kinds = len({"c2p", "p2c"}.intersection(config.pos_att_type or ()))
+    hidden, layers = config.hidden_size, config.num_hidden_layers
+    furthest = config.max_relative_positions if config.max_relative_positions > 0 else config.max_position_embeddings
+    entries = 2 * (config.position_buckets if config.position_buckets > 0 else furthest)
+    scores, tables = 2 * hidden * int((lengths**2).sum()), 2 * entries * hidden**2
+    return block_flops(config, lengths) + layers * kinds * (scores + tables)
+
+
 FAMILY = Family(
     name="deberta_v2",
     title="DeBERTa-v2/v3",
@@ -192,4 +205,5 @@ FAMILY = Family(
     refuses=_refuses,
     packed_encoder=_UnpaddedDeberta,
     packed_attention=_UnpaddedAttention,
+    block_flops=_block_flops,
 )

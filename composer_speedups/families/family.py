@@ -146,6 +146,8 @@ class Family:
             :class:`~.packed_encoder.UnpaddedEncoder`.
         packed_attention: The class that runs an attention module on packed tokens; None if the module uses
             transformers' attention interface.
+        block_flops: Config and real tokens of each row, int64 (rows,) → FLOPs of one forward pass through all blocks;
+            None for those of :func:`.flops.block_flops`.
         hidden, inner, heads, embedding: Keys of config.json: widths, and the number of attention heads.
         activation: Key of the feed-forward layer's activation.
         attention_dropout, attention_output_dropout, hidden_dropout: Keys of the dropout probabilities of attention
@@ -170,6 +172,7 @@ class Family:
     reads: Callable[[str, Any], Reads] = default_head_reads
     packed_encoder: type[Any] | None = None
     packed_attention: type[Any] | None = None
+    block_flops: Callable[[Any, Tensor], int] | None = None
     hidden: str = "hidden_size"
     inner: str = "intermediate_size"
     heads: str = "num_attention_heads"

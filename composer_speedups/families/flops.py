@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from composer_speedups.families.blocks import repeated_blocks
-from composer_speedups.families.family import config_value
+from composer_speedups.families.family import config_value, family_named
 
-__all__ = ["batch_lengths", "block_weights", "frozen_flops", "training_flops"]
+__all__ = ["batch_lengths", "block_flops", "block_weights", "frozen_flops", "training_flops"]
 
 
 def batch_lengths(batch: Any) -> torch.Tensor | None:
@@ -36,9 +36,9 @@ def training_flops(
 ) -> int:
     """Matmul FLOPs of one forward and backward pass of a BERT-like encoder, without padding.
 
-    A multiply-add counts as two operations, and the backward pass as twice the forward pass. Attention counts
-    ``4·hidden·len²`` per layer and row (scores and weighted sum). Embedding look-ups, normalization, activations and
-    the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config with
+    A multiply-add counts as two operations, and the backward pass as twice the forward pass. Blocks count as their
+    family's :attr:`.Family.block_flops` says, or as :func:`block_flops`. Embedding look-ups, normalization, activations
+    and the optimizer are not counted, as usual for model FLOPs utilization. Layers of experts (a config with
     ``sparse_upcycling``) count the router and the experts to which a token is routed.
 
     Args:
@@ -49,22 +49,48 @@ def training_flops(
 
     Source: the convention of PaLM (arXiv 2204.02311, appendix B), with each row's own length.
     """
-    hidden, layers = config.hidden_size, config.num_hidden_layers
-    inner = config_value(config, "inner")
+    hidden = config.hidden_size
     lengths = lengths.to(torch.int64)
     tokens, rows = int(lengths.sum()), lengths.numel()
-    linear = 2 * tokens * (4 * hidden * hidden + 2 * hidden * inner)
-    attention = 4 * hidden * int((lengths**2).sum())
-    layers *= getattr(config, "inner_group_num", 1)  # layers in a group of ALBERT, all of which run each time
+    family = family_named(str(getattr(config, "model_type", "")))
+    blocks = ((family and family.block_flops) or block_flops)(config, lengths)
     extra = 0
     if (sparse := getattr(config, "sparse_upcycling", None)) is not None:
+        inner = config_value(config, "inner")
         one_layer = (sparse["top_k"] - 1) * 2 * hidden * inner + hidden * sparse["experts"]
-        extra = layers // sparse["every"] * 2 * tokens * one_layer
+        extra = config.num_hidden_layers // sparse["every"] * 2 * tokens * one_layer
     if head == "mlm":
         top = 2 * (tokens if head_tokens is None else head_tokens) * hidden * (hidden + config.vocab_size)
     else:
         top = 2 * rows * hidden * (hidden + getattr(config, "num_labels", 2))
-    return 3 * (layers * (linear + attention) + extra + top)
+    return 3 * (blocks + extra + top)
+
+
+def block_flops(
+    config: Any,
+    lengths: torch.Tensor,
+    *,
+    pairs: int | None = None,
+    feed_forward_matrices: int = 2,
+    attention_width: int | None = None,
+) -> int:
+    """Matmul FLOPs of one forward pass through all blocks.
+
+    Args:
+        config: As for :func:`training_flops`.
+        lengths: Real tokens of each row, int64 (rows,).
+        pairs: Pairs of a query and a key that attends to it, over all layers and rows. Each counts as two products of
+            the attention's width, for its score and for the weighted sum. Default: all pairs of a row's tokens.
+        feed_forward_matrices: Number of matrices (hidden × inner) in a feed-forward layer; 3 with a gate.
+        attention_width: Width of queries, keys and values over all heads. Default: the hidden size.
+    """
+    hidden, inner = config.hidden_size, config_value(config, "inner")
+    width = attention_width or hidden
+    layers = config.num_hidden_layers * getattr(config, "inner_group_num", 1)  # ALBERT runs all layers of a group
+    if pairs is None:
+        pairs = layers * int((lengths**2).sum())
+    weights = 4 * hidden * width + feed_forward_matrices * hidden * inner
+    return layers * 2 * int(lengths.sum()) * weights + 4 * width * pairs
 
 
 def frozen_flops(weights: Iterable[torch.Tensor], lengths: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
+from composer_speedups.families.flops import block_flops
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import (
     Plan,
@@ -150,6 +151,15 @@ def _dropouts(layer: Any) -> list[Any]:
     return [(attention, weights), (out, out) if isinstance(out, nn.Dropout) else None, (inner, inner)]
 
 
+def _block_flops(config: Any, lengths: Tensor) -> int:
+    """A local layer's tokens attend to themselves and to ``sliding_window`` tokens on either side."""
+    full = int((lengths**2).sum())
+    reach = lengths.clamp(min=1).sub(1).clamp(max=config.sliding_window)  # the furthest token that is in the window
+    local = int((lengths * (2 * reach + 1) - reach * (reach + 1)).sum())
+    pairs = sum(local if kind == "sliding_attention" else full for kind in config.layer_types)
+    return block_flops(config, lengths, pairs=pairs, feed_forward_matrices=3)
+
+
 FAMILY = Family(
     name="modernbert",
     title="ModernBERT",
@@ -163,6 +173,7 @@ FAMILY = Family(
     dropouts=_dropouts,
     reads=_reads,
     packed_encoder=_UnpaddedModernBert,
+    block_flops=_block_flops,
     activation="hidden_activation",
     attention_dropout="attention_dropout",
     attention_output_dropout="attention_dropout",

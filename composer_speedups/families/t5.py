@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
+from composer_speedups.families.flops import block_flops
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 
@@ -75,6 +76,11 @@ def _reads(model_class: str, config: Any) -> Reads:
     return default_head_reads(model_class, config)
 
 
+def _block_flops(config: Any, lengths: Tensor) -> int:
+    matrices = 3 if config.is_gated_act else 2
+    return block_flops(config, lengths, feed_forward_matrices=matrices, attention_width=config.num_heads * config.d_kv)
+
+
 FAMILY = Family(
     name="t5",
     title="T5's encoder",
@@ -85,6 +91,7 @@ FAMILY = Family(
     query_and_value=("q", "v"),
     reads=_reads,
     packed_encoder=_UnpaddedT5,
+    block_flops=_block_flops,
     hidden="d_model",
     inner="d_ff",
     heads="num_heads",
