@@ -21,6 +21,7 @@ _METRICS: dict[Task, tuple[tuple[str, str, str], ...]] = {
         ("loss", "CrossEntropy", "loss"),
         ("macro F1", "MacroF1", "macro_f1"),
         ("Matthews correlation", "MatthewsCorrelation", "matthews"),
+        ("F1 of the second of two classes", "BinaryF1", "binary_f1"),
     ),
     "multilabel": (
         ("micro F1", "MicroF1", "micro_f1"),

@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.tasks.metrics import MacroF1, Matthews, MeanLoss
+from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 
 __all__ = ["Classification"]
@@ -21,8 +21,8 @@ __all__ = ["Classification"]
 
 @dataclass(kw_only=True)
 class Classification(Task):
-    """Classification with labels that are names or integers; cross entropy; accuracy, macro F1 and Matthews
-    correlation.
+    """Classification with labels that are names or integers; cross entropy; accuracy, macro F1, Matthews
+    correlation and, with two classes, F1 of the second.
 
     Attributes:
         labels: Names of the classes in the order of the head's outputs; None for those of the training samples.
@@ -78,6 +78,8 @@ class Classification(Task):
         }
         if not training:
             found["MacroF1"], found["MatthewsCorrelation"] = MacroF1(classes), Matthews(classes)
+            if classes == 2:
+                found["BinaryF1"] = BinaryF1(classes)
         return found
 
     def predictions(self, logits: Tensor, batch: Mapping[str, Any]) -> list[dict[str, Any]]:

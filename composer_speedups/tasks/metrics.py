@@ -16,6 +16,7 @@ from composer_speedups.families.packed_tokens import IGNORED
 
 __all__ = [
     "REPORTED_NAMES",
+    "BinaryF1",
     "EntityF1",
     "MacroF1",
     "Matthews",
@@ -36,6 +37,7 @@ REPORTED_NAMES = {
     "LanguagePerplexity": "perplexity",
     "MatthewsCorrelation": "matthews",
     "BinaryCrossEntropy": "loss",
+    "BinaryF1": "binary_f1",
     "MicroF1": "micro_f1",
     "MacroF1": "macro_f1",
     "MeanAveragePrecision": "map",
@@ -105,6 +107,13 @@ class MacroF1(Confusion):
     def compute(self) -> Tensor:
         hits_K, all_K = self.counts.diag(), self.counts.sum(0) + self.counts.sum(1)
         return (2 * hits_K[all_K > 0] / all_K[all_K > 0]).mean()
+
+
+class BinaryF1(Confusion):
+    """F1 of the second of two classes, as in GLUE's MRPC and QQP; 0 if it is neither a true nor a predicted class."""
+
+    def compute(self) -> Tensor:
+        return 2 * self.counts[1, 1] / (self.counts[1].sum() + self.counts[:, 1].sum()).clamp(min=1)
 
 
 class Matthews(Confusion):

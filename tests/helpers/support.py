@@ -56,7 +56,13 @@ TASKS = {
     "classification": TaskRow(
         "`text`, or two in `data.text_columns`; `label`, names or integers",
         "cross entropy, with `model.class_weights` and `model.label_smoothing`",
-        {"accuracy": "accuracy", "macro_f1": "macro F1", "matthews": "Matthews", "loss": ""},
+        {
+            "accuracy": "accuracy",
+            "macro_f1": "macro F1",
+            "matthews": "Matthews",
+            "binary_f1": "F1 of the second of two classes",
+            "loss": "",
+        },
     ),
     "multilabel": TaskRow(
         "`text`; `labels`, a list of names, or 0/1 columns in `data.label_columns`",

@@ -9,9 +9,10 @@ import pytest
 import torch
 from composer.utils import dist
 from torch import distributed
+from torch.nn import functional as F
 
 from composer_speedups.data.tokens import load_tokenizer
-from composer_speedups.tasks.metrics import MacroF1, Matthews
+from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
@@ -97,3 +98,21 @@ def test_macro_f1_and_matthews_equal_scikit_learns_with_missing_classes(shown: l
     predicted, expected = torch.cat(logits).argmax(-1).tolist(), torch.cat(labels).tolist()
     assert float(metrics[0].compute()) == pytest.approx(f1_score(expected, predicted, average="macro", zero_division=0))
     assert float(metrics[1].compute()) == pytest.approx(matthews_corrcoef(expected, predicted), abs=1e-6)
+
+
+@pytest.mark.parametrize("shown", [[0, 1], [0], [1]])
+@pytest.mark.parametrize("guessed", [[0, 1], [0], [1]])
+def test_binary_f1_equals_scikit_learns_of_the_second_class(shown: list[int], guessed: list[int]) -> None:
+    from sklearn.metrics import f1_score
+
+    drawn = torch.Generator().manual_seed(1)
+    metric = BinaryF1(2)
+    expected, predicted = [], []
+    for rows in (7, 30, 1):
+        labels, guesses = (
+            torch.tensor(of)[torch.randint(len(of), (rows,), generator=drawn)] for of in (shown, guessed)
+        )
+        metric.update(F.one_hot(guesses, 2).float(), labels)
+        expected += labels.tolist()
+        predicted += guesses.tolist()
+    assert float(metric.compute()) == pytest.approx(f1_score(expected, predicted, pos_label=1, zero_division=0))

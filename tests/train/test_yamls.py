@@ -36,8 +36,8 @@ BRIEF = [
 # YAML or task → the reported metrics that its comment names
 METRICS = {
     "glue/cola": ["matthews", "macro_f1", "accuracy"],
-    "glue/mrpc": ["accuracy", "macro_f1"],
-    "glue/qqp": ["accuracy", "macro_f1"],
+    "glue/mrpc": ["accuracy", "binary_f1"],
+    "glue/qqp": ["accuracy", "binary_f1"],
     "regression": ["pearson", "spearman"],
     "token_classification": ["entity_f1"],
     "reranking": ["mrr@10", "ndcg@10"],
