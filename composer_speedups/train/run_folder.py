@@ -41,9 +41,9 @@ class RunFolder:
 
     An interrupted run of this name resumes in its folder from its newest complete checkpoint if
     ``checkpoint.autoresume`` is set and the config is the same. A run whose ``checkpoint.load`` lies inside the
-    folder also continues in it. Any other earlier run of the name is moved to ``<run_name>.<its date>``, and back if
-    this one fails before it has written anything but its config. The run is refused while another process uses the
-    folder. Only rank 0 changes files.
+    folder also continues in it. Any other earlier run of the name is moved to ``<run_name>.<its date>``. A run that
+    fails before it has written anything but its config leaves no folder, and an earlier one is moved back. The run is
+    refused while another process uses the folder. Only rank 0 changes files.
 
     Args:
         config: The run's config.
@@ -65,6 +65,7 @@ class RunFolder:
         self.load, self.resumed, self.starts = config.checkpoint.load, False, 1
         self._named = named
         self._lock: IO[str] | None = None
+        self._began = False  # in a new folder, on this rank
         self._earlier: Path | None = None  # where an earlier run was moved to
         if dist.get_global_rank() == 0:
             try:
@@ -96,6 +97,7 @@ class RunFolder:
         if self.path.exists() and not continues:
             self._earlier = self.path.rename(_free_name(self.path, _date_of(self.path)))
         self.path.mkdir(exist_ok=True)
+        self._began = not continues
         if continues:
             self._prepare_to_continue(_date_of(self.path))
             print(f"{config.run_name}: resumes from {self.load}", flush=True)
@@ -147,9 +149,11 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and self._earlier is not None and [*self.path.iterdir()] == [self._config]:
+        if kind is not None and self._began and [*self.path.glob("*")] == [self._config]:
             self._config.unlink()
-            self._earlier.rename(self.path)  # replaces an empty folder
+            self.path.rmdir()
+            if self._earlier is not None:
+                self._earlier.rename(self.path)
         if self._lock is not None:
             self._lock.close()
 

@@ -91,6 +91,26 @@ def test_a_refused_run_leaves_the_earlier_run_unchanged() -> None:
     assert [path for path in Path("runs").iterdir() if path.is_dir()] == [folder]
 
 
+def test_a_run_that_is_refused_while_its_trainer_is_built_leaves_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    from composer_speedups.train import trainer
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ConfigError("algorithms: refused")
+
+    monkeypatch.setattr(trainer, "build_trainer", refuse)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="algorithms: refused"):
+            run("trainer.max_duration=1ba")
+        assert [path for path in Path("runs").iterdir() if path.is_dir()] == []
+    monkeypatch.undo()
+    run("trainer.max_duration=1ba", "trainer.eval_batches=1")
+    before = sorted(Path("runs").rglob("*"))
+    monkeypatch.setattr(trainer, "build_trainer", refuse)
+    with pytest.raises(ConfigError, match="algorithms: refused"):
+        run("trainer.max_duration=1ba")
+    assert sorted(Path("runs").rglob("*")) == before
+
+
 def test_a_folder_that_cannot_be_written_is_refused_in_one_line() -> None:
     Path("file").touch()
     with pytest.raises(ConfigError, match=r"runs_folder: file/deep/quickstart \(relative to /.*\) is not writable"):
