@@ -259,6 +259,10 @@ def test_after_a_step_that_raised_the_next_one_works(kernel: CountingKernel, mon
         patch.setattr(torch, "_foreach_add_", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             optimizer.step()
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))], lr=0.1, fused=True)
+    other.param_groups[0]["params"][0].grad = torch.ones(4)
+    other.step()
+    assert (installed.updates, installed.left_to_torch, kernel.steps) == (0, 0, 0), "another optimizer steps with torch"
     optimizer.step()
     installed.remove()
     assert running_step() is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +52,7 @@ class TritonStep:
 
     def install(self, optimizer: Optimizer) -> None:
         """Register the hooks."""
+        self._optimizer = weakref.ref(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
@@ -78,11 +80,19 @@ class TritonStep:
             _running.step = None
 
     def update(self, *args: Any, **kwargs: Any) -> bool:
-        """Compute a call of the operator; return False if the kernel does not support it."""
+        """Compute a call of the operator; return False if the kernel does not support it, or if it is of another
+        optimizer, which happens after a step of this one that raised."""
+        if not self._owns(args[0][0]):
+            return False
         done = self._update(*args, **kwargs)
         self.updates += done
         self.left_to_torch += not done
         return done
+
+    def _owns(self, parameter: Tensor) -> bool:
+        optimizer = self._optimizer()
+        groups = [] if optimizer is None else optimizer.param_groups
+        return any(parameter is own for group in groups for own in group["params"])
 
     def _update(
         self,
