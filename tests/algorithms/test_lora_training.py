@@ -100,6 +100,22 @@ def test_after_a_first_step_with_learning_rate_zero_the_end_of_the_run_decides(u
     trainer.close()
 
 
+@pytest.mark.parametrize("batches", [2, 3])
+def test_a_run_of_two_batches_may_end_before_the_learning_rate_rises(batches: int) -> None:
+    trainer = make_trainer([LoRA()], batches=plain_batches(batches))
+    optimizer = trainer.state.optimizers[0]
+    optimizer.param_groups[0]["initial_lr"] = 0.01  # of a scheduler that warms up
+    optimizer.register_step_pre_hook(lambda optimizer, *_: [g.update(lr=0.0) for g in optimizer.param_groups] and None)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    if batches == 2:
+        trainer.fit()
+    else:
+        with pytest.raises(NotEngagedError, match="no step changed an adapter"):
+            trainer.fit()
+    trainer.close()
+
+
 def test_a_torch_scheduler_keeps_its_parameter_groups() -> None:
     model = tiny_bert()
     optimizer = two_groups(model)
