@@ -6,11 +6,9 @@ import contextlib
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import psutil
 import torch
 from composer.core import Callback, Event, Precision, State
 from composer.devices import Device
@@ -20,6 +18,7 @@ from composer_speedups.callbacks.engagement import numerics_of
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.files import write_atomically
+from composer_speedups.core.process_age import process_age
 from composer_speedups.families.flops import batch_lengths
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.config.schema import Config, MemoryConfig, ThroughputConfig
@@ -125,7 +124,7 @@ def write_report(
     ``algorithms`` contains the peer's name and evidence, ``losses`` the loss of every batch if kept; ``more`` has
     sections that replace the report's own.
     """
-    report = build_report(state, config, time.time() - psutil.Process().create_time()) | dict(more or {})
+    report = build_report(state, config, process_age()) | dict(more or {})
     report["numerics"] = numerics_of(state)
     optimizer = type(state.optimizers[0])
     evidence = {**evidence, "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}"}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any, ClassVar, TypedDict
 
-import psutil
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_speedups.core.process_age import process_age
 from composer_speedups.tasks.metrics import final_metrics
 
 __all__ = ["RunHistory"]
@@ -45,7 +44,6 @@ class RunHistory(Callback):
         self.resumed: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self._over = False
-        self._started = psutil.Process().create_time()
         self._state: State | None = None
 
     def init(self, state: State, logger: Logger) -> None:
@@ -64,7 +62,7 @@ class RunHistory(Callback):
     def state_dict(self) -> dict[str, Any]:
         assert self._state is not None
         return {
-            "wall_seconds": self.wall_seconds + time.time() - self._started,
+            "wall_seconds": self.wall_seconds + process_age(),
             "resumed": self.resumed,
             "metrics": {**self.metrics, **final_metrics(self._state)},
         }

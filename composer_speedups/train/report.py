@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import io
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from composer import Trainer
 from composer.core import Callback, State
@@ -27,6 +25,7 @@ from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
 from composer_speedups.core.files import write_atomically, write_json
+from composer_speedups.core.process_age import process_age
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.ddp import sums_of
 from composer_speedups.tasks.metrics import final_metrics
@@ -62,8 +61,7 @@ def write_report(
     Returns:
         The report.
     """
-    wall_seconds = time.time() - psutil.Process().create_time()
-    report = build_report(trainer.state, config, wall_seconds, baseline)
+    report = build_report(trainer.state, config, process_age(), baseline)
     if dist.get_global_rank() == 0:
         monitor = _callback(trainer.state, ThroughputMonitor)
         if config.plot and monitor is not None and monitor.batches:

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from composer_speedups.core.before_imports import EarlyWork, PlannedRun
 from composer_speedups.core.private_folders import cache_home, make_private_folder
+from composer_speedups.core.process_age import process_age
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
@@ -40,7 +39,7 @@ class StartupClock:
 
     def __init__(self, now: Callable[[], float] = time.time, started: float | None = None) -> None:
         self._now = now
-        self._since = psutil.Process().create_time() if started is None else started
+        self._since = time.time() - process_age() if started is None else started
         self.seconds: dict[str, float] = {}
         self.lap("interpreter")
 
