@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -32,7 +33,9 @@ def watch_launcher(look: float = _LOOK, grace: float = _GRACE) -> bool:
     launcher = os.getppid()
     if "LOCAL_RANK" not in os.environ or not _is_launcher(launcher):
         return False
-    threading.Thread(target=_watch, args=(launcher, look, grace), daemon=True).start()
+    untold = threading.Lock()  # taken by whoever writes the line first
+    atexit.register(_tell, launcher, untold)  # another rank may notice first, and this one end before it looks
+    threading.Thread(target=_watch, args=(launcher, untold, look, grace), daemon=True).start()
     return True
 
 
@@ -45,11 +48,18 @@ def _is_launcher(pid: int) -> bool:
     return any(Path(argument).name in _PROGRAMS or argument in _MODULES for argument in arguments)
 
 
-def _watch(launcher: int, look: float, grace: float) -> None:
+def _watch(launcher: int, untold: threading.Lock, look: float, grace: float) -> None:
     while os.getppid() == launcher:
         time.sleep(look)
-    with contextlib.suppress(OSError):  # the reader of stderr may be gone as well
-        os.write(2, b"train.py: the launcher (process %d) ended before its ranks, so this rank stops\n" % launcher)
+    _tell(launcher, untold)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(grace)
     os._exit(128 + signal.SIGTERM)
+
+
+def _tell(launcher: int, untold: threading.Lock) -> None:
+    """Write, once, that the launcher ended, if it did."""
+    if os.getppid() == launcher or not untold.acquire(blocking=False):
+        return
+    with contextlib.suppress(OSError):  # the reader of stderr may be gone as well
+        os.write(2, b"train.py: the launcher (process %d) ended before its ranks, so this rank stops\n" % launcher)

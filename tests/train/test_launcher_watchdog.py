@@ -17,7 +17,8 @@ from composer_speedups.train import launcher_watchdog
 from composer_speedups.train.launcher_watchdog import watch_launcher
 from tests.conftest import ROOT
 
-# A process with a launcher's name, which starts a rank and waits; the rank ignores SIGTERM if "stubborn" is given.
+# A process with a launcher's name, which starts a rank and waits; the rank ignores SIGTERM if "stubborn" is given. With
+# "late", it looks once at the start, and ends when its stdin is closed.
 _LAUNCHER = """
 import os, subprocess, sys
 process = subprocess.Popen([sys.executable, "rank.py", *sys.argv[1:]])
@@ -29,8 +30,8 @@ sys.path.insert(0, {root!r})
 from composer_speedups.train.launcher_watchdog import watch_launcher
 if "stubborn" in sys.argv:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid(), watch_launcher(look=0.05, grace=0.5), flush=True)
-time.sleep(60)
+print(os.getpid(), watch_launcher(look=60 if "late" in sys.argv else 0.05, grace=0.5), flush=True)
+sys.stdin.read() if "late" in sys.argv else time.sleep(60)
 """
 
 
@@ -42,6 +43,7 @@ def started_by(name: str, *arguments: str, **environment: str) -> tuple[subproce
     process = subprocess.Popen(
         [sys.executable, name, *arguments],
         env={**cleared, **environment},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -62,6 +64,22 @@ def test_a_rank_stops_soon_after_its_launcher(how: signal.Signals, stubborn: lis
     rank.wait(20)
     stderr = process.communicate()[1]
     assert stderr == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
+
+
+def test_a_rank_that_ends_before_it_looks_says_why() -> None:
+    process, _, watches = started_by("composer", "late", LOCAL_RANK="0")
+    assert watches
+    process.kill()
+    process.wait()
+    # closes stdin: now the rank ends by itself, as one that another rank told to stop
+    stderr = process.communicate(timeout=20)[1]
+    assert stderr == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
+
+
+def test_a_rank_whose_launcher_lives_ends_silently() -> None:
+    process, _, watches = started_by("composer", "late", LOCAL_RANK="0")
+    assert watches
+    assert process.communicate(timeout=20)[1] == ""  # closes stdin
 
 
 @pytest.mark.parametrize(("name", "environment"), [("composer", {}), ("start.sh", {"LOCAL_RANK": "0"})])
