@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,10 @@ def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
     """Train BERT-base for twelve batches of 32 samples (global), without dropout because its draws differ by rank."""
     launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
     job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
-    done = subprocess.run([*launcher, *job, *arguments], capture_output=True, text=True, timeout=500, cwd=folder)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # the package may not be installed
+    environment = {**os.environ, "PYTHONPATH": path}
+    command = [*launcher, *job, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=folder)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
