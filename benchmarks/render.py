@@ -12,7 +12,7 @@ A figure stands between ``<!-- rows: KIND ARGUMENTS -->`` and ``<!-- end rows --
 - from the rows: ``ladder``, ``summary TABLE``, ``effect TABLE CONFIGURATION | BEFORE``,
   ``steps TABLE``, ``best TABLE [KEY=VALUE …] | …``, ``call TABLE [N]``, ``jobs TABLE``,
   ``starts TABLE``, ``kernels TABLE``, ``kinds OVERRIDE``, ``accuracy TABLE [CONFIGURATION | CONFIGURATION …]``,
-  ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``, ``mutants``.
+  ``across TABLE KEY=VALUE; CONFIGURATION | …``, ``suite``, ``mutants``; ``GPU/TABLE`` names the rows of another GPU.
 
 ``<!-- value: EXPRESSION -->…<!-- end -->`` in a sentence is a single value of the rows: :mod:`benchmarks.values`.
 

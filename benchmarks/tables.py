@@ -59,7 +59,12 @@ def table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> list[str]:
 
 
 def committed(name: str) -> list[Row]:
-    """All committed rows of a table; those from a CPU if there are none from this repository's GPU."""
+    """All committed rows of a table; those from a CPU if there are none from this repository's GPU.
+
+    ``GPU/TABLE`` names the rows of another GPU, by its folder in ``benchmarks/results``.
+    """
+    if "/" in name:
+        return read_rows(RESULTS / f"{name}.jsonl")
     return read_rows(COMMITTED / f"{name}.jsonl") or read_rows(RESULTS / "cpu" / f"{name}.jsonl")
 
 
@@ -467,7 +472,7 @@ def steps(name: str) -> list[str]:
 def best(*selections: str) -> list[str]:
     """The fast set, also with 8-bit matmuls, compared with the fastest configuration of HF Trainer in the same call.
 
-    Each selection of rows, ``TABLE [KEY=VALUE …]``, is a line.
+    Each selection of rows, ``TABLE [KEY=VALUE …]``, is a line. The GPU has a column if the lines are of several.
     """
     from benchmarks.values import BEST_PEER, last_call  # which reads rows by this module
 
@@ -481,9 +486,12 @@ def best(*selections: str) -> list[str]:
         rates = [cell for row in (fast, float8) for cell in (_spread(row), _ratio(row, peer))]
         memory = f"{fast['peak_memory_gib']['median'] / peer['peak_memory_gib']['median']:.0%}"
         size = str(override_of(peer, "model.size"))
-        lines.append([size, points, peer["configuration"], _spread(peer), *rates, memory])
+        gpu = (peer["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ")
+        lines.append([gpu, size, points, peer["configuration"], _spread(peer), *rates, memory])
     head = ["BERT", "batch × tokens", "fastest peer", "samples/s", "fast set", "ratio", "with fp8", "ratio", "memory"]
-    return _figure(head, lines, rows)
+    if len({gpu for gpu, *_ in lines}) > 1:
+        return _figure(["GPU", *head], lines, rows)
+    return _figure(head, [cells for _, *cells in lines], rows)
 
 
 def jobs(name: str) -> list[str]:

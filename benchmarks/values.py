@@ -6,8 +6,9 @@ A value must not begin a line, where Markdown would start a block of HTML::
 
 ``TABLE [KEY=VALUE …]; CONFIGURATION [/ OTHER]; MEASURE [WHAT] [; FORMAT]``:
 
-- ``TABLE`` and keys select rows. ``KEY`` is a key of the row (``batch`` is ``data.batch_size``, ``length`` is
-  ``data.max_length``) or of an override on its command line. ``KEY!=VALUE`` excludes rows.
+- ``TABLE`` and keys select rows; ``GPU/TABLE`` names the folder of another GPU in ``benchmarks/results``. ``KEY`` is a
+  key of the row (``batch`` is ``data.batch_size``, ``length`` is ``data.max_length``) or of an override on its command
+  line. ``KEY!=VALUE`` excludes rows.
 - ``CONFIGURATION`` is a configuration's name in the table, or for a profile the name of a column. ``best peer`` is the
   configuration of HF Trainer, without techniques of this package, with the most samples/s. ``A / B`` divides A's
   measure by B's in the same call. A call is one invocation of ``benchmarks.run``.

@@ -95,6 +95,35 @@ def test_the_fast_set_is_compared_with_the_fastest_peer_of_its_call(rows: list[d
         tables.best("t batch=16")
 
 
+def test_lines_of_several_gpus_name_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ran(gpu: str, scale: float) -> list[dict[str, Any]]:
+        rates = {"HF Trainer": 100, "fast set": 150, "fast set, fp8": 200}
+        more = {"overrides": ["model.size=base"], "environment": ENVIRONMENT | {"gpu": gpu}}
+        return [
+            row(name, "2026-01-01", scale * rate, peer="hf_trainer" if name == "HF Trainer" else None, **more)
+            for name, rate in rates.items()
+        ]
+
+    found = {"t": ran("NVIDIA H200", 2), "other/t": ran("NVIDIA H100 80GB HBM3", 1)}
+    monkeypatch.setattr(tables, "rows_of", found.__getitem__)
+    head, _, first, second, _, where = tables.best("t", "other/t")
+    assert head.startswith("| GPU | BERT |")
+    assert first == "| H200 | base | 8 × 256 | HF Trainer | 200 | 300 | 1.50 | 400 | 2.00 | 100% |"
+    assert second == "| H100 80GB HBM3 | base | 8 × 256 | HF Trainer | 100 | 150 | 1.50 | 200 | 2.00 | 100% |"
+    assert where.startswith("NVIDIA H100 80GB HBM3, NVIDIA H200, driver")
+    assert tables.best("other/t")[0].startswith("| BERT |")
+
+
+def test_rows_of_another_gpu_are_named_by_their_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder, rate in (("mine", 1.0), ("other", 2.0), ("cpu", 3.0)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "t.jsonl").write_text(json.dumps(row("a", "2026-01-01", rate)))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    monkeypatch.setattr(tables, "COMMITTED", tmp_path / "mine")
+    assert [tables.rows_of(name)[0]["samples_per_sec"]["median"] for name in ("t", "other/t")] == [1.0, 2.0]
+    assert tables.rows_of("absent/t") == [], "not those of the CPU"
+
+
 def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: list[dict[str, Any]]) -> None:
     def ran(*rates: float, batches: int) -> dict[str, Any]:
         spread = {"median": sorted(rates)[len(rates) // 2], "runs": list(rates)}
