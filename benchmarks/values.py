@@ -14,13 +14,13 @@ A value must not begin a line, where Markdown would start a block of HTML::
   measure by B's in the same call. A call is one invocation of ``benchmarks.run``.
 - ``MEASURE`` is one of :data:`MEASURES`, ``kind NAME`` (a profile's milliseconds per step of one kind of kernel), a key
   of the row with dots (``startup.imports_seconds``), or ``name``, the configuration's name.
-- ``WHAT``: nothing for the median of the runs, ``spread`` (least–most), ``calls`` or ``runs``, their number (of A's
-  runs, for ``A / B``).
+- ``WHAT``: nothing for the median of the runs, ``spread`` (least–most), ``deviation`` (standard deviation of a sample),
+  ``calls`` or ``runs``, their number (of A's runs, for ``A / B``).
 - ``FORMAT`` is Python's, such as ``.0%``.
 
-A value comes from the last call that has all named configurations; ``spread``, ``calls`` and ``runs`` cover all such
-calls. ``best peer`` is chosen in the last call with the most configurations of HF Trainer, because a call with fewer
-may lack the best one. A call counts if this configuration was the fastest of HF Trainer in it, too.
+A value comes from the last call that has all named configurations; ``spread``, ``deviation``, ``calls`` and ``runs``
+cover all such calls. ``best peer`` is chosen in the last call with the most configurations of HF Trainer, because a
+call with fewer may lack the best one. A call counts if this configuration was the fastest of HF Trainer in it, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ MEASURES: dict[str, tuple[Callable[[Row], Sequence[float]], str]] = {  # the val
     "accuracy": (lambda row: row["accuracy"]["runs"], ".4f"),
 }
 _ALIASES = {"batch": "data.batch_size", "length": "data.max_length"}
-_WHATS = ("spread", "calls", "runs")
+_WHATS = ("spread", "deviation", "calls", "runs")
 _VALUE = re.compile(r"<!-- value: (.*?) -->([^\n]*?)<!-- end -->")
 
 
@@ -113,8 +113,12 @@ def _value(expression: str) -> str:
         return str(len(calls))
     if what == "runs":
         return str(sum(len(_runs(row, measure)) for of_call in calls for row in of_call[0]))
-    if what == "spread":
+    if what in ("spread", "deviation"):
         found = [number for of_call in calls for number in _numbers(of_call, measure)]
+        if what == "deviation":
+            if len(found) < 2:
+                raise ValueError("one run has no standard deviation")
+            found = [statistics.stdev(found)]
     else:
         single = _single(calls[-1], where)
         if measure == "name":

@@ -107,6 +107,9 @@ def test_seeds_of_one_call_are_runs_of_a_spread(rows: list[dict[str, Any]]) -> N
     for seed, accuracy in ((1, 0.8915), (2, 0.8946)):
         rows.append(row("bf16", "1", seed=seed, accuracy={"median": accuracy, "runs": [accuracy]}))
     assert value("t; bf16; accuracy spread") == "0.8915–0.8946"
+    assert value("t; bf16; accuracy deviation") == "0.0022", "of a sample: 0.0031 / √2"
+    with pytest.raises(ValueError, match="one run has no standard deviation"):
+        value("t seed=1; bf16; accuracy deviation")
     assert value("t seed=2; bf16; accuracy") == "0.8946"
     with pytest.raises(ValueError, match="add a key, such as seed=1"):
         value("t; bf16; accuracy")
