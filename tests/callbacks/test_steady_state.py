@@ -98,14 +98,14 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
     """Train with batches of 0.5 s; return the summary and whether each batch was in steady state.
 
     Rank 1 captures a graph for 3 s in the third batch, and rank 0 waits for it. Each batch's data takes rank 0 0.25 s
-    and rank 1 0.75 s.
+    and rank 1 0.75 s. After each batch, rank 0 is busy for 0.125 s and rank 1 for 0.375 s.
     """
     clock, monitor, captured = Clock(), ThroughputMonitor(warmup_batches=1), [0.0]
     monitor.clock = PhaseClock(clock)
     module.capture_seconds = lambda: captured[0]  # not restored: the process ends with this function
     module.device_peak = lambda *_: module.Peak(1e6, "fp32", "datasheet")
     trainer = make_trainer(batches=plain_batches(5), callbacks=[monitor])
-    forward, after = trainer.state.model.forward, monitor.after_dataloader
+    forward, after, saving = trainer.state.model.forward, monitor.after_dataloader, monitor.batch_checkpoint
 
     def capture(inputs: Any) -> Any:
         seconds = 3.0 if trainer.state.timestamp.batch.value == 2 else 0.0
@@ -117,8 +117,13 @@ def one_rank_captures() -> tuple[dict[str, Any], list[bool]]:
         clock.now += 0.75 if dist.get_global_rank() else 0.25
         after(state, logger)
 
+    def busy(state: Any, logger: Any) -> None:
+        clock.now += 0.375 if dist.get_global_rank() else 0.125
+        saving(state, logger)
+
     trainer.state.model.forward = capture  # type: ignore[method-assign, assignment]
     monitor.after_dataloader = waiting  # type: ignore[method-assign]
+    monitor.batch_checkpoint = busy  # type: ignore[method-assign]
     trainer.fit()
     trainer.close()
     return monitor.summary(), [b.steady for b in monitor.batches]
@@ -134,6 +139,7 @@ def test_a_capture_on_one_rank_counts_as_warm_up_on_every_rank() -> None:
         assert summary["tokens_per_sec"] == pytest.approx(2 * 45 / (0.5 + waited))
         assert summary["data_seconds"] == pytest.approx(waited)
         assert summary["data_wait_fraction"] == pytest.approx(waited / (0.5 + waited))
+        assert summary["between_batches_seconds"] == pytest.approx((0.125 + 0.375) / 2)
         assert summary["mfu"] == pytest.approx(flops / (0.5 + waited) / 1e6), "per device"
         assert summary["steady_batches"] == 3
     assert [summary["warmup_seconds"] for summary, _ in ranks] == pytest.approx([4.0 + 2 * 0.25, 4.0 + 2 * 0.75])

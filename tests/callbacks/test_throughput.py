@@ -69,6 +69,8 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
 
     def waiting(event: Any) -> Any:
         result = original(event)
+        if event == Event.FIT_START:
+            clock.now += 15  # callbacks after this one
         if event == Event.BEFORE_DATALOADER:
             clock.now += 0.75
         if event == Event.BATCH_END:
@@ -92,7 +94,7 @@ def test_training_data_evaluation_and_checkpoints_are_timed_separately(tmp_path:
     assert [v for _, v in logger.data["throughput/between_batches_seconds"]] == pytest.approx([0.125] * 6)
     for name in ("data_wait_seconds", "data_wait_fraction"):
         assert [v for _, v in logger.data[f"throughput/{name}"]] == pytest.approx([0.75] * 6)
-    assert summary["warmup_seconds"] == pytest.approx(30 + 2 * 1.0)
+    assert summary["warmup_seconds"] == pytest.approx(15 + 30 + 2 * 1.0)
     assert summary["eval_seconds"] == pytest.approx(2 * 100 + 2 * 2 * 0.25)
     assert summary["checkpoint_seconds"] == pytest.approx(2 * 7)
     assert (summary["steady_batches"], summary["other_batches"]) == (6, 2)
