@@ -60,6 +60,14 @@ def test_it_equals_adamw_with_clipping_micro_batches_and_missing_gradients(
     assert offloaded.copied_bytes == 2 * sum(p.nbytes for p in other.parameters())
 
 
+def test_a_chunk_has_parameters_of_one_device_only() -> None:
+    parameters = [nn.Parameter(torch.ones(2, device=device)) for device in ("cpu", "cpu", "meta", "cpu")]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    chunks = host_adamw.HostAdamW([{"params": parameters}])._chunks()
+    assert [[p.device.type for p in chunk] for _, chunk in chunks] == [["cpu", "cpu"], ["meta"], ["cpu"]]
+
+
 @devices
 def test_weights_changed_between_steps_are_used(device: str) -> None:
     (model, plain), (other, offloaded) = pair(device)
