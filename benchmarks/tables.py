@@ -113,7 +113,8 @@ def _repeats(rows: Sequence[Row]) -> str:
     if counts == {1}:
         return f"One run of each configuration{batches}. "
     single = "; one run where no range is given" if 1 in counts else ""
-    return f"{_range(counts)} runs of each configuration{batches}: median (least–most){single}. "
+    pairs = ", of two runs their mean" if 2 in counts else ""
+    return f"{_range(counts)} runs of each configuration{batches}: median (least–most){pairs}{single}. "
 
 
 def _range(counts: Iterable[int]) -> str:
@@ -488,7 +489,8 @@ def best(*selections: str) -> list[str]:
         size = str(override_of(peer, "model.size"))
         gpu = (peer["environment"]["gpu"] or "CPU").removeprefix("NVIDIA ")
         lines.append([gpu, size, points, peer["configuration"], _spread(peer), *rates, memory])
-    head = ["BERT", "batch × tokens", "fastest peer", "samples/s", "fast set", "ratio", "with fp8", "ratio", "memory"]
+    peer_columns = ["BERT", "batch × tokens", "fastest HF Trainer", "samples/s"]
+    head = [*peer_columns, "fast set", "ratio", "with fp8", "ratio", "memory"]
     if len({gpu for gpu, *_ in lines}) > 1:
         return _figure(["GPU", *head], lines, rows)
     return _figure(head, [cells for _, *cells in lines], rows)

@@ -2,7 +2,7 @@
 
 A value must not begin a line, where Markdown would start a block of HTML::
 
-    trains <!-- value: fast batch=128; fast set / best peer; samples/s -->1.52<!-- end --> times as many samples/s
+    trains <!-- value: fast batch=128; fast set / best peer; samples/s -->1.55<!-- end --> times as many samples/s
 
 ``TABLE [KEY=VALUE …]; CONFIGURATION [/ OTHER]; MEASURE [WHAT] [; FORMAT]``:
 
