@@ -113,8 +113,8 @@ def _repeats(rows: Sequence[Row]) -> str:
     if counts == {1}:
         return f"One run of each configuration{batches}. "
     single = "; one run where no range is given" if 1 in counts else ""
-    pairs = ", of two runs their mean" if 2 in counts else ""
-    return f"{_range(counts)} runs of each configuration{batches}: median (least–most){pairs}{single}. "
+    middle = "median or, of two runs, mean" if 2 in counts else "median"
+    return f"{_range(counts)} runs of each configuration{batches}: {middle} (least–most){single}. "
 
 
 def _range(counts: Iterable[int]) -> str:

@@ -137,7 +137,7 @@ def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: l
     assert tables.ladder()[2] == "| a | 8 | 200 (100–300) | 1.00 | 2.0 | 3 |"
     assert tables.ladder()[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most). x,")
     rows[:] = [ran(100, 300, batches=40)]
-    assert ": median (least–most), of two runs their mean. x," in tables.ladder()[-1]
+    assert ": median or, of two runs, mean (least–most). x," in tables.ladder()[-1]
     rows[:] = [ran(100, 300, 200, batches=40), ran(100, batches=120) | {"data.batch_size": 16}]
     said = "1–3 runs of each configuration, 40–120 batches each: median (least–most); one run where no range is given."
     assert tables.ladder()[-1].startswith(said)
