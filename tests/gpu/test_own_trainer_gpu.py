@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from composer_speedups.core.subprocesses import python_module_command
 from tests.conftest import ROOT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
@@ -19,11 +18,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2,
 
 def example(folder: Path, ranks: int, *arguments: str) -> dict[str, Any]:
     """Train BERT-base for twelve batches of 32 samples (global), without dropout because its draws differ by rank."""
-    launcher = [sys.executable, "-m", "composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
+    launcher = ["composer.cli.launcher", "-n", str(ranks), str(ROOT / "examples/own_trainer.py")]
     job = ["--samples", "384", "--batch-size", str(32 // ranks), "--duration", "12ba", "--dropout", "0", "--lr", "2e-5"]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))  # the package may not be installed
-    environment = {**os.environ, "PYTHONPATH": path}
-    command = [*launcher, *job, *arguments]
+    command, environment = python_module_command(*launcher, *job, *arguments)  # the package may not be installed
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=folder)
     assert done.returncode == 0, (done.stderr + done.stdout)[-5000:]
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
