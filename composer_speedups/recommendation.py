@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
+    from composer_speedups.core.comparison import Check
     from composer_speedups.core.technique import OnUnavailable, Technique
 
 __all__ = ["RECOMMENDED", "apply_recommended", "recommended"]
@@ -46,7 +47,7 @@ def recommended(on_unavailable: OnUnavailable = "stop") -> list[Technique]:
     return [build(name)(**settings, on_unavailable=on_unavailable) for name, settings in RECOMMENDED.items()]
 
 
-def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
+def apply_recommended(model: nn.Module, check: Check = "auto") -> dict[str, list[str]]:
     """Apply unpadding, fused layers and attention to a model for any training loop: plain PyTorch, HF Trainer and
     others.
 
@@ -56,6 +57,7 @@ def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
     Args:
         model: A transformers model, or a module that contains some; changed in place. Its parameters, their names and
             its ``state_dict`` do not change, so the optimizer may be built before or after.
+        check: When to compare the model with the untouched one; see :func:`apply_unpadding`.
 
     Returns:
         Name of each technique that engaged → the modules that it changed. If unpadding does not support the model,
@@ -79,7 +81,7 @@ def apply_recommended(model: nn.Module) -> dict[str, list[str]]:
     if not any(isinstance(module, PreTrainedModel) for module in model.modules()):
         raise ValueError(f"apply_recommended found no transformers model in {type(model).__name__}; pass one")
     try:
-        done = {"unpadding": apply_unpadding(model)}
+        done = {"unpadding": apply_unpadding(model, check=check)}
     except ValueError as error:
         warnings.warn(f"unpadding and fused_layers are left out: {error}", UserWarning, stacklevel=2)
         return {"sdpa_attention": list(apply_sdpa_attention(model))}

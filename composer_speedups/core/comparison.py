@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from composer_speedups.families.packed_tokens import token_masks
+
 __all__ = [
     "FLOAT32",
     "SIXTEEN_BITS",
+    "Check",
     "Difference",
     "Outcome",
     "Tolerance",
@@ -24,7 +27,12 @@ __all__ = [
     "measure",
     "outcome_of",
     "tolerance_of",
+    "with_padding",
 ]
+
+
+Check = Literal["auto", "always", "never"]
+_INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 class Tolerance(NamedTuple):
@@ -107,24 +115,60 @@ def measure(
     with _quietly(model), torch.set_grad_enabled(gradients):
         outputs, loss = call()
         found: dict[str, Tensor] = {}
-        if gradients and loss is not None and loss.requires_grad:
+        if gradients and trained and loss is not None and loss.requires_grad:
             computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
             found = dict(zip(trained, computed, strict=True))
-    return Outcome(None if loss is None else float(loss.detach()), _real(outputs, mask_BS), found)
+    real = _real(outputs, mask_BS)
+    return Outcome(None if loss is None else float(loss.detach()), None if real is None else real.detach(), found)
 
 
-def outcome_of(model: nn.Module, batch: Mapping[str, Any]) -> Outcome:
-    """:func:`measure` for a model that is called with keyword arguments and returns its loss, alone or among
-    outputs."""
+def outcome_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+    """:func:`measure` for one call of a model. Gradients are computed if they are enabled.
+
+    They are those of the loss that the model returns, alone or among outputs; without one, of a weighted sum of the
+    outputs that are compared.
+    """
+    masks = [token_masks(batch).get("attention_mask") for batch in (kwargs, *args)]
+    mask_BS = next((mask for mask in masks if mask is not None and mask.ndim == 2), None)
 
     def call() -> tuple[Any, Tensor | None]:
-        outputs = model(**batch)
-        if isinstance(outputs, Tensor):
-            return outputs, outputs if outputs.ndim == 0 else None
-        return outputs, outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        outputs = model(*args, **kwargs)
+        loss = outputs[0] if isinstance(outputs, tuple) else outputs
+        if not isinstance(loss, Tensor):
+            loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
+        return outputs, loss if isinstance(loss, Tensor) and loss.ndim == 0 else _weighted_sum(outputs, mask_BS)
 
-    mask = batch.get("attention_mask")
-    return measure(model, call, mask if isinstance(mask, Tensor) and mask.ndim == 2 else None)
+    return measure(model, call, mask_BS, gradients=torch.is_grad_enabled())
+
+
+def _weighted_sum(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
+    """A sum of outputs with fixed, different weights, so that no gradient cancels out."""
+    values = _real(outputs, mask_BS)
+    if values is None:
+        return None
+    return (values * torch.arange(values.numel(), device=values.device).float().cos()).mean()
+
+
+def with_padding(batch: Any) -> Any:
+    """Mask half of the first row if the batch has no padding, because later batches will have some and a head may read
+    it.
+
+    The batch is returned unchanged if other values in it have one entry per token, such as token labels.
+    """
+    if not isinstance(batch, dict):
+        return batch
+    tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
+    masks = token_masks(tensors)
+    for name, value in tensors.items():
+        per_token = any(value.shape[: mask.ndim] == mask.shape for mask in masks.values())
+        if per_token and not any(each in name for each in _INPUTS):
+            return batch
+    if any(not bool(mask.all()) for mask in masks.values()):
+        return batch
+    padded = {name: mask.clone() for name, mask in masks.items()}
+    for mask in padded.values():
+        mask[:1, ..., (mask.shape[-1] + 1) // 2 :] = 0
+    return {**batch, **padded}
 
 
 def compare(untouched: Outcome, changed: Outcome, tolerance: Tolerance) -> Difference:
@@ -177,7 +221,7 @@ def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
     for each in found:
         if not isinstance(each, Tensor) or not each.is_floating_point() or each.ndim == 0:
             continue
-        kept = each.detach().float()
+        kept = each.float()
         if mask_BS is not None and kept.shape[0] == mask_BS.shape[0]:
             mask = mask_BS.bool()
             kept = kept[mask] if kept.shape[:2] == mask.shape else kept[mask.any(-1)]

@@ -10,26 +10,32 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import KW_ONLY
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from composer.core import Event, State, get_precision_context
 from pydantic import Field
 from torch import Tensor
 
-from composer_speedups.core.comparison import SIXTEEN_BITS, Outcome, compare, measure, tolerance_of
+from composer_speedups.core.comparison import (
+    SIXTEEN_BITS,
+    Check,
+    Outcome,
+    compare,
+    measure,
+    tolerance_of,
+    with_padding,
+)
 from composer_speedups.core.errors import CannotRunError, first_line
 from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.core.trainer_state import loss_of_this_rank, max_over_ranks, model_of, world_size
 from composer_speedups.families.packed_tokens import token_masks
 from composer_speedups.families.stock import changes_to
 
-__all__ = ["Check", "ParityCheckedTechnique"]
+__all__ = ["ParityCheckedTechnique"]
 
-Check = Literal["auto", "always", "never"]
 _FIX = "remove it for this model; or, if the difference is intended, set check: never"
 _owners = itertools.count(1)
-_INPUTS = ("attention_mask", "input_ids", "token_type_ids", "position_ids", "inputs_embeds")
 
 
 class ParityCheckedTechnique(Technique):
@@ -71,10 +77,6 @@ class ParityCheckedTechnique(Technique):
     def compare_in_training_precision(self) -> bool:
         """Whether to compare in the precision of training instead of float32."""
         return False
-
-    def own_batch(self, batch: Any) -> Any:
-        """Return the batch without the entries that the technique itself added."""
-        return batch
 
     def before_engaging(self, state: State) -> None:
         if self.check == "always":
@@ -154,10 +156,7 @@ class _Comparison:
 
     def __init__(self, state: State, techniques: Sequence[ParityCheckedTechnique], *, gradients: bool) -> None:
         self.state = state
-        self._batch = state.batch
-        for technique in techniques:
-            self._batch = technique.own_batch(self._batch)
-        self._batch = _with_padding(self._batch)
+        self._batch = with_padding(state.batch)
         self._sharded = state.fsdp_config is not None or state.tp_config is not None
         self._gradients = (
             gradients and not self._sharded
@@ -236,25 +235,3 @@ def _loss_respects_loss_ranks(model: Any) -> bool:
     """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
     methods = [type(each).loss for each in (model, getattr(model, "task", model))]
     return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)
-
-
-def _with_padding(batch: Any) -> Any:
-    """Mask half of the first row if the batch has no padding, because later batches will have some and a head may read
-    it.
-
-    The batch is returned unchanged if other values in it have one entry per token, such as token labels.
-    """
-    if not isinstance(batch, dict):
-        return batch
-    tensors = {str(name): value for name, value in batch.items() if isinstance(value, Tensor)}
-    masks = token_masks(tensors)
-    for name, value in tensors.items():
-        per_token = any(value.shape[: mask.ndim] == mask.shape for mask in masks.values())
-        if per_token and not any(each in name for each in _INPUTS):
-            return batch
-    if any(not bool(mask.all()) for mask in masks.values()):
-        return batch
-    padded = {name: mask.clone() for name, mask in masks.items()}
-    for mask in padded.values():
-        mask[:1, ..., (mask.shape[-1] + 1) // 2 :] = 0
-    return {**batch, **padded}

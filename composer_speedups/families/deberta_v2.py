@@ -20,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.flops import block_flops
+from composer_speedups.families.packed_call import call_of
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
 from composer_speedups.families.packed_tokens import Plan, make_plan, rows_with_holes
 
@@ -79,23 +80,15 @@ class _UnpaddedDeberta(UnpaddedEncoder):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(hidden_states, attention_mask, **kwargs)
-        self.call_hidden_states = None
-        if self.ran != "unpadded":
+        call = call_of(self)
+        if call is None or call.plan is None:
             return output
         last = output.last_hidden_state
         output = BaseModelOutput(last_hidden_state=last, hidden_states=(last,))
         return output if kwargs.get("return_dict", True) else output.to_tuple()
 
-    def _attends_packed(self) -> bool:
-        return True
-
-    def _can_unpad(self, mask: Tensor | None, kwargs: dict[str, Any]) -> bool:
-        if kwargs.get("query_states") is not None or kwargs.get("relative_pos") is not None:
-            return False
-        asked = self.call_hidden_states
-        if asked is None:  # called directly instead of by its model
-            asked = kwargs.get("output_hidden_states", True)
-        return super()._can_unpad(mask, {**kwargs, "output_hidden_states": asked})
+    def _inputs_of_packed(self, inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
+        return inputs  # the embeddings are multiplied by the mask
 
     def _packed(self, packed: Tensor, plan: Plan, first_tokens_only: bool = False, **kwargs: Any) -> Any:
         buckets, furthest = self.position_buckets, self.max_relative_positions

@@ -17,6 +17,7 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
+from composer_speedups.families.packed_call import call_of
 from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import (
     Plan,
@@ -58,30 +59,28 @@ class _UnpaddedModernBert(UnpaddedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        alone = (input_ids is None) != (inputs_embeds is None) and not isinstance(attention_mask, dict)
-        can = inputs is not None and alone and self._can_unpad(attention_mask, kwargs)
-        plan = None
-        if inputs is not None and can:
-            plan = self._plan_of(inputs, attention_mask, attention_mask)
-        if inputs is None or plan is None:
+        call = call_of(self)
+        if call is None or call.plan is None:
             self.ran = "padded"
-            return super(UnpaddedEncoder, self).forward(
-                input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs
+            stock: Any = super(UnpaddedEncoder, self)
+            return self._observed(
+                call, stock.forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
             )
-        rows, width = inputs.shape[:2]
+        plan = call.plan
         if inputs_embeds is None:
-            hidden = self.embeddings(input_ids=_pick(inputs, plan))
+            assert input_ids is not None
+            hidden = self.embeddings(input_ids=_pick(input_ids, plan))
         else:
-            packed = gather_tokens(inputs_embeds.reshape(rows * width, -1), plan.indices_T)
+            packed = gather_tokens(inputs_embeds.flatten(0, 1), plan.indices_T)
             hidden = self.embeddings(inputs_embeds=packed.unsqueeze(0))
-        last = self._packed_layers(hidden, self._positions(position_ids, plan), plan, kwargs)
-        return self._output(last, plan)
+        if call.first_tokens_only:
+            # a keyword argument, so that it is also passed when a layer is recomputed
+            kwargs["first_tokens_only"] = True
+        return self._output(self._packed_layers(hidden, self._positions(position_ids, plan), plan, kwargs), call)
 
     def _packed_layers(self, hidden: Tensor, positions: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""
         kinds = self.config.layer_types or []
-        first_tokens = {"first_tokens_only": True} if self.first_tokens_only else {}
         angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
         for layer, kind in zip(self.layers, kinds, strict=True):
             if not torch.compiler.is_compiling():  # for layers compiled separately
@@ -92,7 +91,6 @@ class _UnpaddedModernBert(UnpaddedModel):
                 attention_mask=None,
                 position_embeddings=angles[kind],
                 unpadding=plan,
-                **first_tokens,  # a keyword argument, so that it is also passed when a layer is recomputed
                 **kwargs,
             )
         return self.final_norm(hidden)

@@ -60,7 +60,7 @@ class _UnpaddedAttention(nn.Module):
 
 
 class _UnpaddedMPNet(UnpaddedEncoder):
-    """As :class:`UnpaddedEncoder`; its mask (B, S) is the one passed to the surrounding model, which converts it."""
+    """As :class:`UnpaddedEncoder`, with one position bias for all rows."""
 
     layer: nn.ModuleList
 
@@ -69,12 +69,6 @@ class _UnpaddedMPNet(UnpaddedEncoder):
     ) -> Any:
         output = super().forward(hidden_states, attention_mask, return_dict=True, **kwargs)
         return output if return_dict else output.to_tuple()
-
-    def _mask_of(self, attention_mask: Tensor | None, call_mask: Tensor | None) -> Tensor | None:
-        return attention_mask if call_mask is None else call_mask
-
-    def _attends_packed(self) -> bool:
-        return True
 
     def _packed(self, packed: Tensor, plan: Plan, return_dict: bool = True, **kwargs: Any) -> Any:
         bias_1ASS = self.compute_position_bias(packed.new_empty(1, plan.mask_BS.shape[1]))  # type: ignore[operator]

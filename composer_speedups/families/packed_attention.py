@@ -1,5 +1,8 @@
 """Variable-length attention over packed tokens, as an attention implementation of transformers.
 
+transformers chooses an attention function by ``config._attn_implementation``. The attention modules of an unpadded
+encoder get a :class:`PackedAttentionConfig`, so that they call this one; the model's own config does not change.
+
 Shapes: B rows, S slots per row, T packed tokens, A heads, D units per head.
 """
 
@@ -11,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
@@ -20,9 +22,9 @@ __all__ = [
     "DISENTANGLED",
     "FLASH",
     "IMPLEMENTATION",
+    "PackedAttentionConfig",
     "operators_among",
     "real_keys",
-    "register_attention",
     "repad",
     "supports_flash_attention",
     "unpadded_attention",
@@ -33,18 +35,28 @@ FLASH = "_flash_attention_forward"
 DISENTANGLED = "disentangled_attention"
 
 
-def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any]) -> None:
-    """Register an attention function and its mask function with transformers.
+class PackedAttentionConfig:
+    """A model's config as its attention modules see it: with this module's attention, and otherwise unchanged.
 
-    Without its own mask function, an implementation would receive no mask and attend to padding.
+    Args:
+        config: The model's config, whose implementation computes batches that stay padded.
+        eager: The function that transformers calls for the implementation ``"eager"``.
     """
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
 
+    _attn_implementation = IMPLEMENTATION
 
-def keep_mask(*_: Any, attention_mask: Tensor | None = None, **__: Any) -> Tensor | None:
-    """Return the model's mask (B, S) unchanged, because the encoder needs it instead of a mask per pair of tokens."""
-    return attention_mask
+    def __init__(self, config: Any, eager: Callable[..., Any]) -> None:
+        self.config, self.eager = config, eager
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "config":  # copies and pickles ask for these before they are set
+            raise AttributeError(name)
+        return getattr(self.config, name)
+
+    def padded_attention(self) -> Callable[..., Any]:
+        """The attention function of the untouched model."""
+        name = self.config._attn_implementation or "eager"
+        return self.eager if name == "eager" else AttentionInterface()[name]  # type: ignore[no-any-return]
 
 
 def unpadded_attention(
@@ -52,37 +64,40 @@ def unpadded_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     dropout: float = 0.0,
     scaling: float | None = None,
     unpadding: Plan | None = None,
     sliding_window: int | None = None,
     position_bias: Tensor | None = None,
-    **_: Any,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with transformers' signature.
 
     Args:
         module: The attention module.
         query, key, value: (1, A, T, D) with a plan, otherwise (B, A, S, D).
-        attention_mask: None with a plan; otherwise (B, S) or (B, 1, S, S), boolean or additive, or None.
+        attention_mask: Not used with a plan.
         dropout: Dropout probability of the attention weights.
         scaling: Scale of the scores; None for 1/√D.
-        unpadding: The layout of the packed tokens. Without it, attention is computed as in transformers' eager
-            implementation.
-        sliding_window: A token attends only to tokens of its row at a smaller distance than this; None for all. Masks
-            of pairs include their window. Flash attention counts packed tokens, so rows must not have holes.
+        unpadding: The layout of the packed tokens. Without it, the untouched model's attention function is called.
+        sliding_window: A token attends only to tokens of its row at a smaller distance than this; None for all. Flash
+            attention counts packed tokens, so rows must not have holes.
         position_bias: Added to the scores between the slots of each row, (1, A, S, S). Not supported by flash
             attention.
+        kwargs: Passed on to the untouched model's function.
 
     Returns:
-        (1, T, A, D) or (B, S, A, D), and the attention weights (B, A, S, S) only without a plan.
+        (1, T, A, D), and None for the attention weights; without a plan, what the untouched model's function returns.
 
     Source: Dao, arXiv 2307.08691, through torch's aten operator.
     """
-    window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
     if unpadding is None:
-        return _padded(query, key, value, attention_mask, dropout, scaling, window, position_bias)
+        given = {"sliding_window": sliding_window, "position_bias": position_bias}
+        kwargs |= {name: value for name, value in given.items() if value is not None}
+        attend = module.config.padded_attention()  # type: ignore[operator, union-attr]
+        return attend(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    window = None if sliding_window is None else sliding_window - 1  # the largest distance on either side
     heads = query.shape[1]
     packed_TAD = [x.squeeze(0).transpose(0, 1) for x in (query, key, value)]
     if position_bias is None and supports_flash_attention(query.device, query.dtype, query.shape[-1]):
@@ -150,32 +165,5 @@ def _distances(width: int, device: torch.device) -> Tensor:
     return (slots[:, None] - slots).abs()
 
 
-def _padded(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    window: int | None = None,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if bias is not None:
-        scores = scores + bias
-    if window is not None and (mask is None or mask.ndim == 2):
-        near = _distances(query.shape[2], query.device) <= window
-        mask = near if mask is None else near & mask[:, None, None, :].bool()
-    elif mask is not None and mask.ndim == 2:
-        mask = mask[:, None, None, :]
-    if mask is not None:
-        if not mask.is_floating_point():
-            # Added, as in eager attention: queries with nothing to attend to have finite values and gradients.
-            mask = torch.zeros_like(mask, dtype=scores.dtype).masked_fill(~mask.bool(), torch.finfo(scores.dtype).min)
-        scores = scores + mask
-    weights = F.dropout(scores.softmax(-1), dropout)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
-
-
 # Registered at import, so that it is also available when a changed model is unpickled.
-register_attention(IMPLEMENTATION, unpadded_attention, keep_mask)
+AttentionInterface.register(IMPLEMENTATION, unpadded_attention)

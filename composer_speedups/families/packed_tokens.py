@@ -13,7 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 __all__ = [
+    "COUNTED_ON_HOST",
     "IGNORED",
+    "READS_PADDING",
     "Plan",
     "gather_tokens",
     "make_plan",
@@ -27,6 +29,14 @@ __all__ = [
 
 
 IGNORED = -100  # the label that torch's cross entropy ignores
+COUNTED_ON_HOST = (
+    "unpadding reads the number of tokens on the host; call plan_unpadding before each call, compile without "
+    "fullgraph=True, or call undo_unpadding(model)"
+)
+READS_PADDING = (
+    "unpadding: the loss reads outputs at padding positions, which are zeros; give padding the label -100, pool with "
+    "the attention mask, or call undo_unpadding(model)"
+)
 
 
 class Plan(NamedTuple):
@@ -76,9 +86,7 @@ def row_counts(mask_BS: Tensor) -> list[int]:
     Synchronizes if the mask is on a GPU. An empty row counts 0.
     """
     if mask_BS.device.type == "cpu":
-        # Not torch, which would wake all its threads for a few thousand numbers, for milliseconds on hosts with many
-        # cores.
-        real_BS = mask_BS.detach().numpy() != 0
+        real_BS = _on_host(mask_BS)
         counts = real_BS.sum(-1)
         return [int(count) if first else -int(count) for count, first in zip(counts, real_BS[:, 0], strict=True)]
     real = mask_BS.bool()
@@ -86,9 +94,18 @@ def row_counts(mask_BS: Tensor) -> list[int]:
     return torch.where(real[:, 0], counted, -counted).tolist()
 
 
+def _on_host(mask: Tensor) -> Any:
+    """Whether a mask's entries are nonzero, as a NumPy array. Synchronizes if the mask is on a GPU."""
+    mask = mask.detach().cpu()
+    if mask.dtype is torch.bfloat16:  # NumPy does not have it
+        mask = mask.float()
+    # Not torch, which would wake all its threads for a few thousand numbers, for milliseconds on hosts with many cores.
+    return mask.numpy() != 0
+
+
 def rows_with_holes(mask_BS: Tensor) -> list[bool]:
     """Whether each row has padding between its real tokens. Synchronizes if the mask is on a GPU."""
-    real = mask_BS.detach().cpu().numpy() != 0
+    real = _on_host(mask_BS)
     pieces = real[:, 0].astype(int) + (real[:, 1:] & ~real[:, :-1]).sum(-1)  # by the number of runs of real tokens
     return [bool(row) for row in pieces > 1]
 
@@ -103,7 +120,7 @@ def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, fir
         first_slot: The head reads each row's first slot, which is padding in a row without tokens.
     """
     rows = len(mask_BS)
-    mask = mask_BS.detach().cpu().numpy() != 0
+    mask = _on_host(mask_BS)
     known = None if labels is None or len(labels) != rows else labels.detach().cpu().numpy()
     if known is not None and known.shape == mask.shape:
         return [bool(row) for row in ((known != IGNORED) & ~mask).any(-1)] if by_token else [False] * rows
@@ -149,9 +166,13 @@ def gather_tokens(x_NH: Tensor, indices_T: Tensor) -> Tensor:
     return _Gather.apply(x_NH, indices_T)
 
 
-def scatter_tokens(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
-    """Scatter (T, H) packed tokens into (N, H) slots, N being ``slots``; zeros where there is no real token."""
-    return _Scatter.apply(x_TH, indices_T, slots)
+def scatter_tokens(x_TH: Tensor, indices_T: Tensor, slots: int, *, guarded: bool = False) -> Tensor:
+    """Scatter (T, H) packed tokens into (N, H) slots, N being ``slots``; zeros where there is no real token.
+
+    With ``guarded``, a gradient at another slot is an error in the backward pass; on a GPU, at its next
+    synchronization.
+    """
+    return _Scatter.apply(x_TH, indices_T, slots, guarded)
 
 
 # Each is the other's backward pass. torch's backward of index_select adds into its result, with atomics or a sort;
@@ -182,12 +203,17 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, indices_T: Tensor, slots: int, guarded: bool) -> Tensor:
         ctx.save_for_backward(indices_T)
+        ctx.guarded = guarded
         return _scatter(x_TH, indices_T, slots)
 
     @staticmethod
-    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         (indices_T,) = ctx.saved_tensors
-        unused_T = (indices_T == grad_NH.shape[0])[:, None]
-        return _gather(grad_NH, indices_T).masked_fill_(unused_T, 0), None, None
+        slots = grad_NH.shape[0]
+        if ctx.guarded:
+            largest_N = F.pad(torch.linalg.vector_norm(grad_NH.detach(), float("inf"), dim=-1), (0, 1))
+            torch._assert_async(~largest_N.index_fill_(0, indices_T, 0).any(), READS_PADDING)
+        unused_T = (indices_T == slots)[:, None]
+        return _gather(grad_NH, indices_T).masked_fill_(unused_T, 0), None, None, None

@@ -175,6 +175,15 @@ class Untouched:
         ]
         self._hooks = [getattr(module, kind) for module, *_ in self._modules for kind in _HOOKS]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the functions of classes, which a pickle does not hold and a loaded class has anew."""
+        modules = [(module, kind, None, *others) for module, kind, _, *others in self._modules]
+        return {**vars(self), "_modules": modules}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._modules = [(module, kind, kind.forward, *others) for module, kind, _, *others in self._modules]
+
     @classmethod
     def inside(cls, module: nn.Module) -> Untouched:
         """All modules inside a module."""

@@ -17,6 +17,7 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
+from composer_speedups.families.packed_call import call_of
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 
@@ -42,21 +43,16 @@ class _UnpaddedT5(UnpaddedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        inputs = input_ids if inputs_embeds is None else inputs_embeds
-        alone = (input_ids is None) != (inputs_embeds is None)
-        plan = None
-        if inputs is not None and alone and self._can_unpad(attention_mask, kwargs):
-            plan = self._plan_of(inputs, attention_mask, attention_mask)
-        if inputs is None or plan is None:
+        call = call_of(self)
+        if call is None or call.plan is None:
             self.ran = "padded"
-            return super(UnpaddedEncoder, self).forward(
-                input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+            stock: Any = super(UnpaddedEncoder, self)
+            return self._observed(
+                call, stock.forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
             )
-        rows, width = inputs.shape[:2]
-        embedded = self.embed_tokens(inputs) if inputs_embeds is None else inputs_embeds
-        packed = gather_tokens(embedded.reshape(rows * width, -1), plan.indices_T).unsqueeze(0)
-        last = self._packed_blocks(self.dropout(packed), plan, kwargs)
-        return self._output(last, plan)
+        embedded: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        packed = gather_tokens(embedded.flatten(0, 1), call.plan.indices_T).unsqueeze(0)
+        return self._output(self._packed_blocks(self.dropout(packed), call.plan, kwargs), call)
 
     def _packed_blocks(self, packed: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the blocks and the last norm."""

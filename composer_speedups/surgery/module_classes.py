@@ -7,12 +7,14 @@ dtype and device), buffers, hooks, train/eval mode and name do not change.
 from __future__ import annotations
 
 import copyreg
+import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["derived_class", "stock_class", "swap_class"]
+__all__ = ["derived_class", "stock_class", "swap_class", "wrap_forward"]
 
 
 def swap_class(
@@ -66,6 +68,22 @@ def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
     """The stock class that a class from :func:`derived_class` was made from."""
     stock: type[nn.Module] = vars(derived)["_derived_from"][1]
     return stock
+
+
+def wrap_forward(cls: Any, wrapper: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Make a derived class's ``forward`` call ``wrapper(module, args, kwargs)``, with the stock class's signature.
+
+    The forward that it had is kept as its ``inner_forward``. The signature is read by Trainers, which remove what it
+    does not name from a batch.
+    """
+    stock: Any = stock_class(cls).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, args, kwargs)
+
+    functools.update_wrapper(forward, stock)
+    forward.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    cls.inner_forward, cls.forward = cls.forward, forward
 
 
 def _reduce(derived: Any) -> Any:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
 from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
-from composer_speedups.families.packed_attention import IMPLEMENTATION, unpadded_attention
+from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.families.packed_attention import unpadded_attention
 from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import make_plan
 from tests.helpers.common import batch, tiny_bert
@@ -74,7 +75,7 @@ def test_undo_restores_the_encoder_and_its_attention(attention: str) -> None:
     model.set_attn_implementation(attention)
     encoder = type(model.bert.encoder)
     apply_unpadding(model)
-    assert model.config._attn_implementation == IMPLEMENTATION
+    assert model.config._attn_implementation == attention
     assert undo_unpadding(model) == ["bert.encoder"]
     assert model.config._attn_implementation == attention
     assert type(model.bert.encoder) is encoder
@@ -89,10 +90,11 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     assert len(packed) % multiple == 0
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
     mask = inputs["attention_mask"].bool()
-    output = encoder_of(model)(hidden, attention_mask=mask).last_hidden_state
+    encode, encoder_of(model).padding_reader = model.eval().bert, None  # nothing reads padding
+    output = encode(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
     assert_near(output[~mask], torch.zeros_like(output[~mask]))
     noise = torch.where(mask[..., None], hidden, 100.0).detach()
-    torch.testing.assert_close(encoder_of(model)(noise, attention_mask=mask).last_hidden_state, output)
+    torch.testing.assert_close(encode(inputs_embeds=noise, attention_mask=mask).last_hidden_state, output)
     (output**2).sum().backward()
     assert hidden.grad is not None
     assert not hidden.grad[~mask].any()
@@ -130,17 +132,23 @@ def test_batches_with_query_key_masks_run_padded() -> None:
     inputs = batch([6, 6, 6], 6)
     causal = torch.ones(6, 6).tril().bool().expand(3, 1, 6, 6)
     for mask in (causal, torch.zeros(3, 1, 6, 6).masked_fill(~causal, -1e9)):
-        added = mask if mask.is_floating_point() else torch.zeros(mask.shape).masked_fill(~mask, -1e9)
-        expected = reference(**{**inputs, "attention_mask": added}).logits
+        expected = reference(**{**inputs, "attention_mask": mask}).logits
         assert_near(model(**{**inputs, "attention_mask": mask}).logits, expected)
         assert encoder_of(model).ran == "padded"
 
 
-def test_a_changed_attention_implementation_runs_padded() -> None:
+def test_batches_that_stay_padded_use_the_attention_that_the_model_has_now() -> None:
     reference, model = pair("bert")
-    model.set_attn_implementation("sdpa")
-    compare(reference, model, batch([3, 7, 2], 9))
-    assert encoder_of(model).ran == "padded"
+    inputs = batch([3, 7, 2], 9)
+    for implementation in ("sdpa", "eager"):
+        model.set_attn_implementation(implementation)
+        compare(reference, model, inputs)
+        assert encoder_of(model).ran == "unpadded"
+        with OperatorRecorder() as operators:
+            asked = model(**inputs, output_hidden_states=True)
+        assert encoder_of(model).ran == "padded"
+        assert ("_softmax" in operators.counts) == (implementation == "eager")
+        assert_near(asked.hidden_states[1], reference(**inputs, output_hidden_states=True).hidden_states[1])
 
 
 @pytest.mark.parametrize("family", UNPADDED)

@@ -132,7 +132,7 @@ def test_a_trainer_trains_like_one_without_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_run_whose_head_got_no_labels_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LabelledHead, "select_labels", lambda *_: None)
+    monkeypatch.setattr(LabelledHead, "select", lambda *_: None)
     model = tiny_model("bert", "mlm")
     trainer = make_trainer(
         [Unpadding(8, mlm_head="labelled")], model=model, batches=fit_batches(model, plain_batches())
@@ -171,7 +171,7 @@ def test_graphs_replay_it_with_other_labels() -> None:
     apply_unpadding(model, 8, "labelled")
     calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
     (encoder,), (head,) = unpadded_encoders(model), labelled_heads(model)
-    calls.carries = [(encoder, "plans"), (head, "plan")]
+    calls.carries = [(encoder, "planned"), (head, "plan")]
     calls.install("forward")
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])

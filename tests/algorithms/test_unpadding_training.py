@@ -74,9 +74,7 @@ class Sabotage(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         model: Any = state.model.model
-        if self.change == "attention":
-            model.set_attn_implementation("eager")
-        elif self.change == "class":
+        if self.change == "class":
             model.bert.encoder.__class__ = BertEncoder
         elif self.change == "outputs":
             model.config.output_hidden_states = True
@@ -94,7 +92,6 @@ class Sabotage(Algorithm):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ("attention", "the first forward pass ran padded"),
         ("class", "the first forward pass ran without its encoder"),
         ("outputs", "the first forward pass ran padded"),
         ("layer", "1 of 2 layers ran on packed tokens"),
@@ -173,7 +170,7 @@ def test_a_forward_pass_that_raises_is_cleaned_up(monkeypatch: pytest.MonkeyPatc
     (encoder,) = unpadded_encoders(trainer.state.model)
     trainer.close()
     assert not _get_current_dispatch_mode_stack()
-    assert "plans" not in vars(encoder)
+    assert "planned" not in vars(encoder)
     assert not any(layer._forward_pre_hooks for layer in encoder.layer)
     assert not unpadded_encoders(trainer.state.model)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,10 +47,20 @@ from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core import parity_checked_technique
 from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.families.packed_encoder import Planned, unpadded_encoders
 from composer_speedups.families.packed_tokens import make_plan
 from composer_speedups.families.stock import changes_to
-from tests.helpers.common import Batch, Batches, Recorder, batch, final_weights, make_trainer, tiny_bert, trained
+from tests.helpers.common import (
+    Batch,
+    Batches,
+    Recorder,
+    batch,
+    final_weights,
+    make_trainer,
+    tiny_bert,
+    trained,
+    without_labels,
+)
 from tests.helpers.models import FAMILIES, FUSED, UNPADDED, tiny_model
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
@@ -59,15 +69,9 @@ INPUTS = batch([9, 16, 3, 12])
 LAYER = r"bert\.encoder\.layer\.0"
 
 
-def without_labels(inputs: Batch) -> Batch:
-    return {name: value for name, value in inputs.items() if name != "labels"}
-
-
 def apply_both(model: nn.Module) -> nn.Module:
-    """Apply unpadding and fused_layers to the model, and ignore their warnings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        apply_unpadding(model, 8)
+    """Apply unpadding and fused_layers to the model."""
+    apply_unpadding(model, 8, check="never")
     apply_fused_layers(model)
     return model
 
@@ -183,8 +187,7 @@ def test_changed_layers_are_not_fused(change: Callable[[Any], Any], reason: str)
         torch.manual_seed(4)
         for layer in each.bert.encoder.layer:
             change(layer)
-    with pytest.warns(UserWarning, match=rf"though {LAYER}\.{reason}"):
-        apply_unpadding(model, 8)
+    apply_unpadding(model, 8, check="never")
     with pytest.raises(ValueError, match=rf"cannot fuse any layer: {LAYER}\.{reason}"):
         apply_fused_layers(model)
     assert not layers_of(model)
@@ -353,8 +356,7 @@ def test_peft_adapters_train_unpadded_and_unfused(adapt: Callable[[Any], Any]) -
     torch.manual_seed(1)
     model = adapt(tiny_bert())
     reference = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="PeftModel"):
-        apply_unpadding(model, 8)
+    apply_unpadding(model, 8)
     with pytest.raises(ValueError, match=r"layer\.0\.attention\.self\.\w+ is a peft Linear instead of a torch"):
         apply_fused_layers(model)
     assert_same(model, reference)
@@ -682,14 +684,26 @@ def test_evaluation_or_prediction_without_training_compares_outputs(method: str)
         trainer.close()
 
 
-def test_apply_unpadding_compares_on_a_given_batch() -> None:
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_function_compares_the_first_calls(gradients: bool) -> None:
     good, bad, untouched = Pooling(masked_mean), Pooling(plain_mean), Pooling(plain_mean)
-    assert apply_unpadding(good, 8, compare_on=INPUTS) == ["bert.encoder"]
-    with pytest.raises(ValueError, match=r"does not support this model: the loss is .* on the given batch"):
-        apply_unpadding(bad, 8, compare_on=INPUTS)
+    kind, names = type(good), {name: [*vars(module)] for name, module in good.named_modules()}
+    for model in (good, bad):
+        assert apply_unpadding(model, 8) == ["bert.encoder"]
+        assert inspect.signature(model.forward) == inspect.signature(untouched.forward)
+    with torch.set_grad_enabled(gradients):
+        expected = Pooling(masked_mean)(**INPUTS)
+        assert_near([good(**INPUTS)["logits"]], [expected["logits"]])
+        with pytest.raises(ValueError, match=r"does not support this model: .* differ.* on the first batch"):
+            bad(**INPUTS)
     assert not unpadded_encoders(bad)
-    assert not bad.bert._forward_pre_hooks
+    assert {name: [*vars(module)] for name, module in bad.named_modules()} == names
+    assert type(bad) is kind
     assert_near([bad(**INPUTS)["logits"]], [untouched(**INPUTS)["logits"]])
+    assert (type(good) is kind) == gradients, "the first call with gradients is compared, too"
+    never = Pooling(plain_mean)
+    apply_unpadding(never, 8, check="never")
+    assert not torch.allclose(never(**INPUTS)["logits"], untouched(**INPUTS)["logits"])
 
 
 # Several encoders, several calls.
@@ -746,7 +760,7 @@ def test_a_mask_without_a_plan_is_planned_in_the_forward_pass() -> None:
     planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
     (encoder,) = unpadded_encoders(model)
     mask = planned["attention_mask"]
-    encoder.plans = ((mask, make_plan(mask, int(mask.sum()), 8)),)
+    encoder.planned = (Planned(mask, None, make_plan(mask, int(mask.sum()), 8)),)
     assert_same(model, reference, planned)
     assert encoder.counted == 0
     assert_same(model, reference, another)
@@ -810,8 +824,7 @@ def test_multiple_choice_packs_the_choices_of_each_row() -> None:
 def test_a_base_model_runs_unpadded_and_is_saved_with_its_own_class(tmp_path: Any) -> None:
     reference = tiny_model("modernbert").model.eval()
     model = copy.deepcopy(reference)
-    with pytest.warns(UserWarning, match="ModernBertModel without a head"):
-        assert apply_unpadding(model, 8) == [""]
+    assert apply_unpadding(model, 8, check="never") == [""]
     inputs = without_labels(INPUTS)
     real = inputs["attention_mask"].bool()
     assert_near([model(**inputs).last_hidden_state[real]], [reference(**inputs).last_hidden_state[real]])
@@ -997,7 +1010,7 @@ def test_undoing_restores_classes_attributes_and_hooks() -> None:
         undo_fused_layers(model)
         assert undo_unpadding(model)
         assert [type(module) for module in model.modules()] == classes
-        assert {name: set(vars(module)) - {"first_tokens_only"} for name, module in model.named_modules()} == state
+        assert {name: set(vars(module)) for name, module in model.named_modules()} == state
         assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
         assert model.config._attn_implementation == "eager"
         assert changes_to(model) == []
@@ -1041,7 +1054,7 @@ def test_sdpa_after_unpadding_is_refused_and_the_model_is_unchanged() -> None:
     apply_unpadding(model, 8)
     with pytest.raises(ValueError, match="unpadding has its own attention"):
         apply_sdpa_attention(model)
-    assert model.config._attn_implementation == "unpadded"
+    assert model.config._attn_implementation == "eager"
     model(**INPUTS)
     assert unpadded_encoders(model)[0].ran == "unpadded"
 

@@ -169,12 +169,12 @@ def expected_of(family: Family, head: str, input_kind: str) -> tuple[dict[str, T
 
 
 def fuse(model: Any, inputs: Batch) -> None:
-    apply_unpadding(model, 8, compare_on=inputs)
+    apply_unpadding(model, 8, check="never")
     apply_fused_layers(model)
 
 
 APPLY: dict[str, Callable[[Any, Batch], Any]] = {
-    "unpadding": lambda model, inputs: apply_unpadding(model, 8, compare_on=inputs),
+    "unpadding": lambda model, inputs: apply_unpadding(model, 8, check="never"),
     "fused_layers": fuse,
     "sdpa_attention": lambda model, _: apply_sdpa_attention(model),
     "fast_layernorm": lambda model, _: apply_fast_layernorm(model),

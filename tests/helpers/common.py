@@ -54,6 +54,10 @@ def batch(lengths: Sequence[int], width: int | None = None, *, seed: int = 0) ->
     return {"input_ids": ids, "attention_mask": mask, "labels": labels.masked_fill(sizes == 0, -100)}
 
 
+def without_labels(inputs: Batch) -> Batch:
+    return {name: value for name, value in inputs.items() if name != "labels"}
+
+
 def awkward_batches() -> list[Batch]:
     """Ragged; one row; length 1; 2 short of a multiple of 8, with an all-padding row; no padding at all."""
     shapes = [([9, 16, 3, 12], None), ([11], None), ([1, 1, 1], None), ([14, 0, 5], 14), ([8, 8], None)]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.algorithms.fused_layers.first_tokens import mark_calls, unmark_calls
+from composer_speedups.algorithms.fused_layers.first_tokens import compute_all_tokens, compute_first_tokens
 from composer_speedups.algorithms.fused_layers.modules import (
     FusedDisentangledLayer,
     FusedEmbeddings,
@@ -100,7 +100,7 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         if isinstance(layer, FusedLayer):
             layer.is_last = id(layer) not in inner
     if last_layer == "needed":
-        mark_calls(model)
+        compute_first_tokens(model)
     return names
 
 
@@ -121,7 +121,7 @@ def unfuse(model: nn.Module, owner: int | None = None) -> list[str]:
                 del module.float8_scales
             names.append(name)
     if not any(isinstance(module, FusedLayer) for module in model.modules()):
-        unmark_calls(model)
+        compute_all_tokens(model)
     return names
 
 

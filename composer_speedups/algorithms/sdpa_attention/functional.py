@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.families.packed_attention import IMPLEMENTATION as UNPADDED
-from composer_speedups.families.packed_attention import register_attention
+from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import outermost_models
 from composer_speedups.surgery.already_applied import NoEffectWarning
 
@@ -54,9 +54,9 @@ def apply_sdpa_attention(
     if not before:
         warnings.warn(NoEffectWarning("no Hugging Face model was found in the model"), stacklevel=2)
     nested = [m for module in outermost.values() for m in module.modules() if isinstance(m, PreTrainedModel)]
+    if unpadded_encoders(model):
+        raise ValueError("the model runs unpadded, and unpadding has its own attention; call undo_unpadding first")
     for module in nested:  # check all before changing any
-        if module.config._attn_implementation == UNPADDED:
-            raise ValueError("the model runs unpadded, and unpadding has its own attention; call undo_unpadding first")
         if not module._supports_sdpa:
             raise ValueError(f"{type(module).__name__} does not support scaled_dot_product_attention in transformers")
     previous = [(module.config, module.config._attn_implementation) for module in nested]
@@ -92,5 +92,6 @@ def _register(backend: str) -> str:
         with sdpa_kernel(BACKENDS[backend]):
             return sdpa_attention_forward(module, *args, **kwargs)
 
-    register_attention(name, attention, sdpa_mask)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)  # without it, the model would get no mask and attend to padding
     return name

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
+import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.families.blocks import blocks_of
@@ -14,10 +15,10 @@ from composer_speedups.families.labelled_head import (
     LabelledHead,
     MLMHead,
     check_labelled_head,
-    install_labelled_head,
 )
-from composer_speedups.families.packed_attention import IMPLEMENTATION
-from composer_speedups.families.packed_encoder import UnpaddedEncoder
+from composer_speedups.families.packed_attention import PackedAttentionConfig
+from composer_speedups.families.packed_call import ModelAroundEncoder
+from composer_speedups.families.packed_encoder import PaddingReader, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 _REFUSED = {
@@ -40,41 +41,13 @@ class _Found(NamedTuple):
         return {name: family.reads(name, config) for name in (type(model).__name__ for model in self.outer)}
 
 
-class _MaskHook:
-    """A forward pre-hook of the model around an encoder.
-
-    It passes the model's mask to the encoder, and whether hidden states were requested.
-    """
-
-    def __init__(self, base: PreTrainedModel, encoder: UnpaddedEncoder) -> None:
-        self.encoder = encoder
-        self._names = list(inspect.signature(type(base).forward).parameters)[1:]
-
-    def keep(self, base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        inputs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        mask, hidden_states = inputs.get("attention_mask"), inputs.get("output_hidden_states")
-        self.encoder.call_mask = mask if isinstance(mask, Tensor) else None
-        self.encoder.call_hidden_states = bool(
-            self.encoder.model_config.output_hidden_states if hidden_states is None else hidden_states
-        )
-
-
-class _LabelsHook:
-    """A forward pre-hook and a forward hook of the outermost model, which pass its labels to the encoder."""
-
-    def __init__(self, encoder: UnpaddedEncoder) -> None:
-        self.encoder = encoder
-
-    def keep(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        labels = kwargs.get("labels")
-        self.encoder.call_labels = labels if isinstance(labels, Tensor) and labels.ndim > 0 else None
-
-    def forget(self, model: nn.Module, args: Any, output: Any) -> None:
-        self.encoder.call_labels = None
-
-
 def swap_encoders(
-    model: nn.Module, pad_to_multiple_of: int, mlm_head: MLMHead = "all", owner: int | None = None
+    model: nn.Module,
+    pad_to_multiple_of: int,
+    mlm_head: MLMHead = "all",
+    owner: int | None = None,
+    *,
+    observe: bool = False,
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
@@ -82,6 +55,8 @@ def swap_encoders(
         model: The model; changed in place.
         pad_to_multiple_of, mlm_head: See :func:`apply_unpadding`.
         owner: See :class:`UnpaddedEncoder`. Encoders of another owner get this one.
+        observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
+            reads padding.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -96,85 +71,82 @@ def swap_encoders(
     changed = []
     for name, each in found.items():
         encoder: Any
-        encoder, base, reads = each.encoder, each.bases[0], each.heads.values()
+        encoder, base, reads = each.encoder, each.bases[0], {*each.heads.values()}
         if not isinstance(encoder, UnpaddedEncoder):
-            family = family_of(type(encoder))
-            assert family is not None
-            encoder.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(encoder))
-            if family.packed_attention is not None:
-                for module in encoder.modules():
-                    if family.has("attention", type(module)):
-                        module.__class__ = derived_class(family.packed_attention, type(module))
-            encoder.attention_before = base.config._attn_implementation or "eager"
+            _change_classes(encoder)
             encoder.owner = owner
-            for around in each.bases:
-                if encoder is not around:
-                    around.register_forward_pre_hook(_MaskHook(around, encoder).keep, with_kwargs=True)
-            for outer in each.outer:
-                if outer not in each.bases:
-                    labels = _LabelsHook(encoder)
-                    outer.register_forward_pre_hook(labels.keep, with_kwargs=True)
-                    outer.register_forward_hook(labels.forget, always_call=True)
             changed.append(name)
         elif encoder.owner is not None:
             encoder.owner = owner
-        for around in each.bases:
-            if not _has_own_attention(encoder):
-                around.set_attn_implementation(IMPLEMENTATION)
-        for outer in each.outer:
-            if mlm_head == "labelled":
-                install_labelled_head(outer, encoder)
-            else:
-                _remove_hooks(outer, encoder, LabelledHead)
-                _remove_hooks(outer.base_model, encoder, LabelledHead)
         encoder.model_config = base.config
-        encoder.by_token = Reads.LABELLED_TOKENS in reads
+        encoder.by_token = bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
         encoder.pad_to_multiple_of = pad_to_multiple_of
-        encoder.reads_first = not {*reads} <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
+        encoder.reads_first = not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
+        if observe and encoder.padding_reader is None:
+            encoder.padding_reader = PaddingReader()
+    encoders = {id(each.encoder) for each in found.values()}
+    around: Any
+    for around in _around(model).values():
+        paths = tuple(name for name, module in around.named_modules() if id(module) in encoders)
+        if not paths:
+            continue
+        if not isinstance(around, ModelAroundEncoder):
+            around.__class__ = derived_class(ModelAroundEncoder, type(around))
+        around.encoder_paths = paths
+        around.around_directly = any(around is base for each in found.values() for base in each.bases)
+        around.unknown_reader = observe and "For" not in type(around).__name__
+        is_outermost = any(around is outer for each in found.values() for outer in each.outer)
+        labelled = mlm_head == "labelled" and is_outermost
+        around.labelled_head = around.labelled_head or LabelledHead(pad_to_multiple_of) if labelled else None
     return changed
 
 
+def _change_classes(encoder: Any) -> None:
+    family = family_of(type(encoder))
+    assert family is not None
+    encoder.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(encoder))
+    for module in encoder.modules():
+        if family.packed_attention is not None:
+            if family.has("attention", type(module)):
+                module.__class__ = derived_class(family.packed_attention, type(module))
+        elif "config" in vars(module) and module is not encoder and (eager := _eager_attention(type(module))):
+            module.config = PackedAttentionConfig(module.config, eager)
+
+
+def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
+    """The function that a class of transformers calls for eager attention, which each family's file defines."""
+    files = (vars(sys.modules[c.__module__]) for c in kind.__mro__ if c.__module__.startswith("transformers.models."))
+    return next((names["eager_attention_forward"] for names in files if "eager_attention_forward" in names), None)
+
+
 def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
-    """Restore transformers' encoders and their previous attention, and return the names of the changed encoders.
+    """Restore transformers' encoders and the models around them, and return the names of the changed encoders.
 
     Args:
         model: The model; changed in place.
         owner: Restore only the encoders of this owner; None restores all.
     """
-    around = _around(model)
     names = []
     for name, encoder in list(model.named_modules()):
         if not isinstance(encoder, UnpaddedEncoder) or (owner is not None and encoder.owner != owner):
             continue
-        for path, module in model.named_modules(remove_duplicate=False):
-            base = _bases(around, path, module)[-1] if module is encoder else None
-            if base is not None and base.config._attn_implementation == IMPLEMENTATION:
-                base.set_attn_implementation(encoder.attention_before)
-        for outer in around.values():
-            _remove_hooks(outer, encoder, _MaskHook, _LabelsHook, LabelledHead)
         for module in encoder.modules():
             if _is_packed_attention(module):
                 module.__class__ = stock_class(type(module))  # type: ignore[assignment]
-        encoder.__class__ = stock_class(type(encoder))  # type: ignore[assignment]
-        for attribute in UnpaddedEncoder.__annotations__:
-            vars(encoder).pop(attribute, None)
+            elif isinstance(config := vars(module).get("config"), PackedAttentionConfig):
+                module.config = config.config
+        _restore_class(encoder)
         names.append(name)
+    for around in _around(model).values():
+        if isinstance(around, ModelAroundEncoder) and not unpadded_encoders(around):
+            _restore_class(around)
     return names
 
 
-def _remove_hooks(model: nn.Module, encoder: UnpaddedEncoder, *kinds: type[Any]) -> None:
-    for hooks in (model._forward_pre_hooks, model._forward_hooks):
-        for handle, hook in list(hooks.items()):
-            owner = getattr(hook, "__self__", None)
-            if isinstance(owner, kinds) and owner.encoder is encoder:
-                del hooks[handle]
-                for flags in ("_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"):
-                    getattr(model, flags).pop(handle, None)
-
-
-def _has_own_attention(encoder: nn.Module) -> bool:
-    family = family_of(type(encoder))
-    return family is not None and family.packed_attention is not None
+def _restore_class(module: nn.Module) -> None:
+    module.__class__ = stock_class(type(module))  # type: ignore[assignment]
+    for attribute in (*UnpaddedEncoder.__annotations__, *ModelAroundEncoder.__annotations__):
+        vars(module).pop(attribute, None)
 
 
 def _is_packed_attention(module: nn.Module) -> bool:

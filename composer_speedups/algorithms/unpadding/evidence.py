@@ -42,7 +42,7 @@ class FirstForward:
         if self._done:
             return
         self._done, self._encoders = True, encoders
-        self._plan = next((layout for _, layout in getattr(encoders[0], "plans", ())), None)
+        self._plan = next((planned.layout for planned in getattr(encoders[0], "planned", ())), None)
         for encoder in encoders:
             encoder.ran = None
         self._compiled = is_compiled(state.model)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import get_args
 
 from torch import Tensor, nn
 
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
-from composer_speedups.core.comparison import compare, outcome_of, tolerance_of
+from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
+from composer_speedups.core.comparison import Check
 from composer_speedups.families.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.stock import changes_to
+from composer_speedups.families.packed_encoder import Planned, unpadded_encoders
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
 LARGEST_MULTIPLE = 65536
 
 
 def apply_unpadding(
-    model: nn.Module,
-    pad_to_multiple_of: int = 64,
-    mlm_head: MLMHead = "all",
-    *,
-    compare_on: Mapping[str, Any] | None = None,
+    model: nn.Module, pad_to_multiple_of: int = 64, mlm_head: MLMHead = "all", check: Check = "auto"
 ) -> list[str]:
     """Make the encoder of a Hugging Face model run on real tokens only.
 
@@ -35,42 +30,34 @@ def apply_unpadding(
         mlm_head: Tokens for which a masked-LM head computes logits in training calls with labels. ``"all"`` is every
             token, padding included, as in the untouched model; ``"labelled"`` is those with a label, so that the logits
             are (1, M, vocabulary) for M labelled tokens, rounded up to ``pad_to_multiple_of``. The loss is the same.
-        compare_on: A batch as keyword arguments of the model, with labels if it has them. Loss, outputs and gradients
-            on it must equal the untouched model's.
+        check: ``"auto"``: a model that is not exactly transformers' own is compared with the untouched one in its first
+            call, and again in its first call with gradients: loss, outputs and gradients must be equal. ``"always"``
+            compares every model, ``"never"`` none.
 
     Returns:
         Names of the encoders that were changed, without those that already run unpadded.
 
     Raises:
-        ValueError: An unsupported model, head or number, or a model whose results on ``compare_on`` differ. The model
-            is not changed.
+        ValueError: An unsupported model, head or number. The model is not changed. In the first calls, a model whose
+            results differ; its encoders are restored.
 
-    Warns:
-        UserWarning: Not every module of the model is transformers' own, and it was not compared. Padding slots of the
-            last hidden state are zeros, which another head may read.
+    Padding slots of the last hidden state are zeros. Where the code that reads them is unknown (a model without a head,
+    or token labels that the model does not get), batches stay padded until a backward pass has shown that no gradient
+    arrives at padding; if one does, they stay padded for good, with a warning. A later gradient at padding is an error.
+    ``check="never"`` skips this too.
 
-    Each forward pass then counts its tokens, which synchronizes with the GPU. :func:`plan_unpadding` avoids that by
-    counting in a mask on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
+    Each forward pass counts its tokens, which synchronizes with the GPU. :func:`plan_unpadding` avoids that by counting
+    in a mask on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
     if mlm_head not in ("all", "labelled"):
         raise ValueError(f"mlm_head must be 'all' or 'labelled', not {mlm_head!r}")
+    if check not in get_args(Check):
+        raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
-    changes = changes_to(model)
-    before = None if compare_on is None else outcome_of(model, compare_on)
-    names = swap_encoders(model, pad_to_multiple_of, mlm_head)
-    if before is not None and names:
-        apart = compare(before, outcome_of(model, compare_on or {}), tolerance_of(model))
-        if apart.beyond is not None:
-            restore_encoders(model)
-            raise ValueError(f"unpadding does not support this model: {apart.beyond} on the given batch")
-    elif changes and names:
-        warnings.warn(
-            f"unpadding was not compared with the untouched model, though {changes[0]}: padding slots of its last "
-            "hidden state are zeros, and your own code may read them; pass a batch as compare_on",
-            UserWarning,
-            stacklevel=2,
-        )
+    names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
+    if names:
+        compare_first_calls(model, check)
     return names
 
 
@@ -104,15 +91,16 @@ def plan_unpadding(
             total = sum(count_labels(labels))
             head.plan = plan_labels(labels.to(device, non_blocking=True), total, encoder.pad_to_multiple_of)
     if attention_mask is None:
-        encoder.plans = ()
+        encoder.planned = ()
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
         counts = encoder.count(attention_mask)
     layout = encoder.layout(attention_mask.bool().to(device, non_blocking=True), counts)
-    encoder.plans = ((None, layout),)
+    encoder.planned = (Planned(None, None, layout),)
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:
     """Restore a model's encoders and attention, and return the names of the changed encoders."""
+    stop_comparing(model)
     return restore_encoders(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from pydantic import Field
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.evidence import FirstForward
 from composer_speedups.algorithms.unpadding.functional import LARGEST_MULTIPLE
+from composer_speedups.algorithms.unpadding.host_counts import HostCounts, MaskFacts
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.technique import Conflict, Stage
@@ -21,13 +23,8 @@ from composer_speedups.families.labelled_head import (
     labelled_heads,
     plan_labels,
 )
-from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder, unpadded_encoders
+from composer_speedups.families.packed_encoder import Layout, Planned, UnpaddedEncoder, unpadded_encoders
 from composer_speedups.families.packed_tokens import row_counts, token_masks
-
-# Batch entries with lists: Composer splits them into micro-batches along with the tensors, and keeps them on the host.
-_COUNTS = "unpadding_row_counts_of_"
-_LABELLED = f"{_COUNTS}labels"
-_KEPT = f"{_COUNTS}rows_kept_padded"
 
 
 class Unpadding(ParityCheckedTechnique):
@@ -62,6 +59,8 @@ class Unpadding(ParityCheckedTechnique):
         super().reset()
         self._encoders: list[UnpaddedEncoder] = []
         self._heads: list[LabelledHead] = []
+        self._host: HostCounts | None = None
+        self._counted_on_device = 0  # masks of micro-batches whose tokens were counted on the device
         self._labelled = 0  # labelled tokens of the training batches
         self._first = FirstForward()
         self._tokens = self._slots = self._padded = 0  # totals of the training batches
@@ -76,6 +75,7 @@ class Unpadding(ParityCheckedTechnique):
                 "with mlm_head: labelled, training computes no logits of other tokens, and training metrics read them",
                 "set model.train_metrics: false (in a HuggingFaceModel, use eval_metrics only), or mlm_head: all",
             )
+        self._host = HostCounts(state.device, self._count, self._reads_padding)
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
@@ -85,32 +85,24 @@ class Unpadding(ParityCheckedTechnique):
     def withdraw(self, state: State) -> None:
         restore_encoders(state.model, self.owner)
 
-    def own_batch(self, batch: Any) -> Any:
-        if not isinstance(batch, dict):
-            return batch
-        return {name: value for name, value in batch.items() if not str(name).startswith(_COUNTS)}
-
-    def batch_start(self, state: State) -> None:
-        for counts, mask in self._count(state):
-            self._tokens += sum(map(abs, counts))
-            self._slots += mask.numel()
-        labels = state.batch.get("labels") if self._heads and isinstance(state.batch, dict) else None
-        if isinstance(labels, torch.Tensor) and labels.ndim == 2 and labels.device.type == "cpu":
-            counted = count_labels(labels)
-            self._labelled += sum(counted)
-            state.batch = {**state.batch, _LABELLED: counted}
-
-    def eval_batch_start(self, state: State) -> None:
-        self._count(state)
-
     def before_forward(self, state: State) -> None:
-        self._padded += self._plan(state)
-        if isinstance(state.batch, dict) and (counts := state.batch.pop(_LABELLED, None)) is not None:
+        facts = self._plan(state)
+        self._tokens += sum(abs(count) for fact in facts.values() for count in fact.counts)
+        self._slots += sum(state.batch[name].numel() for name in facts)
+        planned = [each for encoder in self._unpadded() for each in encoder.planned]
+        self._padded += sum(each.layout == "padded" for each in planned)
+        labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
+        if isinstance(labels, torch.Tensor) and labels.ndim == 2:
+            counted = self._host_counts().of(labels)
+            total = sum(count_labels(labels) if counted is None else counted)
+            self._labelled += total
             for head in self._heads:
-                head.plan = plan_labels(state.batch["labels"], sum(counts), self.pad_to_multiple_of)
+                head.plan = plan_labels(labels, total, self.pad_to_multiple_of)
 
     def eval_before_forward(self, state: State) -> None:
         self._plan(state)
+
+    predict_before_forward = eval_before_forward
 
     def after_forward(self, state: State) -> None:
         self._forget()
@@ -118,68 +110,54 @@ class Unpadding(ParityCheckedTechnique):
     def batch_end(self, state: State) -> None:
         self._forget(counts=True)  # not earlier, because the backward pass may recompute parts of the forward pass
 
-    eval_after_forward = fit_end = batch_end
+    eval_after_forward = predict_after_forward = fit_end = batch_end
 
-    def _count(self, state: State) -> list[tuple[list[int], torch.Tensor]]:
-        """Count tokens while the batch is on the host, after all algorithms have changed it.
+    def _plan(self, state: State) -> dict[str, MaskFacts]:
+        """Plan the packing of the micro-batch on its device, and return what is known of its masks, by name."""
+        encoders = self._unpadded()
+        facts = {name: self._facts(name, mask, state.batch) for name, mask in token_masks(state.batch).items()}
+        for encoder in encoders:
+            planned, known = [], []
+            for name, fact in facts.items():
+                mask = state.batch[name]
+                labels = state.batch.get("labels") if name == "attention_mask" else None
+                layout: Layout = "padded"
+                if not fact.reads_padding:
+                    layout = encoder.layout(mask.flatten(0, -2), fact.counts)
+                    if mask.ndim > 2:
+                        known.append((mask, fact.counts))
+                planned.append(Planned(mask, labels if isinstance(labels, torch.Tensor) else None, layout))
+            encoder.planned, encoder.known_counts = tuple(planned), tuple(known)
+        return facts if encoders else {}
 
-        Returns:
-            For each mask on the host, the tokens of each row and the mask; negative for rows that begin with padding.
-        """
-        counted, known = [], [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
-        for name, mask in token_masks(state.batch).items():
-            if mask.device.type != "cpu":
-                continue
-            rows = mask.flatten(0, -2)
-            counts = known[0].count(rows) if known else row_counts(rows)
-            texts = len(rows) // len(mask)
-            by_sample = counts if mask.ndim == 2 else [counts[i : i + texts] for i in range(0, len(rows), texts)]
-            state.batch = {**state.batch, f"{_COUNTS}{name}": by_sample}
-            labels = state.batch.get("labels") if mask.ndim == 2 else None
-            if name == "attention_mask" and known and not (isinstance(labels, torch.Tensor) and labels.is_cuda):
-                kept = known[0].reads_padding(rows, labels if isinstance(labels, torch.Tensor) else None)
-                if any(kept):
-                    state.batch[_KEPT] = [any(kept[i : i + texts]) for i in range(0, len(rows), texts)]
-            counted.append((counts, mask))
-        return counted
+    def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
+        host = self._host_counts()
+        labels = host.labels_of(name, mask, batch)
+        fact: MaskFacts | None = host.of(mask)
+        if fact is not None and (labels is None or host.of(labels) is not None):
+            return fact
+        self._counted_on_device += mask.device.type != "cpu"
+        return host.facts(mask, labels)
 
-    def _plan(self, state: State) -> int:
-        """Plan the packing of the micro-batch on its device from the counts in the batch.
+    def _host_counts(self) -> HostCounts:
+        assert self._host is not None, "it is engaged"
+        return self._host
 
-        If a mask is not in the batch, the encoder counts its tokens.
+    def _unpadded(self) -> list[UnpaddedEncoder]:
+        """The encoders whose class was not restored."""
+        return [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
 
-        Returns:
-            Number of padded layouts.
-        """
-        if not isinstance(state.batch, dict):
-            return 0
-        padded = 0
-        plans: dict[UnpaddedEncoder, list[tuple[torch.Tensor, Layout]]] = {}
-        known: dict[UnpaddedEncoder, list[tuple[torch.Tensor, list[int]]]] = {}
-        keep_padded = any(state.batch.pop(_KEPT, ()))
-        for name, mask in token_masks(state.batch).items():
-            counts = state.batch.pop(f"{_COUNTS}{name}", None)
-            if counts is None or len(counts) != len(mask):
-                continue
-            if mask.ndim > 2:
-                counts = [count for sample in counts for count in sample]
-            for encoder in self._encoders:
-                if isinstance(encoder, UnpaddedEncoder):  # it was not restored
-                    kept = keep_padded and name == "attention_mask"
-                    layout: Layout = "padded" if kept else encoder.layout(mask.flatten(0, -2), counts)
-                    if mask.ndim > 2 and not kept:
-                        known.setdefault(encoder, []).append((mask, counts))
-                    plans.setdefault(encoder, []).append((mask, layout))
-                    padded += layout == "padded"
-        for encoder, found in plans.items():
-            encoder.plans, encoder.known_counts = tuple(found), tuple(known.get(encoder, ()))
-        return padded
+    def _count(self, mask: torch.Tensor) -> list[int]:
+        return next((encoder.count(mask) for encoder in self._unpadded()), None) or row_counts(mask)
+
+    def _reads_padding(self, mask: torch.Tensor, labels: torch.Tensor | None) -> list[bool]:
+        return next((encoder.reads_padding(mask, labels) for encoder in self._unpadded()), [])
 
     def _forget(self, *, counts: bool = False) -> None:
         for head in self._heads:
             head.plan = None
-        for encoder in self._encoders:
-            encoder.plans = ()
+        for encoder in self._unpadded():
+            encoder.planned = ()
             if counts:
                 encoder.known_counts = ()
 
@@ -192,6 +170,8 @@ class Unpadding(ParityCheckedTechnique):
     def close(self) -> None:
         self._first.stop()
         self._forget(counts=True)
+        if self._host is not None:
+            self._host.close()
         super().close()
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -207,4 +187,6 @@ class Unpadding(ParityCheckedTechnique):
             evidence["head_tokens"] = round(self._labelled / self._slots, 4) if self._slots else "counted on the GPU"
         if self._padded:
             evidence["micro_batches_left_padded"] = self._padded
+        if self._counted_on_device:
+            evidence["masks_counted_on_the_device"] = self._counted_on_device
         return evidence

@@ -1,0 +1,126 @@
+"""Compare a model that a function changed with the untouched one, in its first calls.
+
+The comparison belongs to the outermost module that may read padding: a transformers model that is not exactly its
+class's, or the module of one's own around it. That module gets a class derived from its own until it is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders
+from composer_speedups.core.comparison import Check, compare, outcome_of, tolerance_of, with_padding
+from composer_speedups.families.packed_call import forced, is_replica
+from composer_speedups.families.stock import model_differences, outermost_models
+from composer_speedups.surgery.module_classes import derived_class, stock_class, wrap_forward
+
+__all__ = ["compare_first_calls", "stop_comparing"]
+
+
+_COMPARED_EAGERLY = (
+    "unpadding compares this model with the untouched one in its first calls; call it once before compiling, apply it "
+    "with check='never', or call undo_unpadding(model)"
+)
+
+
+def compare_first_calls(model: nn.Module, check: Check) -> None:
+    """Compare the outermost transformers models in a module, and the module itself if it is of another library.
+
+    With ``check="auto"``, a transformers model is compared only if it is not exactly its class's when it is called.
+    """
+    if check == "never":
+        return
+    for name, outer in outermost_models(model).items():
+        because = next(iter(model_differences(outer, name)), "") if check == "auto" else f"check={check!r}"
+        outer.first_calls = _FirstCalls(model, name, because)  # type: ignore[assignment]
+    wraps = type(model).__module__.startswith(("torch.", "composer."))  # such as DDP
+    if not isinstance(model, PreTrainedModel) and not wraps:
+        root: Any = model
+        because = f"the model is a {type(model).__name__}, which is not one of transformers' classes"
+        root.__class__ = derived_class(_Compared, type(model))
+        root.first_calls = _FirstCalls(model, "", because)
+
+
+def stop_comparing(model: nn.Module) -> None:
+    """Undo :func:`compare_first_calls`."""
+    for module in model.modules():
+        if isinstance(module, _Compared):
+            module.__class__ = stock_class(type(module))  # type: ignore[assignment]
+        vars(module).pop("first_calls", None)
+
+
+class _Compared(nn.Module):
+    """The methods of a module of one's own until it is compared, mixed into its class."""
+
+    prefix = "Compared"
+    first_calls: Any
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_derived_from" in vars(cls):
+            wrap_forward(cls, _Compared._compare_and_run)
+
+    def _compare_and_run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = type(self).inner_forward
+        if self.first_calls.before(self, args, kwargs):
+            with forced("padded"):
+                return inner(self, *args, **kwargs)
+        return inner(self, *args, **kwargs)
+
+
+class _FirstCalls:
+    """Compares a module's first call, and its first call with gradients.
+
+    Args:
+        model: The model that is restored if they differ.
+        name: The module's name in it.
+        because: Why they are compared, for the error. Empty if none is known; the first call then looks again.
+    """
+
+    def __init__(self, model: nn.Module, name: str, because: str) -> None:
+        self._model, self._name, self._because = model, name, because
+        self._due = {False, True}  # without and with gradients
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Compare a call if that is due. Returns whether it must stay padded, since it cannot be compared."""
+        if torch.is_grad_enabled() not in self._due or (torch.compiler.is_dynamo_compiling() and not self._because):
+            return False
+        return self._compare(module, args, kwargs)  # type: ignore[no-any-return]
+
+    @torch.compiler.disable(reason=_COMPARED_EAGERLY)  # type: ignore[misc]
+    def _compare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        gradients = torch.is_grad_enabled()
+        self._because = self._because or next(iter(model_differences(module, self._name)), "")
+        if not self._because:
+            self._due.clear()
+            return False
+        if is_replica(module):  # DataParallel's, whose parameters have no gradients of their own
+            return True
+        due, self._due = self._due, set()  # the comparison calls the module too
+        with forced("packed"):
+            changed = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs))
+        with forced("padded"):
+            untouched = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs))
+        difference = compare(untouched, changed, tolerance_of(module))
+        if difference.beyond is not None:
+            stop_comparing(self._model)
+            restore_encoders(self._model)
+            raise ValueError(
+                f"unpadding does not support this model: {difference.beyond} on the first batch ({self._because}); the "
+                "model is restored; if the difference is intended, apply it with check='never'"
+            )
+        self._due = due - {gradients, False}
+        if not self._due:
+            stop_comparing(module) if isinstance(module, _Compared) else vars(module).pop("first_calls", None)
+        return False
+
+
+def _own_copy(argument: Any) -> Any:
+    """A batch as the comparison may change it: some models add their results to it."""
+    return with_padding(copy.copy(argument)) if isinstance(argument, Mapping) else argument

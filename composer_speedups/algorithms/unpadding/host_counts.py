@@ -1,0 +1,87 @@
+"""What the host knows of a batch's tokens: counted just before Composer moves the batch to the device.
+
+Reading counts from the device would make the host wait for it. Composer moves each micro-batch with
+``state.device.batch_to_device``, after the batch was split and before anything can change it there. The counts are kept
+for the tensors that this returns, and hold as long as these are the tensors of the forward pass: an algorithm or a
+transform that changes a batch on the device leaves other tensors, or another version of the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from composer.devices import Device
+from torch import Tensor
+
+from composer_speedups.families.labelled_head import count_labels
+from composer_speedups.families.packed_tokens import token_masks
+
+__all__ = ["HostCounts", "MaskFacts"]
+
+
+class MaskFacts(NamedTuple):
+    """A mask (B, S) or (B, texts, S): the signed real tokens of each of its rows (see :func:`.row_counts`), and whether
+    the head reads padding of one of them."""
+
+    counts: Sequence[int]
+    reads_padding: bool
+
+
+class HostCounts:
+    """Facts about the tensors of the batch that was moved to the device last.
+
+    Args:
+        device: The Trainer's device, whose ``batch_to_device`` this object replaces until :meth:`close`.
+        count: A mask (rows, S) on the host → the signed real tokens of each row.
+        reads_padding: A mask (B, S) and its labels on the host → for each row, whether the head reads padding.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        count: Callable[[Tensor], list[int]],
+        reads_padding: Callable[[Tensor, Tensor | None], list[bool]],
+    ) -> None:
+        self._device, self._count, self._reads_padding = device, count, reads_padding
+        self._move = device.batch_to_device
+        self._known: dict[int, tuple[Tensor, int, Any]] = {}  # by id: the tensor, its version, and its facts
+        device.batch_to_device = self._count_and_move  # type: ignore[method-assign]
+
+    def close(self) -> None:
+        """Give the device its method back."""
+        if vars(self._device).get("batch_to_device") == self._count_and_move:
+            del self._device.batch_to_device
+        self._known.clear()
+
+    def _count_and_move(self, batch: Any) -> Any:
+        masks = {name: mask for name, mask in token_masks(batch).items() if mask.device.type == "cpu"}
+        facts: dict[str, Any] = {
+            name: self.facts(mask, self.labels_of(name, mask, batch)) for name, mask in masks.items()
+        }
+        labels = batch.get("labels") if isinstance(batch, Mapping) else None
+        if isinstance(labels, Tensor) and labels.device.type == "cpu":
+            facts["labels"] = count_labels(labels) if labels.ndim == 2 else []
+        moved = self._move(batch)
+        self._known.clear()
+        for name, fact in facts.items():
+            tensor = moved[name]
+            self._known[id(tensor)] = (tensor, tensor._version, fact)
+        return moved
+
+    def of(self, tensor: Tensor) -> Any:
+        """The facts about a tensor: :class:`MaskFacts`, or for labels the number of each row. None if it was changed
+        since, or was on the device from the start."""
+        held, version, fact = self._known.get(id(tensor), (None, 0, None))
+        return fact if held is tensor and version == tensor._version else None
+
+    def facts(self, mask: Tensor, labels: Tensor | None) -> MaskFacts:
+        """Count a mask. Synchronizes if it is on a GPU."""
+        rows = mask.flatten(0, -2)
+        return MaskFacts(self._count(rows), mask.ndim == 2 and any(self._reads_padding(rows, labels)))
+
+    @staticmethod
+    def labels_of(name: str, mask: Tensor, batch: Mapping[str, Any]) -> Tensor | None:
+        """The labels that are checked together with a mask of a batch."""
+        labels = batch.get("labels") if name == "attention_mask" and mask.ndim == 2 else None
+        return labels if isinstance(labels, Tensor) else None

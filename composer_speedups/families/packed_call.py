@@ -1,0 +1,214 @@
+"""What a forward pass of a model tells the unpadded encoder inside it.
+
+An encoder decides by things that transformers does not pass on to it: the caller's attention mask, the labels, and
+which code reads the result. Each model around an encoder (``BertModel`` and ``BertForSequenceClassification`` around
+``BertEncoder``) therefore gets a class derived from its own, whose ``forward`` describes the call in a :class:`Call`
+for as long as it runs. Calls are kept per thread, and a model finds its encoder by name, so that replicas, threads and
+direct calls of ``forward`` each have their own.
+
+Shapes: B rows, S slots per row.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import modeling_utils
+
+from composer_speedups.families.packed_tokens import Plan, gather_tokens
+from composer_speedups.surgery.module_classes import stock_class, wrap_forward
+
+__all__ = ["Call", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_replica"]
+
+
+@dataclass
+class Call:
+    """One forward pass of a model around an encoder.
+
+    Attributes:
+        encoders: The encoders inside the model.
+        labels: The labels that the outermost model was called with.
+        mask: The attention mask that the innermost model around the encoder was called with.
+        unknown_reader: Whether the code that reads the outermost model's result is unknown.
+        first_tokens_only: Whether only each row's first token of the encoder's result is read.
+        head_base: The model whose hidden states the masked-LM head reads, if it reads only ``head_slots``.
+        head_slots: The slots for which the masked-LM head computes logits, int64 (M,); None for all.
+        padded: Whether the encoder must compute the batch as the untouched model does.
+        unobserved: Whether to pack without knowing if padding is read.
+        plan: The layout of the packed tokens; None if the batch stays padded.
+        observed: Whether to observe if a gradient arrives at padding positions of the encoder's result.
+        guarded: Whether such a gradient is an error.
+    """
+
+    encoders: tuple[Any, ...]
+    labels: Tensor | None = None
+    mask: Tensor | None = None
+    unknown_reader: bool = False
+    first_tokens_only: bool = False
+    head_base: nn.Module | None = None
+    head_slots: Tensor | None = None
+    padded: bool = False
+    unobserved: bool = False
+    plan: Plan | None = None
+    observed: bool = False
+    guarded: bool = False
+
+
+class _Current(threading.local):
+    call: Call | None = None
+    forced: Literal["padded", "packed"] | None = None
+
+
+_current = _Current()
+
+
+def call_of(encoder: nn.Module) -> Call | None:
+    """This thread's call of a model around the encoder; None if the encoder is called directly."""
+    call = _current.call
+    return call if call is not None and any(each is encoder for each in call.encoders) else None
+
+
+@contextlib.contextmanager
+def forced(layout: Literal["padded", "packed"]) -> Iterator[None]:
+    """Make this thread's forward passes compute what the untouched model computes (``"padded"``), or pack batches
+    although it is not known whether their padding is read (``"packed"``), to compare the two."""
+    before, _current.forced = _current.forced, layout
+    try:
+        yield
+    finally:
+        _current.forced = before
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Whether a module is a copy that torch.nn.DataParallel made for one forward pass."""
+    return bool(vars(module).get("_is_replica", False))
+
+
+class FirstCalls(Protocol):
+    """Checks an outermost model in its first calls."""
+
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether this call must stay padded. Raises ValueError if the model cannot run packed."""
+
+
+class ModelAroundEncoder(nn.Module):
+    """The methods of a model around an unpadded encoder, mixed into the model's own class.
+
+    Attributes:
+        encoder_paths: The names of the encoders inside it.
+        around_directly: Whether no further model lies between it and its encoder.
+        unknown_reader: See :class:`Call`; applies when it is the outermost model.
+        first_calls: A check of its first calls; None for no check.
+        first_token_readers: The modules that read the encoder's result. As long as they do not change, the last layer
+            computes first tokens only. None if the head may read other tokens.
+        labelled_head: The state of a masked-LM head that computes labelled tokens only; None for other heads.
+    """
+
+    prefix = "Unpadded"
+    inner_forward: ClassVar[Callable[..., Any]]
+    argument_names: ClassVar[list[str]]
+    encoder_paths: tuple[str, ...] = ()
+    around_directly: bool = False
+    unknown_reader: bool = False
+    first_calls: FirstCalls | None = None
+    first_token_readers: Any = None
+    labelled_head: Any = None  # a LabelledHead; transformers evaluates the annotations of its models
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "_derived_from" not in vars(cls):  # a mixin, or FSDP's subclass of a class that is complete
+            return
+        wrap_forward(cls, ModelAroundEncoder.describe_call)
+        cls.argument_names = _argument_names(stock_class(cls))
+        # transformers looks up by class which outputs a model can record: hidden states and attention weights, which
+        # are needed when a batch stays padded. Item assignment expects a class's name in transformers 5.17 and a model
+        # in 5.23; update() accepts the name in both.
+        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
+        # save_pretrained writes the class's name to config.json, and the saved model must load as its original class.
+        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
+
+    def describe_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the class's own forward, with a :class:`Call` that describes it."""
+        if len(args) > len(self.argument_names):
+            return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
+        inputs = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        encoders = tuple(self.get_submodule(path) for path in self.encoder_paths)
+        around = call_of(encoders[0])
+        call = self._outermost_call(encoders, inputs) if around is None else _call_inside(around)
+        before, _current.call = _current.call, call
+        try:
+            plan_call = getattr(encoders[0], "plan_call", None)  # None if its class was restored
+            if self.around_directly and plan_call is not None:
+                inputs = plan_call(call, inputs)
+            output = type(self).inner_forward(self, **inputs)
+        finally:
+            _current.call = before
+        if call.head_slots is not None and call.head_base is self:
+            return selected_hidden_states(output, call.head_slots)
+        return output
+
+    def _outermost_call(self: Any, encoders: tuple[Any, ...], inputs: dict[str, Any]) -> Call:
+        call = Call(encoders, unknown_reader=self.unknown_reader)
+        call.padded, call.unobserved = _current.forced == "padded" or _is_traced(), _current.forced == "packed"
+        if self.first_calls is not None and _current.forced is None and not call.padded:
+            call.padded = self.first_calls.before(self, (), inputs)
+        labels = inputs.get("labels")
+        if isinstance(labels, Tensor) and labels.ndim > 0:
+            call.labels = labels
+        if self.first_token_readers is not None:
+            call.first_tokens_only = self.first_token_readers.still()
+        if self.labelled_head is not None and not call.padded:
+            self.labelled_head.select(self, call, inputs)
+        return call
+
+
+def _argument_names(model_class: type[Any]) -> list[str]:
+    """The names of positional arguments: those of transformers' class if a subclass's ``forward`` takes ``*args``."""
+    for kind in model_class.__mro__:
+        if "forward" in vars(kind):
+            parameters = [*inspect.signature(vars(kind)["forward"]).parameters.values()][1:]
+            if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
+                return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    return []
+
+
+def _call_inside(around: Call) -> Call:
+    """The call of a model inside another model's call."""
+    return Call(
+        around.encoders,
+        labels=around.labels,
+        unknown_reader=around.unknown_reader,
+        first_tokens_only=around.first_tokens_only,
+        head_base=around.head_base,
+        head_slots=around.head_slots,
+        padded=around.padded,
+        unobserved=around.unobserved,
+    )
+
+
+def _is_traced() -> bool:
+    """Whether the call is exported, traced by torch.jit, or transformed by torch.func.
+
+    Such a call can neither read the number of tokens on the host nor use this package's autograd functions.
+    """
+    if torch.compiler.is_dynamo_compiling():  # where is_exporting() is always true
+        return False
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    return transformed or torch.jit.is_tracing() or torch.compiler.is_exporting()
+
+
+def selected_hidden_states(output: Any, slots_M: Tensor) -> Any:
+    """A model's output with the hidden states of some slots, (B, S, H) → (1, M, H), instead of all."""
+    hidden = output[0]
+    selected = gather_tokens(hidden.flatten(0, 1), slots_M).unsqueeze(0)
+    if isinstance(output, tuple):
+        return (selected, *output[1:])
+    output.last_hidden_state = selected
+    return output
