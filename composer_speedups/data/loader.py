@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -120,7 +121,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         )
         return DataSpec(
             dataloader,
-            get_num_tokens_in_batch=labelled_tokens if task.loss_per_token else real_tokens,
+            get_num_tokens_in_batch=partial(tokens_and_weight, task) if task.weights_losses else real_tokens,
             split_batch=_refuse_to_split if training and task.needs_whole_batch else None,
         )
 
@@ -210,6 +211,11 @@ def real_tokens(batch: Any) -> int:
     return 0 if lengths is None else int(lengths.sum())
 
 
+def tokens_and_weight(task: Task, batch: Batch) -> dict[str, Any]:
+    """Number of real tokens, and the weight by which Composer counts the loss of a micro-batch or rank."""
+    return {"total": real_tokens(batch), "loss_generating": task.loss_weight(batch)}
+
+
 def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
     """For losses over a whole batch: Composer requests micro-batches of that size, or fewer samples."""
     if microbatch_size < len(batch["input_ids"]):
@@ -218,8 +224,3 @@ def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
             "and set model.gradient_cache"
         )
     return [batch]
-
-
-def labelled_tokens(batch: Any) -> dict[str, int]:
-    """Number of real tokens, and of tokens that the loss averages over, by which Composer weights micro-batches."""
-    return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != IGNORED).sum())}

@@ -18,6 +18,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.families.packed_tokens import IGNORED
 
 __all__ = ["Example", "Labels", "Task", "build_task", "joined", "number", "shown", "task_class"]
 
@@ -172,6 +173,20 @@ class Task:
     def loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
         """The loss of a batch, a scalar tensor; by default the one computed by the model."""
         return outputs["loss"]
+
+    @property
+    def weights_losses(self) -> bool:
+        """Whether :meth:`loss` is a weighted mean, so that micro-batches and ranks count by :meth:`loss_weight` instead
+        of by their samples."""
+        return self.loss_per_token
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> float:
+        """The sum of weights by which :meth:`loss` divides, for a batch or a part of it; by default its labelled tokens.
+
+        Composer reads it with ``accumulate_train_batch_on_tokens``, as ``loss_generating`` of the ``DataSpec``'s
+        ``get_num_tokens_in_batch``.
+        """
+        return int((batch["labels"] != IGNORED).sum())
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         """New metrics by the names under which they are logged. Training metrics are computed for every batch."""
