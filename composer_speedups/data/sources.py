@@ -275,11 +275,25 @@ def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool, pl
         task.learn(columns, _declared(table), where)
     names = list(columns)
     rows = zip(*columns.values(), strict=True)
-    examples = [
-        task.example(dict(zip(names, row, strict=True)), f"{where}, row {number}", training=training)
-        for number, row in zip(numbers, rows, strict=True)
-    ]
+    examples, invalid, first = [], [], None
+    for number, row in zip(numbers, rows, strict=True):
+        try:
+            examples.append(
+                task.example(dict(zip(names, row, strict=True)), f"{where}, row {number}", training=training)
+            )
+        except DataError as error:
+            invalid.append(number)
+            first = first or error
+    if first is not None:
+        raise DataError(f"{first}{_listed(invalid)}") from first
     return Dataset.from_list(task.prepared(examples, training=training))
+
+
+def _listed(rows: Sequence[int]) -> str:
+    """How many rows are invalid and the first of them, for an error message that describes one."""
+    if len(rows) == 1:
+        return ""
+    return f"; {len(rows):,} rows are invalid: {', '.join(map(str, rows[:5]))}{', …' if len(rows) > 5 else ''}"
 
 
 def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> dict[str, list[Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,40 @@ def test_a_label_of_minus_one_is_refused_as_missing() -> None:
     save_rows(Path("a.parquet"), {"text": ["a", "b"], "label": [0, -1]}, features)
     with pytest.raises(DataError, match=r"a\.parquet, row 2: label is empty; it must be one of no, yes"):
         load("a.parquet")
+
+
+def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
+    texts, tags = [*"abcd"], ["O", "None"]
+    missing: list[tuple[str, Rows, Task, str]] = [
+        ("a.csv", {"text": texts, "label": ["None", "", "yes", ""]}, Classification(), "label is empty"),
+        ("a.parquet", {"text": texts, "label": ["None", None, "yes", None]}, Classification(), "label is empty"),
+        ("b.parquet", {"text": texts[:2], "label": [1.0, 0.5]}, Classification(labels=["1", "None"]), "label is 0.5"),
+        ("c.parquet", {"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, TokenClassification(labels=tags), "empty"),
+        ("d.parquet", {"text": ["a"], "labels": [["joy", None]]}, Multilabel(labels=["joy", "None"]), "empty"),
+    ]
+    for name, rows, task, said in missing:
+        with pytest.raises(DataError, match=rf"^data\.train_file: {name}, row \d: .*{said}"):
+            load(save(rows, name), task)
+    with pytest.raises(DataError, match=r"a\.csv, row 2: label is empty; .* None, yes .*; 2 rows are invalid: 2, 4$"):
+        load("a.csv")
+    many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
+    with pytest.raises(DataError, match=r"row 1: .*; 1,000 rows are invalid: 1, 4, 7, 10, 13, …$"):
+        load(save(many, "e.csv"))
+
+
+def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> None:
+    when = [date(2026, 11, day) for day in (24, 25)]
+    decimals = [Decimal("1.00"), Decimal("2.00")]
+    task = Classification()
+    assert load(save({"text": ["a", "b"], "label": when[::-1]}, "a.csv"), task)[0] is not None
+    assert task.labels == ["2026-11-24", "2026-11-25"], "Arrow reads a CSV's names as dates"
+    assert load(save({"text": ["a", "b"], "label": decimals}, "b.parquet"), task := Classification())[0] is not None
+    assert task.labels == ["1", "2"]
+    rows: Rows = {"text": ["a", "b"], "label": [Decimal("1.50"), Decimal("2.00")]}
+    with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\), which is not a class; for numbers set"):
+        load(save(rows, "c.parquet"), Classification(labels=["1", "2"]))
+    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer$"):
+        load(save({"text": ["a", "b"], "label": [b"x", b"y"]}, "d.parquet"))
 
 
 PAIRS: Rows = {
