@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.data.config import DataConfig
+from composer_speedups.data.config import GENERATED, DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
@@ -183,7 +183,7 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
         counts = {"train": config.train_samples, "eval": config.eval_samples}
         classes = len(config.labels or ("0", "1"))
         train, evaluation = (
-            random_rows(count or 8000, config.seed, split, config.max_length, tokenizer, classes)
+            random_rows(count or GENERATED, config.seed, split, config.max_length, tokenizer, classes)
             for split, count in counts.items()
         )
         return tokenizer, train, evaluation

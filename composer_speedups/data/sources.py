@@ -23,7 +23,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, l
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.builtin import builtin_samples
-from composer_speedups.data.config import DataConfig
+from composer_speedups.data.config import GENERATED, DataConfig
 from composer_speedups.data.conll import read_conll
 from composer_speedups.tasks.task import Task
 
@@ -148,7 +148,7 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
 
 
 def _builtin(config: DataConfig, task: Task, split: str, samples: int | None) -> tuple[pyarrow.Table, str]:
-    columns = builtin_samples(task.name, samples or 8000, config.seed, split, config.length_scale)
+    columns = builtin_samples(task.name, samples or GENERATED, config.seed, split, config.length_scale)
     return pyarrow.table(columns), "data.source: builtin"
 
 
