@@ -10,7 +10,9 @@ from composer.core import State
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.functional import pearson_corrcoef
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from composer_speedups.families.packed_tokens import IGNORED
 
@@ -21,9 +23,11 @@ __all__ = [
     "MacroF1",
     "Matthews",
     "MeanLoss",
+    "Pearson",
     "Recall",
     "final_metrics",
     "gather_alike",
+    "gather_lists",
 ]
 
 _CHUNK = 1024  # number of anchors compared at a time
@@ -80,6 +84,19 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
     torch.distributed.all_gather(gathered, tensor.contiguous(), group)
     return gathered
+
+
+def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Gather every rank's samples for a metric's ``dist_sync_fn``; a rank may have none of them.
+
+    For such a rank, torchmetrics passes an empty float tensor, whatever the others' dtype and dimensions are.
+    """
+    kinds: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(kinds, (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None, group)
+    kind = next((each for each in kinds if each is not None), None)
+    if kind is not None and not tensor.numel():
+        tensor = tensor.new_empty((0, *kind[1]), dtype=kind[0])
+    return gather_all_tensors(tensor, group)
 
 
 class Confusion(Metric):
@@ -154,6 +171,29 @@ class MeanLoss(Metric):
 
     def compute(self) -> Tensor:
         return self.total / self.count
+
+
+class Pearson(Metric):
+    """The Pearson correlation of predictions and targets.
+
+    torchmetrics' own merges running sums of the ranks, and is NaN if a rank has one sample.
+    """
+
+    full_state_update = False
+    predicted: list[Tensor]
+    expected: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("predicted", default=[], dist_reduce_fx="cat")
+        self.add_state("expected", default=[], dist_reduce_fx="cat")
+
+    def update(self, predicted_R: Tensor, expected_R: Tensor) -> None:
+        self.predicted.append(predicted_R)
+        self.expected.append(expected_R)
+
+    def compute(self) -> Tensor:
+        return pearson_corrcoef(dim_zero_cat(self.predicted).double(), dim_zero_cat(self.expected).double()).float()
 
 
 class EntityF1(Metric):
