@@ -244,6 +244,38 @@ def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> No
         load(save({"text": ["a", "b"], "label": [b"x", b"y"]}, "d.parquet"))
 
 
+def test_rows_of_megabytes_are_read() -> None:
+    rows: Rows = {"text": ["a", "long " * 600_000, "c"], "label": [0, 1, 0]}
+    for suffix in ("csv", "tsv", "jsonl"):
+        assert load(save(rows, f"a.{suffix}"))[0] == {"text_1": rows["text"], "labels": [0, 1, 0]}, suffix
+
+
+def test_a_byte_order_mark_is_not_text() -> None:
+    for suffix, text in (
+        ("conll", "New NN O B-LOC\n"),
+        ("conll", "-DOCSTART- -X- -X- O\n\nNew NN O B-LOC\n"),
+        ("txt", "New\n"),
+        ("csv", "text,label\nNew,1\n"),
+        ("tsv", "text\tlabel\nNew\t1\n"),
+        ("jsonl", '{"text": "New", "label": 1}\n'),
+    ):
+        path = Path(f"a.{suffix}")
+        path.write_text(text, encoding="utf-8-sig")
+        (row,) = read_file(path, "key").to_pylist()
+        assert row[next(iter(row))] == (["New"] if suffix == "conll" else "New"), suffix
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["no JSON", '{"info": {"features": {"text": 3}}}', '{"info": {"features": {"label": {"_type": "Nope"}}}}', b"\xff"],
+)
+def test_invalid_metadata_of_a_parquet_file_is_named(metadata: str | bytes) -> None:
+    table = pyarrow.table(ROWS).replace_schema_metadata({"huggingface": metadata})
+    pyarrow.parquet.write_table(table, "a.parquet")
+    with pytest.raises(DataError, match=r"^data\.train_file: a\.parquet: the metadata 'huggingface', .* is invalid \("):
+        load("a.parquet")
+
+
 PAIRS: Rows = {
     "one": ["a short one", " ".join(f"w{i}" for i in range(30)), "mid " * 9],
     "two": [" ".join(f"v{i}" for i in range(30)), "short", "dle " * 9],

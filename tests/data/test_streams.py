@@ -182,7 +182,9 @@ def test_a_run_trains_on_a_stream_and_resumes_at_the_same_row() -> None:
         return str(error.value)
 
     for said in on_ranks(on_two_ranks):
-        assert said.startswith("checkpoint.load: it was written while 1 rank read the stream, and 2 would continue with")
+        assert said.startswith(
+            "checkpoint.load: it was written while 1 rank read the stream, and 2 would continue with"
+        )
         assert said.endswith("start with composer -n 1, or checkpoint.weights_only=true loads its weights only")
 
 

@@ -17,7 +17,10 @@ from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
 
 Found = dict[tuple[str, int], dict[str, float]]
-SIZES = (43, 2)  # of batches of 6: with 43, ranks have a last batch of a repeated sample; with 2, one of 3 ranks has none
+SIZES = (
+    43,
+    2,
+)  # of batches of 6: with 43, ranks have a last batch of a repeated sample; with 2, one of 3 ranks has none
 
 
 def evaluated(task_name: str, samples: int) -> dict[str, float]:
