@@ -183,7 +183,7 @@ class Task:
         return self.loss_per_token
 
     def loss_weight(self, batch: Mapping[str, Any]) -> float:
-        """The sum of weights by which :meth:`loss` divides, for a batch or a part of it; by default its labelled tokens.
+        """The sum of weights by which :meth:`loss` divides, for a batch or a part; by default its labelled tokens.
 
         Composer reads it with ``accumulate_train_batch_on_tokens``, as ``loss_generating`` of the ``DataSpec``'s
         ``get_num_tokens_in_batch``.
