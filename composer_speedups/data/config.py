@@ -5,7 +5,10 @@ from typing import Literal
 
 from composer_speedups.core.settings import key
 
-__all__ = ["DataConfig"]
+__all__ = ["GENERATED", "DataConfig"]
+
+GENERATED = 8000
+"""Number of built-in or random samples for ``train_samples: null`` and ``eval_samples: null``."""
 
 
 @dataclass
@@ -45,9 +48,9 @@ class DataConfig:
     """Task token_classification: label every word piece of a word, not only the first."""
     truncation: Literal["longest_first", "only_first", "only_second"] = "longest_first"
     """Which text of a pair is truncated to data.max_length: the longer one token by token, the first or the second."""
-    train_samples: int | None = key(8000, ge=1)
-    """Number of samples to train on, drawn at random with data.seed; null for all."""
-    eval_samples: int | None = key(8000, ge=1)
+    train_samples: int | None = key(None, ge=1)
+    """Number of samples to train on, drawn at random with data.seed; null for all (8,000 if they are generated)."""
+    eval_samples: int | None = key(None, ge=1)
     """Number of samples to validate on, drawn in the same way; for reranking, queries with all their documents."""
     seed: int = key(17, ge=0, lt=2**31)
     """Seed of drawing samples and of the built-in samples."""

@@ -21,7 +21,7 @@ def read_conll(path: Path) -> pyarrow.Table:
         ValueError: A line with one field only.
     """
     sentences: list[list[list[str]]] = [[]]
-    with open(path, encoding="utf-8") as lines:
+    with open(path, encoding="utf-8-sig") as lines:
         for number, line in enumerate(lines, start=1):
             fields = line.split()
             if not fields:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from datasets import Dataset
 from torch.utils.data import Sampler, SequentialSampler
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.data.config import DataConfig
+from composer_speedups.data.config import GENERATED, DataConfig
 from composer_speedups.data.flat import FlatTokens, Ragged
 from composer_speedups.data.length_batching import LengthGroupedSampler
 from composer_speedups.data.sources import load_samples, load_validation, random_rows
@@ -120,7 +121,7 @@ def build_data(config: DataConfig, task: Task, *, model_name: str, on_gpu: bool,
         )
         return DataSpec(
             dataloader,
-            get_num_tokens_in_batch=labelled_tokens if task.loss_per_token else real_tokens,
+            get_num_tokens_in_batch=partial(tokens_and_weight, task) if task.weights_losses else real_tokens,
             split_batch=_refuse_to_split if training and task.needs_whole_batch else None,
         )
 
@@ -182,7 +183,7 @@ def _tokens(config: DataConfig, task: Task, model_name: str) -> tuple[Any, Datas
         counts = {"train": config.train_samples, "eval": config.eval_samples}
         classes = len(config.labels or ("0", "1"))
         train, evaluation = (
-            random_rows(count or 8000, config.seed, split, config.max_length, tokenizer, classes)
+            random_rows(count or GENERATED, config.seed, split, config.max_length, tokenizer, classes)
             for split, count in counts.items()
         )
         return tokenizer, train, evaluation
@@ -210,6 +211,11 @@ def real_tokens(batch: Any) -> int:
     return 0 if lengths is None else int(lengths.sum())
 
 
+def tokens_and_weight(task: Task, batch: Batch) -> dict[str, Any]:
+    """Number of real tokens, and the weight by which Composer counts the loss of a micro-batch or rank."""
+    return {"total": real_tokens(batch), "loss_generating": task.loss_weight(batch)}
+
+
 def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
     """For losses over a whole batch: Composer requests micro-batches of that size, or fewer samples."""
     if microbatch_size < len(batch["input_ids"]):
@@ -218,8 +224,3 @@ def _refuse_to_split(batch: Batch, microbatch_size: int | float) -> list[Batch]:
             "and set model.gradient_cache"
         )
     return [batch]
-
-
-def labelled_tokens(batch: Any) -> dict[str, int]:
-    """Number of real tokens, and of tokens that the loss averages over, by which Composer weights micro-batches."""
-    return {"total": real_tokens(batch), "loss_generating": int((batch["labels"] != IGNORED).sum())}

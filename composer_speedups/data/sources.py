@@ -23,7 +23,7 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, load_dataset, l
 from composer_speedups.core.errors import DataError, first_line
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.data.builtin import builtin_samples
-from composer_speedups.data.config import DataConfig
+from composer_speedups.data.config import GENERATED, DataConfig
 from composer_speedups.data.conll import read_conll
 from composer_speedups.tasks.task import Task
 
@@ -40,20 +40,43 @@ __all__ = [
 
 Arrays = npt.NDArray[Any]
 
-_LINES_IN_VALUES = pyarrow.csv.ParseOptions(newlines_in_values=True)
+_MOST_TOKENS = 2**31 - 1  # tokens of one Arrow list array, whose offsets are int32
+_LARGEST_BLOCK = 2**31 - 1  # bytes that Arrow parses at a time
+
+
+def _read_csv(path: Path, **format: Any) -> pyarrow.Table:
+    options = pyarrow.csv.ParseOptions(**format)
+
+    def read(block: int | None) -> pyarrow.Table:
+        return pyarrow.csv.read_csv(path, pyarrow.csv.ReadOptions(block_size=block), options)
+
+    return _of_any_length(read, path)
+
+
+def _read_json(path: Path) -> pyarrow.Table:
+    return _of_any_length(lambda block: pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=block)), path)
+
+
+def _of_any_length(read: Callable[[int | None], pyarrow.Table], path: Path) -> pyarrow.Table:
+    """Read blocks of Arrow's size, in parallel; or the whole file as one block if a row is longer than that (1 MiB)."""
+    try:
+        return read(None)
+    except pyarrow.ArrowInvalid as error:
+        if "straddl" not in str(error):
+            raise
+    return read(min(path.stat().st_size + 1, _LARGEST_BLOCK))
+
+
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
-    ".csv": lambda path: pyarrow.csv.read_csv(path, parse_options=_LINES_IN_VALUES),
+    ".csv": lambda path: _read_csv(path, newlines_in_values=True),
     # as in GLUE's and most other files: quotes are literal characters
-    ".tsv": lambda path: pyarrow.csv.read_csv(
-        path, parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
-    ),
-    ".jsonl": pyarrow.json.read_json,
+    ".tsv": lambda path: _read_csv(path, delimiter="\t", quote_char=False),
+    ".jsonl": _read_json,
     ".conll": read_conll,
-    ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
+    ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8-sig").splitlines()}),
 }
 _CHANGED_TYPE = re.compile(r"Column\(/(\S+)\) changed from (\w+) to (\w+)")  # an error of Arrow about JSON
-_MOST_TOKENS = 2**31 - 1  # tokens of one Arrow list array, whose offsets are int32
 _TEXT = (".csv", ".tsv", ".jsonl", ".conll", ".txt")
 
 
@@ -73,7 +96,7 @@ def load_samples(config: DataConfig, task: Task) -> tuple[Dataset, Dataset | Non
             raise DataError(f"{where} has only one row, which data.eval_fraction cannot split")
         columns = _columns(table, task, where, training=True)
         # from all rows, because a class may occur only in the held-out rows
-        task.learn(columns, _declared(table), where)
+        task.learn(columns, _declared(table, where), where)
         if task.groups_samples:
             drawn = _whole_groups(columns[task.texts[0]], count, config.seed)
         else:
@@ -98,7 +121,7 @@ def load_validation(config: DataConfig, task: Task) -> Dataset | None:
     table, where = _validation_table(config, task)
     if table is None:
         return None
-    task.learn(_columns(table, task, where, training=False), _declared(table), where)
+    task.learn(_columns(table, task, where, training=False), _declared(table, where), where)
     checked = _checked(table, task, where, training=False)
     return _sample(checked, config, config.eval_samples, whole=task.groups_samples)
 
@@ -148,7 +171,7 @@ def random_rows(count: int, seed: int, split: str, length: int, tokenizer: Any, 
 
 
 def _builtin(config: DataConfig, task: Task, split: str, samples: int | None) -> tuple[pyarrow.Table, str]:
-    columns = builtin_samples(task.name, samples or 8000, config.seed, split, config.length_scale)
+    columns = builtin_samples(task.name, samples or GENERATED, config.seed, split, config.length_scale)
     return pyarrow.table(columns), "data.source: builtin"
 
 
@@ -272,14 +295,28 @@ def _checked(table: pyarrow.Table, task: Task, where: str, *, training: bool, pl
     table = table if places is None else table.take(places)
     columns = _columns(table, task, where, training=training)
     if training:
-        task.learn(columns, _declared(table), where)
+        task.learn(columns, _declared(table, where), where)
     names = list(columns)
     rows = zip(*columns.values(), strict=True)
-    examples = [
-        task.example(dict(zip(names, row, strict=True)), f"{where}, row {number}", training=training)
-        for number, row in zip(numbers, rows, strict=True)
-    ]
+    examples, invalid, first = [], [], None
+    for number, row in zip(numbers, rows, strict=True):
+        try:
+            examples.append(
+                task.example(dict(zip(names, row, strict=True)), f"{where}, row {number}", training=training)
+            )
+        except DataError as error:
+            invalid.append(number)
+            first = first or error
+    if first is not None:
+        raise DataError(f"{first}{_listed(invalid)}") from first
     return Dataset.from_list(task.prepared(examples, training=training))
+
+
+def _listed(rows: Sequence[int]) -> str:
+    """How many rows are invalid and the first of them, for an error message that describes one."""
+    if len(rows) == 1:
+        return ""
+    return f"; {len(rows):,} rows are invalid: {', '.join(map(str, rows[:5]))}{', …' if len(rows) > 5 else ''}"
 
 
 def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) -> dict[str, list[Any]]:
@@ -288,7 +325,7 @@ def _columns(table: pyarrow.Table, task: Task, where: str, *, training: bool) ->
     check_columns(table, needed, where)
     if table.num_rows == 0:
         raise DataError(f"{where} has no rows; use a file with samples")
-    declared = _declared(table)
+    declared = _declared(table, where)
     try:
         columns = {column: table.column(column).to_pylist() for column, _ in needed}
     # duplicate names, invalid UTF-8 and others
@@ -317,8 +354,14 @@ def check_columns(table: pyarrow.Table, needed: Sequence[tuple[str, str]], where
             raise DataError(f"{where} has no column {column!r} (it has: {has}); set {key}")
 
 
-def _declared(table: pyarrow.Table) -> dict[str, list[str]]:
-    return class_names(Features.from_arrow_schema(table.schema))
+def _declared(table: pyarrow.Table, where: str) -> dict[str, list[str]]:
+    try:
+        return class_names(Features.from_arrow_schema(table.schema))
+    except Exception as error:  # of various classes, for JSON from the file
+        raise DataError(
+            f"{where}: the metadata 'huggingface', which declares its columns for datasets, is invalid "
+            f"({first_line(error)}); remove it with pyarrow's replace_schema_metadata()"
+        ) from error
 
 
 def class_names(features: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -13,6 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
+from composer_speedups.families.packed_tokens import IGNORED
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 
@@ -35,6 +36,10 @@ class Classification(Task):
     class_weights: Sequence[float] | None = None
 
     name = "classification"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._weights: dict[torch.device, Tensor] = {}
 
     def learn(self, columns: Mapping[str, Sequence[Any]], declared: Mapping[str, list[str]], where: str) -> None:
         column = str(self.label_column)
@@ -63,10 +68,19 @@ class Classification(Task):
         if not self._has_own_loss():
             return outputs["loss"]
         logits_RK = outputs["logits"].float()
-        weights_K = None
-        if self.class_weights is not None:
-            weights_K = torch.tensor(self.class_weights, device=logits_RK.device)
+        weights_K = self._weights_on(logits_RK.device)
         return F.cross_entropy(logits_RK, batch["labels"], weights_K, label_smoothing=self.label_smoothing)
+
+    @property
+    def weights_losses(self) -> bool:
+        return self.class_weights is not None
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> float:
+        """The sum of the samples' class weights."""
+        labels_R = batch["labels"]
+        weights_K = self._weights_on(labels_R.device)
+        assert weights_K is not None
+        return float(weights_K[labels_R[labels_R != IGNORED]].sum(dtype=torch.float64))
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         classes = len(self._labels().names)
@@ -98,6 +112,14 @@ class Classification(Task):
 
     def _has_own_loss(self) -> bool:
         return self.class_weights is not None or self.label_smoothing > 0
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """The class weights, (K,). They are kept, because copying them to a GPU would wait for it at each batch."""
+        if self.class_weights is None:
+            return None
+        if device not in self._weights:
+            self._weights[device] = torch.tensor(self.class_weights, dtype=torch.float32, device=device)
+        return self._weights[device]
 
     def _labels(self) -> Labels:
         return Labels(list(self.labels or ("0", "1")))  # two for rows of random tokens, which do not name classes

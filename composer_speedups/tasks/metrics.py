@@ -10,7 +10,9 @@ from composer.core import State
 from torch import Tensor
 from torch.nn import functional as F
 from torchmetrics import Metric
+from torchmetrics.functional import pearson_corrcoef
 from torchmetrics.utilities import dim_zero_cat
+from torchmetrics.utilities.distributed import gather_all_tensors
 
 from composer_speedups.families.packed_tokens import IGNORED
 
@@ -21,9 +23,11 @@ __all__ = [
     "MacroF1",
     "Matthews",
     "MeanLoss",
+    "Pearson",
     "Recall",
     "final_metrics",
     "gather_alike",
+    "gather_lists",
 ]
 
 _CHUNK = 1024  # number of anchors compared at a time
@@ -82,11 +86,25 @@ def gather_alike(tensor: Tensor, group: Any = None) -> list[Tensor]:
     return gathered
 
 
-class Confusion(Metric):
-    """Counts of (true class, predicted class), computed without the synchronization of torchmetrics' ``bincount``.
+def gather_lists(tensor: Tensor, group: Any = None) -> list[Tensor]:
+    """Gather every rank's samples for a metric's ``dist_sync_fn``; a rank may have none of them.
+
+    For such a rank, torchmetrics passes an empty float tensor, whatever the others' dtype and dimensions are.
+    """
+    kinds: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(kinds, (tensor.dtype, tensor.shape[1:]) if tensor.numel() else None, group)
+    kind = next((each for each in kinds if each is not None), None)
+    if kind is not None and not tensor.numel():
+        tensor = tensor.new_empty((0, *kind[1]), dtype=kind[0])
+    return gather_all_tensors(tensor, group)
+
+
+class ClassCounts(Metric):
+    """How often each class is the true class, the predicted class, and both, without the synchronization of
+    torchmetrics' ``bincount``.
 
     Args:
-        num_classes: Number of classes; the counts have shape (num_classes, num_classes).
+        num_classes: Number of classes K; the counts have shape (3, K). A whole confusion matrix would take K² numbers.
     """
 
     full_state_update = False
@@ -94,35 +112,40 @@ class Confusion(Metric):
 
     def __init__(self, num_classes: int) -> None:
         super().__init__()
-        self.add_state("counts", default=torch.zeros(num_classes, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
+        self.add_state("counts", default=torch.zeros(3, num_classes, dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, logits_RK: Tensor, labels_R: Tensor) -> None:
-        places_R = labels_R * len(self.counts) + logits_RK.argmax(-1)
-        self.counts.view(-1).index_add_(0, places_R, torch.ones_like(places_R))
+        predicted_R = logits_RK.argmax(-1)
+        true_K, predicted_K, hits_K = self.counts
+        true_K.index_add_(0, labels_R, torch.ones_like(labels_R))
+        predicted_K.index_add_(0, predicted_R, torch.ones_like(labels_R))
+        hits_K.index_add_(0, labels_R, (labels_R == predicted_R).long())
 
 
-class MacroF1(Confusion):
+class MacroF1(ClassCounts):
     """The mean of F1 over classes. Classes that occur neither as true nor as predicted class are ignored."""
 
     def compute(self) -> Tensor:
-        hits_K, all_K = self.counts.diag(), self.counts.sum(0) + self.counts.sum(1)
+        true_K, predicted_K, hits_K = self.counts
+        all_K = true_K + predicted_K
         return (2 * hits_K[all_K > 0] / all_K[all_K > 0]).mean()
 
 
-class BinaryF1(Confusion):
+class BinaryF1(ClassCounts):
     """F1 of the second of two classes, as in GLUE's MRPC and QQP; 0 if it is neither a true nor a predicted class."""
 
     def compute(self) -> Tensor:
-        return 2 * self.counts[1, 1] / (self.counts[1].sum() + self.counts[:, 1].sum()).clamp(min=1)
+        true, predicted, hits = self.counts[:, 1]
+        return 2 * hits / (true + predicted).clamp(min=1)
 
 
-class Matthews(Confusion):
+class Matthews(ClassCounts):
     """Matthews correlation coefficient for any number of classes; 0 if all true or all predicted classes are the
     same."""
 
     def compute(self) -> Tensor:
-        true_K, predicted_K = self.counts.sum(1).double(), self.counts.sum(0).double()
-        total, hits = self.counts.sum().double(), self.counts.diag().sum().double()
+        true_K, predicted_K, hits_K = self.counts.double()
+        total, hits = true_K.sum(), hits_K.sum()
         spread = (total**2 - (predicted_K**2).sum()) * (total**2 - (true_K**2).sum())
         found = (hits * total - (true_K * predicted_K).sum()) / spread.sqrt().clamp(min=1)
         return found.float()
@@ -154,6 +177,29 @@ class MeanLoss(Metric):
 
     def compute(self) -> Tensor:
         return self.total / self.count
+
+
+class Pearson(Metric):
+    """The Pearson correlation of predictions and targets.
+
+    torchmetrics' own merges running sums of the ranks, and is NaN if a rank has one sample.
+    """
+
+    full_state_update = False
+    predicted: list[Tensor]
+    expected: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("predicted", default=[], dist_reduce_fx="cat")
+        self.add_state("expected", default=[], dist_reduce_fx="cat")
+
+    def update(self, predicted_R: Tensor, expected_R: Tensor) -> None:
+        self.predicted.append(predicted_R)
+        self.expected.append(expected_R)
+
+    def compute(self) -> Tensor:
+        return pearson_corrcoef(dim_zero_cat(self.predicted).double(), dim_zero_cat(self.expected).double()).float()
 
 
 class EntityF1(Metric):

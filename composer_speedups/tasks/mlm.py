@@ -75,15 +75,15 @@ class MaskTokens:
     """A collator that masks tokens of a padded batch and adds ``labels``, -100 for tokens that are not masked.
 
     A batch without a masked token would have no loss. If a draw masks no token, the mask is drawn again; after 20 such
-    draws, the first token (or word) that is not special is masked.
+    draws, the first token (or word) that is not special is masked. ``fixed`` masks draw each row by itself.
 
     Args:
         pad: Pads the rows to a batch, with ``word_starts`` if whole words are masked.
         tokenizer: Defines the mask token, and the special tokens, which are never masked.
         probability: Probability with which a token (or word) is masked.
         whole_words: Mask all pieces of a word together.
-        fixed: Mask the same batch in the same way each time, so that evaluations are comparable and do not change the
-            random state of training.
+        fixed: Mask the same row in the same way each time, whatever the other rows and the padding, so that evaluations
+            are comparable, do not depend on batch size and ranks, and do not change the random state of training.
     """
 
     def __init__(
@@ -99,21 +99,33 @@ class MaskTokens:
 
     def __call__(self, rows: Any) -> dict[str, torch.Tensor]:
         batch = self.pad(rows)
-        if self.fixed:
-            seed = zlib.crc32(batch["input_ids"].numpy().tobytes())
-            self.collator.generator = torch.Generator().manual_seed(seed)
-        special = torch.from_numpy(np.isin(batch["input_ids"].numpy(), self._special))
         word_starts = batch.pop("word_starts") if self.whole_words else None
-        offsets = None if word_starts is None else _offsets(word_starts)
-        for _ in range(_MAX_DRAWS):
-            ids, labels = self.collator.torch_mask_tokens(batch["input_ids"].clone(), special, offsets)
-            if (labels != -100).any():
-                break
+        ids = batch["input_ids"]
+        special = torch.from_numpy(np.isin(ids.numpy(), self._special))
+        if self.fixed:
+            masked, labels = ids.clone(), torch.full_like(ids, -100)
+            for row, length in enumerate(batch["attention_mask"].sum(-1).tolist()):
+                part = slice(row, row + 1), slice(length)
+                self.collator.generator = torch.Generator().manual_seed(zlib.crc32(ids[part].numpy().tobytes()))
+                starts = None if word_starts is None else word_starts[part]
+                masked[part], labels[part] = self._draw(ids[part], special[part], starts)
         else:
-            chosen = _first_word(special, word_starts)
-            labels[chosen] = batch["input_ids"][chosen]
-            ids[chosen] = self.collator.tokenizer.mask_token_id
-        return {**batch, "input_ids": ids, "labels": labels}
+            masked, labels = self._draw(ids, special, word_starts)
+        return {**batch, "input_ids": masked, "labels": labels}
+
+    def _draw(
+        self, ids_RS: torch.Tensor, special_RS: torch.Tensor, word_starts_RS: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The masked ids and the labels, both (R, S)."""
+        offsets = None if word_starts_RS is None else _offsets(word_starts_RS)
+        for _ in range(_MAX_DRAWS):
+            masked_RS, labels_RS = self.collator.torch_mask_tokens(ids_RS.clone(), special_RS, offsets)
+            if (labels_RS != -100).any():
+                return masked_RS, labels_RS
+        chosen_RS = _first_word(special_RS, word_starts_RS)
+        labels_RS[chosen_RS] = ids_RS[chosen_RS]
+        masked_RS[chosen_RS] = self.collator.tokenizer.mask_token_id
+        return masked_RS, labels_RS
 
 
 def _first_word(special_RS: torch.Tensor, word_starts_RS: torch.Tensor | None) -> torch.Tensor:

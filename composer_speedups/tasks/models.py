@@ -22,7 +22,7 @@ from composer_speedups.families.flops import batch_lengths, block_weights, froze
 from composer_speedups.families.labelled_head import head_tokens
 from composer_speedups.families.packed_tokens import IGNORED
 from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.tasks.metrics import gather_alike
+from composer_speedups.tasks.metrics import gather_alike, gather_lists
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.task import Task
 
@@ -112,9 +112,10 @@ def _metrics(task: Task, *, training: bool) -> dict[str, Metric]:
         warnings.filterwarnings("ignore", "Metric .* will save all", UserWarning)
         metrics = task.metrics(training=training)
     for metric in metrics.values():
-        # sums with the same shape on all ranks
-        if not any(isinstance(state, list) for state in metric._defaults.values()):
-            metric.dist_sync_fn = gather_alike
+        lists = [name for name, default in metric._defaults.items() if isinstance(default, list)]
+        for name in lists:  # joined before they are gathered, because ranks may differ in their number of batches
+            metric.add_state(name, default=[], dist_reduce_fx="cat")
+        metric.dist_sync_fn = gather_lists if lists else gather_alike  # sums have the same shape on all ranks
     return metrics
 
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.regression import MeanSquaredError, PearsonCorrCoef, SpearmanCorrCoef
+from torchmetrics.regression import MeanSquaredError, SpearmanCorrCoef
 
+from composer_speedups.tasks.metrics import Pearson
 from composer_speedups.tasks.task import Task, number
 
 __all__ = ["Regression"]
@@ -28,10 +29,10 @@ class Regression(Task):
         return {"problem_type": "regression", "num_labels": 1}
 
     def metrics(self, *, training: bool) -> dict[str, Metric]:
-        found: list[Metric] = [MeanSquaredError()]
+        found: dict[str, Metric] = {"MeanSquaredError": MeanSquaredError()}
         if not training:
-            found += [PearsonCorrCoef(), SpearmanCorrCoef()]
-        return {type(metric).__name__: metric for metric in found}
+            found |= {"PearsonCorrCoef": Pearson(), "SpearmanCorrCoef": SpearmanCorrCoef()}
+        return found
 
     def update_metric(self, metric: Metric, logits: Tensor, labels: Tensor, batch: Mapping[str, Any]) -> None:
         metric.update(logits.float(), labels.float())

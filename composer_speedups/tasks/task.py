@@ -11,6 +11,8 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.families.packed_tokens import IGNORED
 
 __all__ = ["Example", "Labels", "Task", "build_task", "joined", "number", "shown", "task_class"]
 
@@ -173,6 +176,20 @@ class Task:
         """The loss of a batch, a scalar tensor; by default the one computed by the model."""
         return outputs["loss"]
 
+    @property
+    def weights_losses(self) -> bool:
+        """Whether :meth:`loss` is a weighted mean, so that micro-batches and ranks count by :meth:`loss_weight` instead
+        of by their samples."""
+        return self.loss_per_token
+
+    def loss_weight(self, batch: Mapping[str, Any]) -> float:
+        """The sum of weights by which :meth:`loss` divides, for a batch or a part; by default its labelled tokens.
+
+        Composer reads it with ``accumulate_train_batch_on_tokens``, as ``loss_generating`` of the ``DataSpec``'s
+        ``get_num_tokens_in_batch``.
+        """
+        return int((batch["labels"] != IGNORED).sum())
+
     def metrics(self, *, training: bool) -> dict[str, Metric]:
         """New metrics by the names under which they are logged. Training metrics are computed for every batch."""
         raise NotImplementedError
@@ -230,6 +247,8 @@ class Labels:
                 distinct -= {-1}  # datasets' value for rows without a label
             declared = [str(value) for value in (sorted(distinct) if numbers else sorted(distinct, key=str))]
         if len(declared) < 2:
+            if strange := [value for value in values if isinstance(value, bytes)]:
+                raise DataError(f"{where}: {column} holds {shown(strange[0])}; a class is text or an integer")
             raise DataError(
                 f"{where}: {column} has only the class {', '.join(declared) or '(no rows)'}; there must be two or more "
                 "(name them all with data.labels)"
@@ -242,12 +261,12 @@ class Labels:
         ``among`` says that it is one of several labels of its row.
         """
         plain = _plain(value)
-        if str(plain) in self.names:
+        if plain is not None and str(plain) in self.names:
             return self.names.index(str(plain))
         positions = isinstance(plain, int) and not any(_is_number(name) for name in self.names)
         if positions and 0 <= plain < len(self.names):  # type: ignore[operator]
             return int(plain)  # type: ignore[arg-type]
-        if isinstance(value, float) and not value.is_integer():
+        if isinstance(value, (float, Decimal)) and math.isfinite(value) and plain is None:
             raise DataError(
                 f"{where}: {column} is {shown(value)}, which is not a class; for numbers set model.task=regression"
             )
@@ -296,11 +315,13 @@ def _plain(value: Any) -> int | str | None:
     """A label as an integer or text; None if it is neither."""
     if isinstance(value, bool):
         return int(value)
-    # pandas and Arrow read an integer CSV column with gaps as floats
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    # pandas and Arrow read an integer CSV column with gaps as floats, and databases export integers as decimals
+    if isinstance(value, (float, Decimal)):
+        return int(value) if math.isfinite(value) and value == int(value) else None
     if isinstance(value, int):
         return value
+    if isinstance(value, (date, time)):  # as which Arrow reads a CSV column of names such as 2026-11-24
+        return str(value)
     return value.strip() if isinstance(value, str) and value.strip() else None
 
 

@@ -28,8 +28,8 @@ class MicrobatchTrainer(Trainer):
     Composer's ``device_train_microbatch_size="auto"`` asks all ranks after every forward pass whether one ran out of
     memory, which makes the host wait for the GPU. This Trainer does nothing until memory runs out, and also reduces
     sizes given as numbers. The gradient is the mean over the whole batch at any size: Composer weights each micro-batch
-    by its samples, or by its masked tokens with ``by_tokens``. Dropout masks differ, as with any other micro-batch
-    size.
+    by its samples, or by its :meth:`.Task.loss_weight` with ``by_tokens``. Dropout masks differ, as with any other
+    micro-batch size.
 
     It stops, and names the size to set, if continuing would change the run: with several ranks (which wait in
     collectives of the batch), with captured graphs, with a micro-batch of one sample, and if the optimizer's update ran
@@ -38,7 +38,7 @@ class MicrobatchTrainer(Trainer):
 
     Attributes:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
-        by_tokens: Weight micro-batches by their loss-generating tokens when there are several.
+        by_tokens: Weight micro-batches by :meth:`.Task.loss_weight` when there are several.
     """
 
     on_out_of_memory: Literal["halve", "stop"] = "halve"

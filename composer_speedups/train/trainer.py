@@ -144,9 +144,9 @@ def build_trainer(
     everyone = [*callbacks_of(config, techniques), *callbacks]
     if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
         everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
-    # If the loss is a mean over labelled tokens, samples differ in their number of them. Counting them waits for the
-    # GPU, so it is skipped for a single whole batch on one rank, whose mean needs no weights.
-    by_tokens = model.task.loss_per_token
+    # If the loss is a weighted mean, such as one over labelled tokens, samples differ in their weight. Summing the
+    # weights waits for the GPU, so it is skipped for a single whole batch on one rank.
+    by_tokens = model.task.weights_losses
     several = settings.microbatch_size is not None or dist.get_world_size() > 1
     algorithms: list[Algorithm] = [*techniques]
     if config.optimizer.max_grad_norm is not None:

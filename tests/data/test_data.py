@@ -74,6 +74,13 @@ def test_drawn_samples_are_random_seeded_and_unique() -> None:
     assert first["text_1"] == again["text_1"] != other["text_1"]
 
 
+def test_all_rows_of_a_file_are_used_by_default() -> None:
+    rows = {"text": [f"text {i}" for i in range(8001)], "label": [0, 1, 0] * 2667}
+    train, held = load_samples(files(save(rows, "a.csv"), "a.csv"), Classification())
+    assert held is not None
+    assert len(train) == len(held) == 8001
+
+
 @pytest.mark.pins
 def test_a_local_folder_is_read_under_its_hub_name() -> None:
     folder = Path("stanfordnlp/imdb/data")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,72 @@ def test_a_label_of_minus_one_is_refused_as_missing() -> None:
     features = Features({"text": Value("string"), "label": ClassLabel(names=["no", "yes"])})
     save_rows(Path("a.parquet"), {"text": ["a", "b"], "label": [0, -1]}, features)
     with pytest.raises(DataError, match=r"a\.parquet, row 2: label is empty; it must be one of no, yes"):
+        load("a.parquet")
+
+
+def test_missing_labels_are_refused_although_a_class_is_called_none() -> None:
+    texts, tags = [*"abcd"], ["O", "None"]
+    missing: list[tuple[str, Rows, Task, str]] = [
+        ("a.csv", {"text": texts, "label": ["None", "", "yes", ""]}, Classification(), "label is empty"),
+        ("a.parquet", {"text": texts, "label": ["None", None, "yes", None]}, Classification(), "label is empty"),
+        ("b.parquet", {"text": texts[:2], "label": [1.0, 0.5]}, Classification(labels=["1", "None"]), "label is 0.5"),
+        ("c.parquet", {"tokens": [["a", "b"]], "ner_tags": [["O", None]]}, TokenClassification(labels=tags), "empty"),
+        ("d.parquet", {"text": ["a"], "labels": [["joy", None]]}, Multilabel(labels=["joy", "None"]), "empty"),
+    ]
+    for name, rows, task, said in missing:
+        with pytest.raises(DataError, match=rf"^data\.train_file: {name}, row \d: .*{said}"):
+            load(save(rows, name), task)
+    with pytest.raises(DataError, match=r"a\.csv, row 2: label is empty; .* None, yes .*; 2 rows are invalid: 2, 4$"):
+        load("a.csv")
+    many: Rows = {"text": ["a"] * 3000, "label": ["", "no", "yes"] * 1000}
+    with pytest.raises(DataError, match=r"row 1: .*; 1,000 rows are invalid: 1, 4, 7, 10, 13, …$"):
+        load(save(many, "e.csv"))
+
+
+def test_labels_may_be_dates_or_whole_decimals_and_other_types_are_named() -> None:
+    when = [date(2026, 11, day) for day in (24, 25)]
+    decimals = [Decimal("1.00"), Decimal("2.00")]
+    task = Classification()
+    assert load(save({"text": ["a", "b"], "label": when[::-1]}, "a.csv"), task)[0] is not None
+    assert task.labels == ["2026-11-24", "2026-11-25"], "Arrow reads a CSV's names as dates"
+    assert load(save({"text": ["a", "b"], "label": decimals}, "b.parquet"), task := Classification())[0] is not None
+    assert task.labels == ["1", "2"]
+    rows: Rows = {"text": ["a", "b"], "label": [Decimal("1.50"), Decimal("2.00")]}
+    with pytest.raises(DataError, match=r"row 1: label is Decimal\('1\.50'\), which is not a class; for numbers set"):
+        load(save(rows, "c.parquet"), Classification(labels=["1", "2"]))
+    with pytest.raises(DataError, match=r"the column label holds b'x'; a class is text or an integer$"):
+        load(save({"text": ["a", "b"], "label": [b"x", b"y"]}, "d.parquet"))
+
+
+def test_rows_of_megabytes_are_read() -> None:
+    rows: Rows = {"text": ["a", "long " * 600_000, "c"], "label": [0, 1, 0]}
+    for suffix in ("csv", "tsv", "jsonl"):
+        assert load(save(rows, f"a.{suffix}"))[0] == {"text_1": rows["text"], "labels": [0, 1, 0]}, suffix
+
+
+def test_a_byte_order_mark_is_not_text() -> None:
+    for suffix, text in (
+        ("conll", "New NN O B-LOC\n"),
+        ("conll", "-DOCSTART- -X- -X- O\n\nNew NN O B-LOC\n"),
+        ("txt", "New\n"),
+        ("csv", "text,label\nNew,1\n"),
+        ("tsv", "text\tlabel\nNew\t1\n"),
+        ("jsonl", '{"text": "New", "label": 1}\n'),
+    ):
+        path = Path(f"a.{suffix}")
+        path.write_text(text, encoding="utf-8-sig")
+        (row,) = read_file(path, "key").to_pylist()
+        assert row[next(iter(row))] == (["New"] if suffix == "conll" else "New"), suffix
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    ["no JSON", '{"info": {"features": {"text": 3}}}', '{"info": {"features": {"label": {"_type": "Nope"}}}}', b"\xff"],
+)
+def test_invalid_metadata_of_a_parquet_file_is_named(metadata: str | bytes) -> None:
+    table = pyarrow.table(ROWS).replace_schema_metadata({"huggingface": metadata})
+    pyarrow.parquet.write_table(table, "a.parquet")
+    with pytest.raises(DataError, match=r"^data\.train_file: a\.parquet: the metadata 'huggingface', .* is invalid \("):
         load("a.parquet")
 
 

@@ -25,6 +25,7 @@ from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.train.config.schema import DataConfig
 from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
 
 ROWS = 64
 
@@ -174,6 +175,17 @@ def test_a_run_trains_on_a_stream_and_resumes_at_the_same_row() -> None:
     checkpoint = next(Path("runs/whole/checkpoints").glob("*ba4*"))
     resumed = stream_run("trainer.max_duration=8ba", f"checkpoint.load={checkpoint}", "run_name=again")
     assert resumed["metrics"] == whole["metrics"]
+
+    def on_two_ranks() -> str:
+        with pytest.raises(ConfigError) as error:
+            stream_run("trainer.max_duration=8ba", f"checkpoint.load={checkpoint}", "run_name=two")
+        return str(error.value)
+
+    for said in on_ranks(on_two_ranks):
+        assert said.startswith(
+            "checkpoint.load: it was written while 1 rank read the stream, and 2 would continue with"
+        )
+        assert said.endswith("start with composer -n 1, or checkpoint.weights_only=true loads its weights only")
 
 
 @pytest.mark.parametrize(

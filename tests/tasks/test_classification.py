@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from composer_speedups.core.errors import ConfigError, DataError
@@ -15,6 +16,9 @@ from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.multilabel import Multilabel
 from composer_speedups.tasks.task import Labels, build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.helpers.jobs import run
+from tests.helpers.ranks import on_ranks
+from tests.reference.tolerance import assert_near
 
 
 def learned(values: list[Any], declared: list[str] | None = None) -> list[str]:
@@ -59,6 +63,22 @@ def test_class_weights_and_label_smoothing_match_torch(weights: list[float] | No
         logits, batch["labels"], None if weights is None else torch.tensor(weights), label_smoothing=smoothing
     )
     torch.testing.assert_close(loss, expected)
+
+
+WEIGHTED = ["model.class_weights=[1.0,9.0]", "model.label_smoothing=0.1", "optimizer.eps=1e-3", "trainer.device=cpu"]
+WEIGHTED += ["model.dropout=0", "trainer.max_duration=3ba", "trainer.eval_batches=1", "scheduler.name=constant"]
+
+
+def test_class_weights_train_alike_in_micro_batches_and_on_two_ranks() -> None:
+    """Each part's mean divides by its own weights, so parts count by the sum of their weights, not by their samples."""
+    whole = run(*WEIGHTED, "run_name=whole")
+    parts = run(*WEIGHTED, "trainer.microbatch_size=2", "run_name=parts")
+    ranks, _ = on_ranks(lambda: run(*WEIGHTED, "trainer.microbatch_size=2", "run_name=ranks"))
+    stock = load_file("runs/whole/model/model.safetensors")
+    for name, report in (("parts", parts), ("ranks", ranks)):
+        assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-5), name
+        assert_near(load_file(f"runs/{name}/model/model.safetensors"), stock, what=name)
+        assert report["training"]["tokens"] == whole["training"]["tokens"], name
 
 
 def test_weights_for_another_number_of_classes_are_refused() -> None:

@@ -12,6 +12,7 @@ from torch import distributed
 from torch.nn import functional as F
 
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews
 from composer_speedups.tasks.models import build_model
 from composer_speedups.tasks.task import build_task
@@ -98,6 +99,17 @@ def test_macro_f1_and_matthews_equal_scikit_learns_with_missing_classes(shown: l
     predicted, expected = torch.cat(logits).argmax(-1).tolist(), torch.cat(labels).tolist()
     assert float(metrics[0].compute()) == pytest.approx(f1_score(expected, predicted, average="macro", zero_division=0))
     assert float(metrics[1].compute()) == pytest.approx(matthews_corrcoef(expected, predicted), abs=1e-6)
+
+
+def test_the_metrics_of_many_classes_take_memory_in_proportion() -> None:
+    metrics = Classification(labels=[f"class {i}" for i in range(10_000)]).metrics(training=False)
+    states = [state for metric in metrics.values() for state in metric._defaults.values()]
+    held = sum(state.numel() for state in states if isinstance(state, torch.Tensor))
+    assert held < 10 * 10_000
+    logits = F.one_hot(torch.tensor([0, 9_999, 5]), 10_000).float()
+    for metric in metrics.values():
+        metric.update(logits, torch.tensor([0, 9_999, 6]))
+    assert float(metrics["MacroF1"].compute()) == pytest.approx(2 / 4)
 
 
 @pytest.mark.parametrize("shown", [[0, 1], [0], [1]])

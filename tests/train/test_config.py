@@ -182,6 +182,21 @@ def test_settings_of_a_technique_are_checked(settings: dict, message: str) -> No
         assert str(error.value).startswith("my.yaml: ")
 
 
+def test_text_is_kept_as_written_although_yaml_reads_a_boolean_number_or_date() -> None:
+    names = "[no, yes, on, 007, 1e3, 1.0, 2026-11-24, 'off']"
+    text = ["no", "yes", "on", "007", "1e3", "1.0", "2026-11-24", "off"]
+    file = write(f"data: {{labels: {names}, label_column: off, hub_revision: 0123, streaming: no}}", "my.yaml")
+    for config in (load_config(file), load_config(file, [f"data.labels={names}", f"data={{text_columns: {names}}}"])):
+        assert config.data.labels == text
+        assert (config.data.label_column, config.data.hub_revision) == ("off", "0123")
+        assert config.data.streaming is False
+        save_config(config, Path("again.yaml"))
+        assert load_config("again.yaml") == config
+    assert config.data.text_columns == text
+    with pytest.raises(ConfigError, match=r"data\.labels\[1\]: .*NoneType"):
+        load_config(file, ["data.labels=[yes, null]"])
+
+
 def test_a_bad_technique_setting_names_the_file_or_the_command_line() -> None:
     file = write("algorithms: {torch_compile: {scope: block}}", "my.yaml")
     for override, message in [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import BertForMaskedLM
 
 from composer_speedups import SDPAAttention, Unpadding
 from composer_speedups.core.errors import RunFailedError
-from composer_speedups.data.loader import labelled_tokens
+from composer_speedups.data.loader import tokens_and_weight
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train import out_of_memory
@@ -82,7 +83,7 @@ def train(
         train_dataloader=DataSpec(
             DataLoader(Batches(batches), batch_size=None),
             get_num_samples_in_batch=lambda b: len(b["labels"]),
-            get_num_tokens_in_batch=labelled_tokens if mlm else None,
+            get_num_tokens_in_batch=partial(tokens_and_weight, MaskedLanguageModelling()) if mlm else None,
         ),
         max_duration=f"{len(batches)}ba",
         device_train_microbatch_size=size,

@@ -271,7 +271,7 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
         weights_only: Keep only the weights.
 
     Raises:
-        ConfigError: It was written with other techniques.
+        ConfigError: It was written with other techniques, or while other ranks read a stream.
         MalformedError: It does not fit the run; the message says where.
         UnknownAlgorithmError: See there.
     """
@@ -282,6 +282,7 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
         _name_unknown_keys(held)
     mine: dict[str, Any] = kept["state"]
     if not weights_only:
+        _check_ranks(len(kept["rng"]), state)
         mine["algorithms"] = _of_algorithms(mine["algorithms"], state.algorithms)
     if elsewhere:
         mine.update(model=None, optimizers=None)
@@ -297,6 +298,16 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
         mine["callbacks"] = _of_callbacks(mine["callbacks"], state.callbacks)
     held.clear()
     held.update(kept)
+
+
+def _check_ranks(before: int, state: State) -> None:
+    """Refuse to continue a stream on another number of ranks, which would skip some rows and repeat others."""
+    now, rows = dist.get_world_size(), getattr(state.train_dataloader, "dataset", None)
+    if before != now and isinstance(rows, torch.utils.data.IterableDataset):
+        raise ConfigError(
+            f"checkpoint.load: it was written while {before} rank{'s' * (before > 1)} read the stream, and {now} would "
+            f"continue with other rows; start with composer -n {before}, or {_WEIGHTS_ONLY}"
+        )
 
 
 def _name_unknown_keys(held: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ from composer_speedups.core.catalogue import technique_names
 from composer_speedups.core.errors import ConfigError, did_you_mean
 from composer_speedups.core.files import with_working_directory
 from composer_speedups.core.settings import Origins, check_value
+from composer_speedups.data.config import GENERATED
 from composer_speedups.tasks.config import TASK_KEYS
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def check_together(config: Config, origin_of: Origins) -> None:
         count = getattr(data, name)
         if data.source == "builtin" and count is not None and count > MOST_BUILTIN:
             refuse(f"data.{name}", f"must be at most {MOST_BUILTIN:,} with data.source: builtin, not {count:,}")
-        if data.source == "random" and (count or 8000) * data.max_length >= 2**31:  # 32-bit offsets
+        if data.source == "random" and (count or GENERATED) * data.max_length >= 2**31:  # 32-bit offsets
             refuse(f"data.{name}", "times data.max_length must be less than 2**31 with data.source: random")
     if data.source == "random" and data.tokenizer == "wordpiece":
         refuse("data.tokenizer", "wordpiece is trained on texts, and data.source: random has none; name a tokenizer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
 import difflib
 import io
 import math
@@ -36,6 +37,7 @@ __all__ = [
 _MOST_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
 _MOST_NESTED = 50  # nesting limit: libyaml's parser is recursive, and a hundred thousand levels overflow the stack
 _MISSING = object()
+_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 Keys = tuple[str | int, ...]  # path of keys to a value
 
@@ -132,35 +134,67 @@ def written(config: Config) -> dict[str, Any]:
     return masked
 
 
-def _read_yaml(file: str | os.PathLike[str]) -> DictConfig:
+def _read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
     text = _read_text(file)
     try:
         _check_nesting(text)
-        loaded = OmegaConf.load(io.StringIO(text))
-        empty = not loaded and not isinstance(yaml.compose(text, yaml.SafeLoader), yaml.CollectionNode)
+        loaded, node = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
+        empty = not loaded and not isinstance(node, yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: not valid YAML: {error}") from error
     if empty:  # OmegaConf reads it as {}, which would train the default model on the default dataset
         raise ConfigError(f"{file}: the file is empty or contains only comments; start from yamls/quickstart.yaml")
     if not isinstance(loaded, DictConfig):
         raise ConfigError(f"{file}: must contain keys and values at the top level, not a {type(loaded).__name__}")
-    return loaded
+    return _with_text(loaded, node)
 
 
-def _read_override(override: str) -> DictConfig:
+def _read_override(override: str) -> dict[Any, Any]:
     name, _, value = override.partition("=")
     if not all(name.split(".")) or name.count(".") >= _MOST_NESTED:
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
         _check_nesting(value)
-        return OmegaConf.from_dotlist([override])
+        loaded = OmegaConf.from_dotlist([override])
+        node = yaml.compose(value, _LOADER)
+        for part in reversed(name.split(".")):
+            node = yaml.MappingNode("", [(yaml.ScalarNode("", part), node)])
+        return _with_text(loaded, node)
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError) as error:
         raise ConfigError(f"{COMMAND_LINE}: the value of {name} is not valid YAML: {error}") from error
 
 
-def _merge(base: Any, new: DictConfig, origin: str, origin_of: Origins) -> Any:
-    raw = OmegaConf.to_container(new, resolve=False)
+def _with_text(loaded: Any, node: Any) -> dict[Any, Any]:
+    """The parsed keys and values. Where the config expects text, it is as written, not what YAML reads as a boolean,
+    number or date (``no``, ``007``). ``node`` is the same mapping as a YAML node."""
+    raw = OmegaConf.to_container(loaded, resolve=False)
     assert isinstance(raw, dict)
+    _keep_text(raw, node, Config)
+    return raw
+
+
+def _keep_text(raw: dict[Any, Any], node: Any, cls: type) -> None:
+    hints = typing.get_type_hints(cls)
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        name = key.value
+        if not isinstance(name, str) or name not in hints or name not in raw:
+            continue
+        held, options = raw[name], (hints[name], *typing.get_args(hints[name]))
+        section = section_of(hints[name])
+        if section is not None and isinstance(held, dict):
+            _keep_text(held, value, section)
+        elif list[str] in options and isinstance(held, list) and isinstance(value, yaml.SequenceNode):
+            raw[name] = [_as_written(*pair) for pair in zip(held, value.value, strict=True)]
+        elif str in options and not {bool, int, float} & {*options}:
+            raw[name] = _as_written(held, value)
+
+
+def _as_written(value: Any, node: Any) -> Any:
+    typed = isinstance(value, (bool, int, float, datetime.date))
+    return node.value if typed and isinstance(node, yaml.ScalarNode) else value
+
+
+def _merge(base: Any, raw: dict[Any, Any], origin: str, origin_of: Origins) -> Any:
     if problem := _problem_in(raw):
         raise ConfigError(f"{origin}: {problem}")
     if "algorithms" in raw:
@@ -257,7 +291,7 @@ def _read_text(file: str | os.PathLike[str]) -> str:
 def _check_nesting(text: str) -> None:
     """Raise a YAMLError if the nesting is too deep, without recursion."""
     depth = 0
-    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+    for event in yaml.parse(text, Loader=_LOADER):
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
             depth += 1
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
