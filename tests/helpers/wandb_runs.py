@@ -26,18 +26,24 @@ class WandbRun:
 
 def train_offline(*overrides: str) -> WandbRun:
     """The short quickstart, six batches long, with an offline run in the group ``configurations`` and tag ``a``."""
-    logger = "loggers.wandb={mode: offline, tags: [a], group: configurations}"
+    job = (
+        "trainer.max_duration=6ba",
+        "loggers.wandb={mode: offline, tags: [a], group: configurations}",
+        "algorithms.sdpa_attention=null",
+        "algorithms.unpadding={}",
+        *overrides,
+    )
     import wandb
 
     wandb.teardown()  # one that an earlier test left
     try:
-        run("trainer.max_duration=6ba", logger, "algorithms.torch_compile=null", *overrides)
+        run(*job)
     except Exception as error:
         # On a busy machine wandb's writing process once failed to start. A second failure is an error.
         warnings.warn(f"trained again, since wandb did not begin its run: {error!r}", stacklevel=2)
         wandb.teardown()
         shutil.rmtree("runs", ignore_errors=True)
-        run("trainer.max_duration=6ba", logger, "algorithms.torch_compile=null", *overrides)
+        run(*job)
     wandb.teardown()  # the process that writes the file has then ended
     (file,) = Path("runs/quickstart/wandb").glob("offline-run-*/run-*.wandb")
     return read_wandb(file)
