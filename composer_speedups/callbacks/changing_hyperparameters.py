@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.utils import dist
+
+from composer_speedups.callbacks.guarded_logger import GuardedLogger
 
 __all__ = ["log_changing_hyperparameters"]
 
@@ -27,7 +30,8 @@ def log_changing_hyperparameters(state: State, logger: Logger, values: dict[str,
         values: Name → value.
     """
     for destination in logger.destinations:
-        _log(state, destination, values)
+        with destination.guard() if isinstance(destination, GuardedLogger) else nullcontext():
+            _log(state, destination, values)
 
 
 def _log(state: State, destination: LoggerDestination, values: dict[str, Any]) -> None:
