@@ -42,14 +42,6 @@ def _wandb_logger() -> WandBLogger:
     return WandBLogger(project="p", init_kwargs={"mode": "offline", "dir": str(Path.cwd())})
 
 
-def _wandb_config() -> dict[str, Any]:
-    import wandb
-
-    wandb.teardown()
-    (file,) = Path("wandb").glob("offline-run-*/run-*.wandb")
-    return read_wandb(file).config
-
-
 @pytest.mark.pins
 def test_weights_and_biases_has_the_evidence_of_the_end() -> None:
     """In a Trainer of one's own with Composer's logger; fit() is called twice."""
@@ -62,7 +54,7 @@ def test_weights_and_biases_has_the_evidence_of_the_end() -> None:
     trainer.fit(duration="3ba")
     trainer.close()
     assert technique.evidence["padding_of_the_run"] != first["padding_of_the_run"], "it changed"
-    config = _wandb_config()
+    config = read_wandb(Path()).config
     assert {key: config[f"techniques/unpadding/{key}"] for key in technique.evidence} == technique.evidence
     assert config["techniques/unpadding/engaged"] is True
 
@@ -70,7 +62,7 @@ def test_weights_and_biases_has_the_evidence_of_the_end() -> None:
 def test_weights_and_biases_does_not_keep_a_technique_that_was_withdrawn() -> None:
     with pytest.warns(UserWarning, match="it stopped"):
         _train(_wandb_logger(), _Withdrawn(on_unavailable="warn"))
-    config = _wandb_config()
+    config = read_wandb(Path()).config
     assert config["techniques/unpadding/engaged"] is False
     assert config["techniques"] == "none", "what dashboards group runs by"
     assert config[PADDING] is None, "evidence of what did not hold"
