@@ -37,7 +37,8 @@ data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=
 algorithms.tf32_matmul=null (removes it). composer-speedups-train takes the same arguments.
 --print-config prints the complete config as YAML and trains nothing.
 
-exit status: 0 done; 1 the run failed; 2 invalid config, dataset or technique, with a one-line message;
+exit status: 0 done; 1 the run failed, or a logger, the plot or the report did after the model was exported;
+2 invalid config, dataset or technique, with a one-line message;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint if checkpoint.interval is set.
 """
 _PRINT_CONFIG = "--print-config"
