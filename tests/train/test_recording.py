@@ -213,6 +213,9 @@ def test_a_guarded_logger_works_in_any_trainer(monkeypatch: pytest.MonkeyPatch) 
     assert trainer.state.timestamp.batch == 4
     assert logger.failure is not None
     assert _no_space(logger.failure, "in memory: failed after batch 2")
+    assert {step.batch.value for values in logger.data.values() for step, _ in values} == {0, 1}, (
+        "nothing after it failed"
+    )
     trainer = make_trainer(loggers=[logger])
     assert logger.failure is None, "of an earlier Trainer"
     trainer.close()
