@@ -10,6 +10,7 @@ import torch
 from composer.core import Algorithm, Callback, State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.core.technique import resume_error, techniques_of
 
@@ -22,8 +23,11 @@ class EngagementReport(Callback):
     """Logs each technique's evidence after the first batch and at the end of the run.
 
     ``techniques/<name>/engaged`` and ``techniques/<name>/<evidence>`` are logged as hyperparameters, so that dashboards
-    can filter runs by them. Its state in checkpoints lists the techniques: resuming such a checkpoint without any
-    technique is refused too.
+    can filter runs by them. :func:`.log_changing_hyperparameters` describes where each logger shows the values of the
+    end. Evidence that no longer exists at the end, such as that of a technique that turned out to have no effect,
+    becomes None.
+
+    Its state in checkpoints lists the techniques: resuming such a checkpoint without any technique is refused too.
 
     Attributes:
         numerics: Composer's precision, the dtype of matmuls and torch's float32 flag, in the first batch.
@@ -35,8 +39,10 @@ class EngagementReport(Callback):
         self.numerics: dict[str, str] = {}
         self._algorithms: Sequence[Algorithm] = ()
         self._reported = False
+        self._logged: dict[str, Any] = {}
 
     def init(self, state: State, logger: Logger) -> None:
+        self._logged = {}
         self._algorithms = state.algorithms  # the list itself, to which loading a checkpoint may add
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -49,13 +55,13 @@ class EngagementReport(Callback):
 
     def _log(self, state: State, logger: Logger) -> None:
         self._reported = True
-        logger.log_hyperparameters(
-            {
-                f"techniques/{name}/{key}": value
-                for name, entry in self.summary(state).items()
-                for key, value in {"engaged": entry["engaged"], **entry["evidence"]}.items()
-            }
-        )
+        current = {
+            f"techniques/{name}/{key}": value
+            for name, entry in self.summary(state).items()
+            for key, value in {"engaged": entry["engaged"], **entry["evidence"]}.items()
+        }
+        self._logged = dict.fromkeys(self._logged) | current
+        log_changing_hyperparameters(state, logger, self._logged)
 
     @staticmethod
     def summary(state: State) -> dict[str, dict[str, Any]]:

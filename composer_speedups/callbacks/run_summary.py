@@ -7,6 +7,7 @@ import inspect
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.core.technique import Technique, techniques_of
@@ -40,12 +41,12 @@ class RunSummary(Callback):
     def batch_end(self, state: State, logger: Logger) -> None:
         if not self._named:
             self._named = True
-            logger.log_hyperparameters({"techniques": techniques_label(state)})
+            log_changing_hyperparameters(state, logger, {"techniques": techniques_label(state)})
 
     def fit_end(self, state: State, logger: Logger) -> None:
         self._trained = True
         # a technique may have been disabled during training
-        logger.log_hyperparameters({"techniques": techniques_label(state)})
+        log_changing_hyperparameters(state, logger, {"techniques": techniques_label(state)})
         self._log(state, logger)
 
     def eval_after_all(self, state: State, logger: Logger) -> None:

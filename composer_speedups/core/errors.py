@@ -25,12 +25,14 @@ __all__ = [
     "Interrupted",
     "NonFiniteError",
     "NotEngagedError",
+    "NotRecordedError",
     "RunFailedError",
     "TechniqueError",
     "UserError",
     "WriteError",
     "causes_of",
     "did_you_mean",
+    "failure_line",
     "first_line",
     "is_secret_name",
     "mask",
@@ -100,6 +102,19 @@ class WriteError(RunFailedError):
     """A running job cannot write a file. Files that it wrote earlier are intact."""
 
 
+class NotRecordedError(RunFailedError):
+    """Training ended and its model is safe, but a logger, the plot or the report failed.
+
+    Args:
+        model: Where the model is, in one line.
+        failures: What failed and why, one line each.
+    """
+
+    def __init__(self, model: str, failures: Iterable[str]) -> None:
+        self.lines = [model, *failures]
+        super().__init__("; ".join(self.lines))
+
+
 class Interrupted(SystemExit):
     """A signal ended training after a complete batch. The exit status is 128 plus the signal's number.
 
@@ -133,6 +148,11 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, or the name of its class if the message is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def failure_line(what: str, failed: str, error: BaseException) -> str:
+    """``what: failed (ErrorClass: reason)`` in one line, with credentials masked."""
+    return mask_urls(f"{what}: {failed} ({type(error).__name__}: {first_line(error)})")
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:

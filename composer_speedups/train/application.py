@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> None:
 
     Raises:
         UserError: An unknown key, an invalid value, or a technique that cannot engage.
+        NotRecordedError: A logger, the report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
     watch_launcher()
@@ -61,7 +62,8 @@ def train(
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, train_to_end
-        from composer_speedups.train.report import StartupTimes, write_report
+        from composer_speedups.train.recording import Recording
+        from composer_speedups.train.report import StartupTimes, write_plot, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 
@@ -95,10 +97,14 @@ def train(
             print(summary, flush=True)
         clock.lap("trainer")
         train_to_end(trainer, stop)
-        if config.export:
-            export_model(trainer.state, folder / "model")
-        write_report(trainer, config, folder, baseline)
+        exported = export_model(trainer.state, folder / "model") if config.export else None
+        recording = Recording()
+        with recording.of("report"):
+            write_report(trainer, config, folder, baseline)
+        with recording.of("plot"):
+            write_plot(trainer, config, folder)
         trainer.close()
+        recording.check(trainer, exported)
 
 
 def command() -> None:

@@ -16,6 +16,7 @@ from composer_speedups.core.errors import (
     CannotRunError,
     Interrupted,
     NotEngagedError,
+    NotRecordedError,
     RunFailedError,
     UserError,
     WriteError,
@@ -36,7 +37,8 @@ data.batch_size=64, algorithms.torch_compile={}, algorithms.torch_compile.scope=
 algorithms.tf32_matmul=null (removes it). composer-speedups-train takes the same arguments.
 --print-config prints the complete config as YAML and trains nothing.
 
-exit status: 0 done; 1 the run failed; 2 invalid config, dataset or technique, with a one-line message;
+exit status: 0 done; 1 the run failed, or a logger, the plot or the report did after the model was exported;
+2 invalid config, dataset or technique, with a one-line message;
 143 and 130 stopped by SIGTERM or Ctrl-C, with a checkpoint if checkpoint.interval is set.
 """
 _PRINT_CONFIG = "--print-config"
@@ -67,8 +69,9 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
     """Turn errors into one line on stderr, which begins with ``program``, and an exit status.
 
     User errors exit with 2. A run that fails exits with 1: a technique had no effect or cannot run, the loss was NaN or
-    infinite, a data worker died, or the disk is full. A run that a signal ended after a checkpoint exits with 128 plus
-    the signal's number. Other exceptions keep their traceback and exit with Python's status 1.
+    infinite, a data worker died, the disk is full, or a logger, the plot or the report failed. A run that a signal
+    ended after a checkpoint exits with 128 plus the signal's number. Other exceptions keep their traceback and exit
+    with Python's status 1.
     """
     try:
         yield
@@ -83,7 +86,8 @@ def exit_codes(program: str = "train.py") -> Iterator[None]:
             if reason is None:
                 raise
             error = WriteError(f"the disk is full: {reason}; free some space")
-        print(f"{program}: {error}", file=sys.stderr, flush=True)
+        for line in error.lines if isinstance(error, NotRecordedError) else [error]:
+            print(f"{program}: {line}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Composer's clean-up at exit would only add tracebacks of an unfinished Trainer.
         os._exit(1 if isinstance(error, (CannotRunError, NotEngagedError, RunFailedError)) else 2)

@@ -116,7 +116,6 @@ class MicrobatchHistory(Callback):
         size = state.device_train_microbatch_size
         if size != self._size:
             self.changes.append({"batch": state.timestamp.batch.value - 1, "from": self._size, "to": size})
-            logger.log_hyperparameters({"microbatch_size": size})
         self._size = size
 
     def state_dict(self) -> dict[str, Any]:

@@ -43,6 +43,7 @@ __all__ = [
     "build_report",
     "plot_run",
     "summary_table",
+    "write_plot",
     "write_report",
 ]
 
@@ -50,7 +51,7 @@ __all__ = [
 def write_report(
     trainer: Trainer, config: Config, folder: RunFolder, baseline: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Write report.json and throughput.png and print the summary, on rank 0. Collective: every rank must call it.
+    """Write report.json and print the summary, on rank 0. Collective: every rank must call it.
 
     Args:
         trainer: The Trainer after ``fit``.
@@ -63,13 +64,17 @@ def write_report(
     """
     report = build_report(trainer.state, config, process_age(), baseline)
     if dist.get_global_rank() == 0:
-        monitor = _callback(trainer.state, ThroughputMonitor)
-        if config.plot and monitor is not None and monitor.batches:
-            curves = _callback(trainer.state, LearningCurves)
-            plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
         write_json(folder / "report.json", report)
         print(summary_table(report, str(folder.path)), flush=True)
     return report
+
+
+def write_plot(trainer: Trainer, config: Config, folder: RunFolder) -> None:
+    """Write throughput.png on rank 0, unless ``plot`` is false or nothing was measured."""
+    monitor = _callback(trainer.state, ThroughputMonitor)
+    if dist.get_global_rank() == 0 and config.plot and monitor is not None and monitor.batches:
+        curves = _callback(trainer.state, LearningCurves)
+        plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
 
 
 def build_report(

@@ -13,7 +13,6 @@ import torch
 from composer import Trainer
 from composer.core import Algorithm, Callback
 from composer.devices import Device, DeviceCPU, DeviceGPU
-from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
 from composer_speedups.callbacks.divergence import DivergenceGuard
@@ -41,8 +40,8 @@ from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config.load import written
 from composer_speedups.train.config.schema import Config, TrainerConfig
-from composer_speedups.train.console import TrainingProgress
 from composer_speedups.train.fit import StopSignals
+from composer_speedups.train.loggers import RunProgress, loggers_of
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 
@@ -54,7 +53,6 @@ __all__ = [
     "callbacks_of",
     "context_of",
     "join_ranks",
-    "loggers_of",
     "open_device",
 ]
 
@@ -153,7 +151,7 @@ def build_trainer(
         algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
     if settings.fsdp:
         sharded_blocks(model)
-    progress = [TrainingProgress()] if settings.progress_bar else []
+    progress = [RunProgress()] if settings.progress_bar else []
     with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint):
         trainer = _trainer(
             config.loggers.wandb is not None,
@@ -170,7 +168,7 @@ def build_trainer(
             callbacks=everyone,
             loggers=[*progress, *([] if folder is None else loggers_of(config, folder))],
             run_name=config.run_name,
-            progress_bar=False,  # TrainingProgress replaces it
+            progress_bar=False,  # RunProgress replaces it
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
@@ -237,25 +235,3 @@ def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callba
     if config.loggers.wandb is not None:
         callbacks.append(WandbAxes())
     return callbacks
-
-
-def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
-    """The loggers that the config names, with their files in the run's folder."""
-    loggers: list[LoggerDestination] = []
-    if (wandb := config.loggers.wandb) is not None:
-        loggers.append(
-            WandBLogger(
-                project=wandb.project,
-                entity=wandb.entity,
-                group=wandb.group,
-                tags=wandb.tags,
-                # Absolute, because wandb's writing process may have been started in another folder.
-                init_kwargs={"mode": wandb.mode, "dir": str(folder.path.absolute())},
-            )
-        )
-    if (tensorboard := config.loggers.tensorboard) is not None:
-        loggers.append(TensorboardLogger(str(folder / "tensorboard"), tensorboard.flush_interval))
-    if (file := config.loggers.file) is not None:
-        again = f".{folder.starts}" if folder.starts > 1 else ""  # the log of an interrupted process is kept
-        loggers.append(FileLogger(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
-    return loggers

@@ -81,8 +81,8 @@ def test_the_label_omits_techniques_that_did_not_engage() -> None:
 
 
 def test_wandb_can_group_and_compare_runs(wandb_run: WandbRun) -> None:
-    assert wandb_run.config["techniques"] == "sdpa_attention + fused_optimizer"
-    assert set(wandb_run.config["algorithms"]) == {"sdpa_attention", "fused_optimizer"}
+    assert wandb_run.config["techniques"] == "unpadding + fused_optimizer"
+    assert set(wandb_run.config["algorithms"]) == {"unpadding", "fused_optimizer"}
     assert (wandb_run.group, wandb_run.tags) == ("configurations", ("a",))
     compared = ("samples_per_sec", "peak_gib", "warmup_seconds", "accuracy", "train_loss")
     for name in compared:

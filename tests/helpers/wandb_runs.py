@@ -1,4 +1,4 @@
-"""What a run gave Weights & Biases, read back from the file of an offline run."""
+"""What a run gave Weights & Biases, read back from the file of an offline run, and what dashboards look for there."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from composer_speedups.dashboards.layout import Request, columns, layout
 from tests.helpers.jobs import run
 
 
@@ -20,40 +21,50 @@ class WandbRun:
     config: dict[str, Any] = field(default_factory=dict)
     summary: dict[str, Any] = field(default_factory=dict)
     axes: dict[str, str] = field(default_factory=dict)  # metric → what it is drawn over
+    name: str = ""  # by which dashboards select runs
     group: str = ""
     tags: tuple[str, ...] = ()
 
 
 def train_offline(*overrides: str) -> WandbRun:
     """The short quickstart, six batches long, with an offline run in the group ``configurations`` and tag ``a``."""
-    logger = "loggers.wandb={mode: offline, tags: [a], group: configurations}"
+    job = (
+        "trainer.max_duration=6ba",
+        "loggers.wandb={mode: offline, tags: [a], group: configurations}",
+        "algorithms.sdpa_attention=null",
+        "algorithms.unpadding={}",
+        *overrides,
+    )
     import wandb
 
     wandb.teardown()  # one that an earlier test left
     try:
-        run("trainer.max_duration=6ba", logger, "algorithms.torch_compile=null", *overrides)
+        run(*job)
     except Exception as error:
         # On a busy machine wandb's writing process once failed to start. A second failure is an error.
         warnings.warn(f"trained again, since wandb did not begin its run: {error!r}", stacklevel=2)
         wandb.teardown()
         shutil.rmtree("runs", ignore_errors=True)
-        run("trainer.max_duration=6ba", logger, "algorithms.torch_compile=null", *overrides)
-    wandb.teardown()  # the process that writes the file has then ended
-    (file,) = Path("runs/quickstart/wandb").glob("offline-run-*/run-*.wandb")
-    return read_wandb(file)
+        run(*job)
+    return read_wandb(Path("runs/quickstart"))
 
 
-def read_wandb(file: Path) -> WandbRun:
+def read_wandb(folder: Path) -> WandbRun:
+    """The only run whose folder ``wandb`` is in a folder, after its Trainer was closed."""
+    import wandb
     from wandb.proto import wandb_internal_pb2 as pb
     from wandb.sdk.internal.datastore import DataStore
 
+    wandb.teardown()  # the process that writes the file has then ended; finish() does not wait for it
+    (file,) = (folder / "wandb").glob("offline-run-*/run-*.wandb")
     store, seen = DataStore(), WandbRun()
     store.open_for_scan(str(file))
     while (data := store.scan_data()) is not None:
         record = pb.Record()  # type: ignore[attr-defined]
         record.ParseFromString(data)
         if record.HasField("run"):
-            seen.group, seen.tags = record.run.run_group, tuple(record.run.tags)
+            seen.name, seen.group = record.run.display_name, record.run.run_group
+            seen.tags = tuple(record.run.tags)
         if record.HasField("metric") and record.metric.name:
             seen.axes[record.metric.name] = record.metric.step_metric
         if row := _items(record.history.item):
@@ -64,6 +75,20 @@ def read_wandb(file: Path) -> WandbRun:
         seen.config |= _items([*record.config.update, *record.run.config.update])
     store.close()
     return seen
+
+
+def missing_in(run: WandbRun, task: Any) -> set[str]:
+    """The keys of a task's dashboard that a run did not log where the dashboard looks for them."""
+    charts = [chart for section in layout(task) for chart in section.charts]
+    missing = {key for key in Request().group_by if key not in run.config}
+    missing |= {key for key in columns(task) if key not in run.summary}
+    for chart in charts:
+        if chart.over is None:
+            missing |= set(chart.metrics) - run.summary.keys()
+        else:
+            drawn = [row.keys() for row in run.rows if chart.over in row]
+            missing |= {key for key in chart.metrics if not any(key in row for row in drawn)}
+    return missing
 
 
 def _items(items: Any) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from tests.helpers.searches import search
 from tests.helpers.shared import once_per_run
 from tests.helpers.support import TASKS
 from tests.helpers.texts import collated, tiny_encoder, tokenizer_of, write_rows
+from tests.helpers.wandb_runs import missing_in, read_wandb
 from tests.reference.loop import EPS, gradients
 from tests.reference.tolerance import assert_near
 
@@ -37,7 +38,8 @@ EVERY = pytest.mark.parametrize("task", TASKS)
 FAST = ["algorithms.sdpa_attention=null", "algorithms.unpadding={}", "algorithms.fused_layers={}"]
 # Two batches without dropout. With this eps, AdamW does not amplify rounding errors of gradients.
 BRIEF = ["data.train_samples=16", "trainer.max_duration=2ba", "trainer.device=cpu", "optimizer.eps=1e-3", *FAST]
-WAYS = {"one": [], "two ranks": [], "FSDP": ["trainer.fsdp.shard=full"]}
+WANDB = ["loggers.wandb={mode: offline}", "callbacks.throughput.warmup_batches=0"]
+WAYS = {"one": WANDB, "two ranks": [], "FSDP": ["trainer.fsdp.shard=full"]}
 
 
 def brief(task: str, name: str, *overrides: str) -> dict[str, Any]:
@@ -96,6 +98,14 @@ def test_a_run_reports_the_metrics_of_the_table(task: str, found: Found) -> None
     assert report["training"]["batches"] == 2
     assert all(entry["engaged"] for entry in report["algorithms"].values())
     assert set(report["algorithms"]) == {"unpadding", "fused_layers", "fused_optimizer"}
+
+
+@EVERY
+def test_a_dashboard_of_the_task_finds_what_the_run_logged(task: str, found: Found) -> None:
+    """Built-in pairs have no scores; yamls/stsb_embedding.yaml is a run with the third metric."""
+    seen = read_wandb(found[1] / "runs" / f"one_{task}")
+    assert seen.name == f"one_{task}"
+    assert missing_in(seen, task) == ({"metrics/eval/SpearmanCorrCoef"} if task == "embedding" else set())
 
 
 def _as_one_process(task: str, way: str, found: Found, monkeypatch: pytest.MonkeyPatch) -> None:

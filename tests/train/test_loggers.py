@@ -1,11 +1,23 @@
-"""Loggers named in YAML, with their histories read back from their files."""
+"""Loggers, named in YAML and in a Trainer of one's own, with their histories read back from their files."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import pytest
+from composer.core import DataSpec
+from composer.loggers import FileLogger, TensorboardLogger, WandBLogger
+from composer.models import HuggingFaceModel
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+
+from composer_speedups import EngagementReport, MemoryAnatomy, RunSummary, ThroughputMonitor, recommended
+from composer_speedups.core.technique import techniques_of
+from tests.helpers.common import Batches, awkward_batches, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
-from tests.helpers.wandb_runs import WandbRun
+from tests.helpers.wandb_runs import WandbRun, missing_in, read_wandb
 
 LOGGED = [
     "throughput/samples_per_sec",
@@ -38,8 +50,6 @@ def test_wandb_works_offline_without_an_account(wandb_run: WandbRun) -> None:
 
 def test_tensorboard_and_file_loggers_write_their_histories() -> None:
     run("trainer.max_duration=6ba", "loggers.tensorboard={}", "loggers.file={}")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     events = EventAccumulator(str(next(Path("runs/quickstart/tensorboard").rglob("events*")).parent))
     events.Reload()
     scalars = events.Tags()["scalars"]
@@ -47,3 +57,48 @@ def test_tensorboard_and_file_loggers_write_their_histories() -> None:
     assert len(events.Scalars("throughput/samples_per_sec")) == 3
     text = Path("runs/quickstart/log-rank0.txt").read_text()
     assert "throughput/samples_per_sec" in text
+
+
+@pytest.mark.filterwarnings("ignore:continuing without:UserWarning")
+@pytest.mark.pins
+def test_the_recommended_set_in_a_trainer_of_ones_own_logs_to_all_of_them() -> None:
+    """What this machine lacks is left out. A dashboard finds all but what only train.py measures or names so."""
+    model: Any = tiny_bert()
+    metrics: Any = [MulticlassAccuracy(num_classes=2, average="micro")]
+    batches = [*awkward_batches(), *plain_batches(3)]
+    evaluation = DataSpec(
+        DataLoader(Batches(plain_batches(2)), batch_size=None),
+        split_batch=lambda batch, size: [batch],
+        get_num_samples_in_batch=lambda batch: len(batch["labels"]),
+    )
+    trainer = make_trainer(
+        recommended(on_unavailable="warn"),
+        model=HuggingFaceModel(model, use_logits=True, metrics=metrics),
+        batches=batches,
+        eval_dataloader=evaluation,
+        callbacks=[EngagementReport(), ThroughputMonitor(window=2), MemoryAnatomy(), RunSummary()],
+        loggers=[
+            WandBLogger(init_kwargs={"mode": "offline", "dir": str(Path.cwd())}),
+            TensorboardLogger("events"),
+            FileLogger("log.txt"),
+        ],
+        run_name="own",
+    )
+    trainer.fit()
+    evidence = {
+        f"techniques/{technique.name}/{key}": value
+        for technique in techniques_of(trainer.state.algorithms)
+        for key, value in {"engaged": technique.engaged, **technique.evidence}.items()
+    }
+    trainer.close()
+    seen = read_wandb(Path())
+    assert {key: seen.config[key] for key in evidence} == evidence
+    assert evidence["techniques/unpadding/engaged"] is True
+    assert "unpadding" in seen.config["techniques"]
+    absent = missing_in(seen, "classification")
+    assert not {key for key in absent if not key.startswith(("startup/", "metrics/eval/"))}
+    assert "metrics/eval/MulticlassAccuracy" not in absent
+    events = EventAccumulator(str(next(Path("events").rglob("events*")).parent))
+    events.Reload()
+    assert "summary/samples_per_sec" in events.Tags()["scalars"]
+    assert "summary/samples_per_sec" in Path("log.txt").read_text()

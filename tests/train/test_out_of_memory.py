@@ -170,6 +170,17 @@ def test_a_micro_batch_that_fit_is_discarded_if_a_later_one_does_not() -> None:
 
 
 @SAID
+def test_a_changed_micro_batch_is_a_metric() -> None:
+    """Loggers such as W&B raise an error if a hyperparameter changes, and the size may change several times."""
+    trainer, _, history = train(SmallGPU(3), SmallGPU(2, Event.AFTER_FORWARD))
+    (logger,) = trainer.logger.destinations
+    assert history.changes
+    assert "microbatch_size" not in logger.hyperparameters
+    sizes = [value for _, value in logger.data["trainer/device_train_microbatch_size"]]
+    assert sizes[-1] == history.changes[-1]["to"]
+
+
+@SAID
 def test_micro_batches_are_halved_as_often_as_needed() -> None:
     _, losses, _ = train()
     gpu = SmallGPU(1)

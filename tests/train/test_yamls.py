@@ -1,4 +1,4 @@
-"""Every YAML file parses, builds and trains two batches; local folders replace the hub."""
+"""Every YAML file parses, builds and trains two batches, with every logger; local folders replace the hub."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.jobs import run
 from tests.helpers.stand_ins import make_stand_ins
+from tests.helpers.wandb_runs import missing_in, read_wandb
 
 YAMLS = sorted(str(p.relative_to(ROOT / "yamls").with_suffix("")) for p in (ROOT / "yamls").rglob("*.yaml"))
 
@@ -30,6 +32,10 @@ BRIEF = [
     "scheduler.warmup=1ba",
     "trainer.progress_bar=false",
     "on_unavailable=warn",
+    "callbacks.throughput.warmup_batches=0",
+    "loggers.wandb={mode: offline}",
+    "loggers.tensorboard={}",
+    "loggers.file={}",
 ]
 
 
@@ -93,6 +99,26 @@ def test_a_yaml_trains(name: str) -> None:
     if not torch.cuda.is_available():  # GPU techniques do not engage on a CPU
         assert report["numerics"]["matmul"] == "fp32"
         assert not any(report["algorithms"].get(t, {}).get("engaged") for t in ("mixed_precision", "tf32_matmul"))
+    _check_loggers(report, Path("runs") / name.replace("/", "_"), config.model.task)
+
+
+def _check_loggers(report: dict[str, Any], folder: Path, task: str) -> None:
+    """Every logger has the end of the run, and a dashboard finds what it shows."""
+    seen = read_wandb(folder)
+    absent = {
+        "memory/activations_gib": report["algorithms"].get("torch_compile", {}).get("engaged"),  # on a CPU
+        "metrics/eval/BinaryF1": task == "classification" and "binary_f1" not in report["metrics"],  # of two classes
+        **dict.fromkeys(["metrics/eval/Recall@1", "metrics/eval/Recall@10", "summary/recall@10"], task == "embedding"),
+    }
+    assert missing_in(seen, task) == {key for key, expected in absent.items() if expected}
+    for name, entry in report["algorithms"].items():
+        for key, value in {"engaged": entry["engaged"], **entry["evidence"]}.items():
+            assert seen.config[f"techniques/{name}/{key}"] == value, "as in the report"
+    events = EventAccumulator(str(next((folder / "tensorboard").rglob("events*")).parent))
+    events.Reload()
+    speed = seen.summary["summary/samples_per_sec"]
+    assert events.Scalars("summary/samples_per_sec")[-1].value == pytest.approx(speed)
+    assert f"summary/samples_per_sec: {speed:.4f}" in (folder / "log-rank0.txt").read_text()
 
 
 def _run_the_comments_code(name: str) -> None:

@@ -1,0 +1,58 @@
+"""The loggers that the config names. One that fails during training is switched off, and the run goes on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
+
+from composer_speedups.callbacks.guarded_logger import GuardedLogger
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.console import TrainingProgress
+
+if TYPE_CHECKING:
+    from composer_speedups.train.run_folder import RunFolder
+
+__all__ = ["RunProgress", "loggers_of"]
+
+
+class RunProgress(GuardedLogger, TrainingProgress):
+    label = "trainer.progress_bar"
+
+
+class _WandB(GuardedLogger, WandBLogger):
+    label = "loggers.wandb"
+
+
+class _Tensorboard(GuardedLogger, TensorboardLogger):
+    label = "loggers.tensorboard"
+
+
+class _File(GuardedLogger, FileLogger):
+    label = "loggers.file"
+
+    def write(self, prefix: str, s: str) -> None:
+        """Also called by every print, whose text the file contains, too."""
+        self._receive("write", prefix, s)
+
+
+def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
+    """The loggers that the config names, with their files in the run's folder."""
+    loggers: list[LoggerDestination] = []
+    if (wandb := config.loggers.wandb) is not None:
+        loggers.append(
+            _WandB(
+                project=wandb.project,
+                entity=wandb.entity,
+                group=wandb.group,
+                tags=wandb.tags,
+                # Absolute, because wandb's writing process may have been started in another folder.
+                init_kwargs={"mode": wandb.mode, "dir": str(folder.path.absolute())},
+            )
+        )
+    if (tensorboard := config.loggers.tensorboard) is not None:
+        loggers.append(_Tensorboard(str(folder / "tensorboard"), tensorboard.flush_interval))
+    if (file := config.loggers.file) is not None:
+        again = f".{folder.starts}" if folder.starts > 1 else ""  # the log of an interrupted process is kept
+        loggers.append(_File(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
+    return loggers
