@@ -11,10 +11,11 @@ from typing import Any
 import pyarrow
 from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
+from composer_speedups.core.pretrained import pretrained_tokenizer
 from composer_speedups.data.config import DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -43,9 +44,9 @@ def load_tokenizer(
     key = "model.name" if config.tokenizer is None else "data.tokenizer"
     name = check_folder(config.tokenizer or model_name, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = pretrained_tokenizer(name)
         if splits_words and getattr(tokenizer, "add_prefix_space", True) is False:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, add_prefix_space=True)
+            tokenizer = pretrained_tokenizer(name, add_prefix_space=True)
     except Exception as error:  # OSError, ValueError, KeyError and classes of the hub
         fix = "use a local folder, or wordpiece to train one"
         raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
@@ -63,7 +64,7 @@ def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
         with replace_folder(folder, keep_existing=True) as partial:  # another process may create it first
             _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(  # other versions may have trained it with other ids, which checkpoints now depend on
             f"data.cache_dir: the tokenizer in {folder} is damaged; delete that folder to train it again"

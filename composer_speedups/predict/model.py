@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory
+from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
@@ -32,7 +32,7 @@ class FinishedModel:
     """The exported model of a run with its task and tokenizer.
 
     Args:
-        model: The transformers model, in eval mode, on its device.
+        model: The transformers model, in eval mode, on its device, with float32 weights.
         task: The task that it was trained for, with its labels.
         tokenizer: Its tokenizer.
         max_length: Maximum number of tokens per text, as in training.
@@ -71,9 +71,12 @@ class FinishedModel:
         folder = str(run / "model")
         auto = getattr(transformers, task.auto_class)
         try:
-            arguments = task.model_arguments(auto._model_mapping[type(AutoConfig.from_pretrained(folder))])
-            model = auto.from_pretrained(folder, attn_implementation="eager", **arguments).eval()
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            config = pretrained_config(folder)
+            arguments = task.model_arguments(auto._model_mapping[type(config)])
+            model, _ = pretrained_model(auto, folder, config, "RUN", **arguments)
+            tokenizer = pretrained_tokenizer(folder)
+        except ConfigError:
+            raise
         except Exception as error:  # transformers, safetensors and tokenizers raise different classes
             raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
         if on_gpu:

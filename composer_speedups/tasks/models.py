@@ -9,7 +9,7 @@ import torch
 import transformers
 from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
-from transformers import AutoConfig, BertConfig
+from transformers import BertConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
+from composer_speedups.core.pretrained import pretrained_config, pretrained_model
 from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.families.labelled_head import head_tokens
@@ -34,8 +35,6 @@ _WITHOUT_HEAD = (
     "to train a new head on its encoder, save that alone with transformers' AutoModel.from_pretrained(…)"
     ".save_pretrained(FOLDER), and the tokenizer beside it"
 )
-# A model's files may reference code, for which transformers would otherwise prompt on the console.
-_SAFE: dict[str, Any] = {"trust_remote_code": False}
 
 
 class FinetuneModel(HuggingFaceModel):
@@ -122,7 +121,7 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
     """Build the config's model, with eager attention, because SDPA is a technique.
 
     Args:
-        config: Name or size, and initialization.
+        config: Name or size, initialization, and dtype of the weights, whatever the dtype of the stored ones.
         task: The task with its labels.
         tokenizer: Saved with checkpoints and exports; its vocabulary determines the size of a random model.
         max_length: Tokens per row, for which a random model needs positions.
@@ -136,17 +135,16 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
     name = resolve_name(config.name)
     if config.size is not None:
         bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
-        model = _from_config(auto, bert, task)
+        model = _from_config(auto, bert, task, config.dtype)
     else:
         model = _loaded(auto, name, config, task, settings)
     _check_fit(model.config, name, tokenizer, max_length)
     return FinetuneModel(model, task, tokenizer, max_length, train_metrics=config.train_metrics)
 
 
-def _from_config(auto: Any, config: Any, task: Task) -> Any:
-    return auto.from_config(
-        config, attn_implementation="eager", **task.model_arguments(auto._model_mapping[type(config)])
-    )
+def _from_config(auto: Any, config: Any, task: Task, dtype: str) -> Any:
+    arguments = task.model_arguments(auto._model_mapping[type(config)])
+    return auto.from_config(config, attn_implementation="eager", dtype=getattr(torch, dtype), **arguments)
 
 
 def _dropout(rate: float) -> dict[str, float]:
@@ -169,18 +167,20 @@ def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str,
 
 def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict[str, Any]) -> Any:
     try:
-        stored = AutoConfig.from_pretrained(name, **_SAFE)
+        stored = pretrained_config(name)
         _check_encoder(stored, name)
         # transformers would ask for a package, or build layers that cannot be trained
         _check_quantisation(stored, name)
         if asked.init == "random":
-            config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
+            config = pretrained_config(name, **settings)
             config.name_or_path = ""  # the weights belong to another model
-            return _from_config(auto, config, task)
+            return _from_config(auto, config, task, asked.dtype)
         _check_labels(stored, name, task, settings)
         settings |= task.model_arguments(auto._model_mapping[type(stored)])
-        settings = {**settings, **_SAFE, "weights_only": True, "ignore_mismatched_sizes": True}
-        model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
+        dtype = getattr(torch, asked.dtype)
+        model, info = pretrained_model(
+            auto, name, stored, "model.name", dtype=dtype, ignore_mismatched_sizes=True, **settings
+        )
     except ConfigError:
         raise
     except Exception as error:  # OSError, ValueError, and classes of safetensors and the hub

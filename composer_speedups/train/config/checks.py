@@ -52,6 +52,16 @@ def check_together(config: Config, origin_of: Origins) -> None:
         raise ConfigError(f"{where}: {name} {text}")
 
     _check_task(config, refuse)
+    if model.dtype == "bfloat16":
+        for section, algorithms in asked.items():
+            if "kahan_optimizer" not in algorithms:
+                refuse(
+                    "model.dtype",
+                    f"bfloat16 weights lose most of AdamW's updates, which are below their resolution; add "
+                    f"{section}.kahan_optimizer={{}}, or keep float32 weights and compute in bf16 with mixed_precision",
+                )
+        if "warn" in (config.on_unavailable, *_on_unavailable(asked)):
+            refuse("model.dtype", "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop")
     if model.size is not None and model.init != "random":
         refuse("model.size", "needs model.init: random; a pretrained model has its own size")
     if data.source == "files" and data.train_file is None:
@@ -98,6 +108,12 @@ def check_together(config: Config, origin_of: Origins) -> None:
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
         refuse("trainer.parallelism_config", f"accepts fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
+
+
+def _on_unavailable(asked: dict[str, dict[str, Any]]) -> list[Any]:
+    """``on_unavailable`` of the Kahan optimizer in each set of techniques."""
+    settings = [algorithms["kahan_optimizer"] for algorithms in asked.values()]
+    return [each.get("on_unavailable") for each in settings if isinstance(each, dict)]
 
 
 def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:
