@@ -22,8 +22,17 @@ def pretrained_config(name: str, **settings: Any) -> Any:
 
 
 def pretrained_tokenizer(name: str, **settings: Any) -> Any:
-    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file."""
-    return AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
+    """The tokenizer in a local folder or of a hub id. ``settings`` replace values of the file.
+
+    Raises:
+        ValueError: There is none. transformers would build one without a vocabulary from the model's type, and every
+            word would become ``[UNK]``.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **settings)
+    words = set(tokenizer.get_vocab().values()) - {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids}
+    if len(words) < 2:  # T5's has a piece for the space
+        raise ValueError("no vocabulary: its tokenizer's files are missing")
+    return tokenizer
 
 
 def pretrained_model(

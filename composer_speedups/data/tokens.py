@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ def load_tokenizer(
 ) -> Any:
     """Load the model's tokenizer, another one from the hub or a folder, or train a WordPiece tokenizer.
 
+    Whether it belongs to the model's weights is checked when the model is built.
+
     Args:
         config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` are used for ``wordpiece``.
         model_name: Hub id or folder of the model, used if ``tokenizer`` is null.
@@ -36,7 +39,7 @@ def load_tokenizer(
         splits_words: Texts are lists of words. RoBERTa's tokenizers accept those only with a space before each.
 
     Raises:
-        ConfigError: It cannot be loaded, or has no padding token.
+        ConfigError: It cannot be loaded, has no vocabulary, or has no padding token.
     """
     if config.tokenizer == "wordpiece":
         assert texts is not None  # ensured by the schema's checks
@@ -48,8 +51,14 @@ def load_tokenizer(
         if splits_words and getattr(tokenizer, "add_prefix_space", True) is False:
             tokenizer = pretrained_tokenizer(name, add_prefix_space=True)
     except Exception as error:  # OSError, ValueError, KeyError and classes of the hub
-        fix = "use a local folder, or wordpiece to train one"
-        raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
+        if os.path.isdir(name):
+            fix = "save the model's tokenizer in that folder, or name a folder that has it in data.tokenizer"
+        else:
+            fix = (
+                "use a local folder, or random weights and a tokenizer trained for them: model.init=random "
+                "model.size=tiny data.tokenizer=wordpiece"
+            )
+        raise cannot_be_loaded(key, name, error, fix) from error
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             f"{key}: the tokenizer of {name!r} has no padding token; use a BERT-like encoder and its tokenizer"

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
-from composer_speedups.core.pretrained import pretrained_config, pretrained_model
+from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.families.labelled_head import head_tokens
@@ -35,6 +35,8 @@ _WITHOUT_HEAD = (
     "to train a new head on its encoder, save that alone with transformers' AutoModel.from_pretrained(…)"
     ".save_pretrained(FOLDER), and the tokenizer beside it"
 )
+# Embeddings are padded to a multiple of 128 at most, or by up to 1%: mDeBERTa's 251,000 rows are for 250,102 tokens.
+_PADDED_ROWS = 127
 
 
 class FinetuneModel(HuggingFaceModel):
@@ -127,8 +129,8 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
         max_length: Tokens per row, for which a random model needs positions.
 
     Raises:
-        ConfigError: It cannot be loaded, is not an encoder, has a head for other labels, or lacks encoder weights,
-            vocabulary or positions.
+        ConfigError: It cannot be loaded, is not an encoder, has a head for other labels, lacks encoder weights,
+            vocabulary or positions, or has weights for another tokenizer.
     """
     auto = getattr(transformers, task.auto_class)
     settings: dict[str, Any] = ({} if config.dropout is None else _dropout(config.dropout)) | task.head_settings()
@@ -139,6 +141,8 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
     else:
         model = _loaded(auto, name, config, task, settings)
     _check_fit(model.config, name, tokenizer, max_length)
+    if config.init == "pretrained":
+        _check_vocabulary(model.config, name, tokenizer)
     return FinetuneModel(model, task, tokenizer, max_length, train_metrics=config.train_metrics)
 
 
@@ -255,3 +259,36 @@ def _check_fit(config: Any, name: str, tokenizer: Any, max_length: int) -> None:
     positions = getattr(config, "max_position_embeddings", None)
     if positions is not None and max_length > positions:
         raise ConfigError(f"data.max_length: {max_length} is more than the {positions} positions of {name!r}")
+
+
+def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer other than the one whose tokens the pretrained embeddings belong to.
+
+    It may have tokens added to those of the model's own tokenizer, or lack added ones. If the model has none, only the
+    number of tokens and the padding token can be compared.
+    """
+    if tokenizer.name_or_path == name:
+        return
+    fix = "use the model's own tokenizer, or set model.init=random"
+    try:
+        own = pretrained_tokenizer(name).get_vocab()
+    except Exception:  # OSError, ValueError, and classes of tokenizers and the hub
+        unused = config.vocab_size - len(tokenizer)
+        if unused > max(_PADDED_ROWS, config.vocab_size // 100):
+            raise ConfigError(
+                f"data.tokenizer has {len(tokenizer)} tokens, and {name!r} embeddings of {config.vocab_size}; {fix}"
+            ) from None
+        if config.pad_token_id is not None and tokenizer.pad_token_id != config.pad_token_id:
+            raise ConfigError(
+                f"data.tokenizer pads with the id {tokenizer.pad_token_id}, and {name!r} with {config.pad_token_id}; "
+                f"{fix}"
+            ) from None
+        return
+    given = tokenizer.get_vocab()
+    fewer, more = sorted((given, own), key=len)
+    for token, number in fewer.items():
+        if more.get(token) != number:
+            raise ConfigError(
+                f"data.tokenizer gives the token {token!r} the id {given.get(token, 'none')}, and the tokenizer of "
+                f"{name!r} {own.get(token, 'none')}; {fix}"
+            )

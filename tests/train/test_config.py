@@ -92,6 +92,7 @@ MISTAKES = {
     "checkpoint: {load: nope.pt}": "checkpoint.load is not a file: nope.pt (relative to /",
     "checkpoint: {load: my.yaml}": "checkpoint.load is not a complete checkpoint: my.yaml",
     "checkpoint: {weights_only: true}": "checkpoint.weights_only needs checkpoint.load",
+    "data: {tokenizer: wordpiece}": "pretrained embeddings do not belong; remove it for the model's own",
     "model: {dtype: float16}": "model.dtype",
     "model: {dtype: bfloat16}": "add algorithms.kahan_optimizer={}, or keep float32 weights",
     "model: {dtype: bfloat16}\nalgorithms: [kahan_optimizer]\nbaseline: {}": "add baseline.algorithms.kahan",

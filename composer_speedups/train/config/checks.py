@@ -81,6 +81,12 @@ def check_together(config: Config, origin_of: Origins) -> None:
             refuse(f"data.{name}", "times data.max_length must be less than 2**31 with data.source: random")
     if data.source == "random" and data.tokenizer == "wordpiece":
         refuse("data.tokenizer", "wordpiece is trained on texts, and data.source: random has none; name a tokenizer")
+    if data.tokenizer == "wordpiece" and model.init == "pretrained":
+        refuse(
+            "data.tokenizer",
+            "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
+            "model's own, or set model.init=random",
+        )
     if config.loggers.wandb is not None and not all(isinstance(tag, str) for tag in config.loggers.wandb.tags):
         refuse("loggers.wandb.tags", "must be words")
     if data.workers == 0 and data.persistent_workers:
