@@ -21,6 +21,7 @@ from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.models import has_token_types
 from composer_speedups.tasks.task import Task, build_task
 
 __all__ = ["FinishedModel"]
@@ -123,7 +124,8 @@ class FinishedModel:
         device = self.model.device
         if self._plans:
             plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
-        inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in _INPUTS}
+        names = _INPUTS if has_token_types(self.model) else _INPUTS - {"token_type_ids"}
+        inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in names}
         with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits = self.task.outputs(self.model, inputs)["logits"]
         return logits, batch

@@ -27,7 +27,7 @@ from composer_speedups.tasks.metrics import gather_alike
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.task import Task
 
-__all__ = ["FinetuneModel", "build_model", "resolve_name"]
+__all__ = ["FinetuneModel", "build_model", "has_token_types", "positions_of", "resolve_name"]
 
 # Weights that a pretrained encoder may lack: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
@@ -60,6 +60,8 @@ class FinetuneModel(HuggingFaceModel):
         with temporary_attribute(huggingface, "_is_registered_causal_lm", lambda model: False):
             # metrics receive logits instead of the whole output
             super().__init__(model, tokenizer=tokenizer, use_logits=True)
+        if not has_token_types(model):
+            self.model_forward_args.discard("token_type_ids")
         self.task, self.max_length = task, max_length
         self.train_metrics = _metrics(task, training=True) if train_metrics else None
         self.val_metrics = _metrics(task, training=False)
@@ -140,7 +142,7 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
         model = _from_config(auto, bert, task, config.dtype)
     else:
         model = _loaded(auto, name, config, task, settings)
-    _check_fit(model.config, name, tokenizer, max_length)
+    _check_fit(model, name, tokenizer, max_length)
     if config.init == "pretrained":
         _check_vocabulary(model.config, name, tokenizer)
     return FinetuneModel(model, task, tokenizer, max_length, train_metrics=config.train_metrics)
@@ -250,15 +252,34 @@ def _check_quantisation(config: Any, name: str) -> None:
         )
 
 
-def _check_fit(config: Any, name: str, tokenizer: Any, max_length: int) -> None:
-    if config.vocab_size < len(tokenizer):
+def positions_of(model: Any) -> int | None:
+    """The largest number of tokens that a model has positions for; None for one with relative positions only.
+
+    RoBERTa and MPNet count positions from the one after the padding token's: 514 positions are for 512 tokens.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    found: int | None = getattr(model.config, "max_position_embeddings", None)
+    return found
+
+
+def has_token_types(model: Any) -> bool:
+    """Whether a model may tell the two texts of a pair apart. RoBERTa and others have one type of tokens only."""
+    return getattr(model.config, "type_vocab_size", 2) > 1
+
+
+def _check_fit(model: Any, name: str, tokenizer: Any, max_length: int) -> None:
+    if model.config.vocab_size < len(tokenizer):
         raise ConfigError(
-            f"data.tokenizer has {len(tokenizer)} tokens and the model {name!r} only {config.vocab_size}; "
+            f"data.tokenizer has {len(tokenizer)} tokens and the model {name!r} only {model.config.vocab_size}; "
             "use the model's own tokenizer"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(model)
     if positions is not None and max_length > positions:
-        raise ConfigError(f"data.max_length: {max_length} is more than the {positions} positions of {name!r}")
+        raise ConfigError(
+            f"data.max_length: {max_length} is more than the {positions} positions of {name!r}; set {positions} or less"
+        )
 
 
 def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
