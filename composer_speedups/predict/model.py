@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
+from pydantic import BaseModel, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
@@ -21,12 +20,13 @@ from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import ModelConfig
-from composer_speedups.tasks.models import has_token_types
+from composer_speedups.tasks.models import has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
 
 __all__ = ["FinishedModel"]
 
 Columns = dict[str, list[Any]]
+T = TypeVar("T", bound=BaseModel)
 
 
 class FinishedModel:
@@ -63,7 +63,8 @@ class FinishedModel:
             columns: Names of the text columns, if they differ from those of training.
 
         Raises:
-            ConfigError: The run is not finished, its task cannot predict, or there is no GPU.
+            ConfigError: The run is not finished, its files are damaged or name code, its task cannot predict, or there
+                is no GPU.
         """
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
@@ -80,6 +81,11 @@ class FinishedModel:
             raise
         except Exception as error:  # transformers, safetensors and tokenizers raise different classes
             raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
+        positions = positions_of(model)
+        if positions is not None and max_length > positions:
+            raise _damaged(
+                run / "report.json", f"data.max_length is {max_length}, and the model has {positions} positions"
+            )
         if on_gpu:
             model.cuda()
         chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
@@ -144,18 +150,16 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
         raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
     if not exported.is_file():
         raise ConfigError(f"RUN: {run} has no model/; train with export=true")
-    try:
-        config = json.loads(report.read_text())["config"]
-        labels = json.loads(exported.read_text()).get("id2label", {})
-        model = _filled(ModelConfig, config["model"])
-        data = _filled(DataConfig, config["data"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"RUN: {report} is damaged ({first_line(error)}); train again") from error
+    found = _read(report, _Report).config
+    model, data = found.model, found.data
+    labels = _read(exported, _Exported).id2label
     if model.task == "mlm":
         raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
     task = build_task(model, data)
     if hasattr(task, "labels"):
-        task.labels = [labels[number] for number in sorted(labels, key=int)]
+        if sorted(labels) != list(range(len(labels))) or not labels:
+            raise _damaged(exported, "id2label does not name every class")
+        task.labels = [labels[number] for number in sorted(labels)]
     wanted = 1 if model.task == "embedding" else len(task.texts)
     if columns is not None and len(columns) != wanted:
         raise ConfigError(f"text_columns: the run reads {wanted} columns, not {len(columns)}")
@@ -163,6 +167,32 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
     return task, data.max_length
 
 
-def _filled(cls: Any, values: Mapping[str, Any]) -> Any:
-    known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in values.items() if name in known})
+class _Config(BaseModel):
+    model: ModelConfig
+    data: DataConfig
+
+
+class _Report(BaseModel):
+    """What predictions need of report.json, with the types and bounds of the keys; unknown keys are ignored."""
+
+    config: _Config
+
+
+class _Exported(BaseModel):
+    """What they need of the exported model's config.json."""
+
+    id2label: dict[int, str] = {}
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _damaged(
+            path, ": ".join([*filter(None, [".".join(map(str, problem["loc"]))]), problem["msg"]])
+        ) from error
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"RUN: {path} is damaged ({reason}); train again")
