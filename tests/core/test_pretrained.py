@@ -17,7 +17,9 @@ from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
-from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from composer_speedups.train.config.load import load_config, save_config
+from composer_speedups.train.config.schema import Config, DataConfig, ModelConfig
+from composer_speedups.tune.trials import trial_config
 from tests.helpers.common import make_trainer, tiny_bert, tiny_config
 from tests.helpers.jobs import run
 
@@ -69,6 +71,12 @@ def test_the_kahan_optimizer_trains_bfloat16_weights_and_predictions_use_float32
     folder = Path("runs/quickstart")
     assert {w.dtype for w in load_file(folder / "model/model.safetensors").values()} == {torch.bfloat16}
     assert dtypes(FinishedModel.load(folder).model) == {torch.float32}
+
+
+def test_tunes_trials_train_weights_of_the_same_dtype() -> None:
+    config = Config(model=ModelConfig(dtype="bfloat16"), algorithms={"kahan_optimizer": {}})
+    save_config(trial_config(config, config.algorithms, 5, Path("trial")), Path("trial.yaml"))
+    assert load_config("trial.yaml").model.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(("dtype", "matmul"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
