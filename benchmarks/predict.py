@@ -104,10 +104,11 @@ def configurations_of(
     """Return, by name, functions that compute the probability of the first label for each text."""
     on_gpu = model.model.device.type == "cuda"
     first_label = model.model.config.id2label[0]
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     stock = AutoModelForSequenceClassification.from_pretrained(
-        run / "model", attn_implementation="sdpa", dtype=torch.bfloat16 if on_gpu else torch.float32
+        run / "model", attn_implementation="sdpa", dtype=dtype, trust_remote_code=False
     )
-    tokenizer = AutoTokenizer.from_pretrained(run / "model")
+    tokenizer = AutoTokenizer.from_pretrained(run / "model", trust_remote_code=False)
     pipe: Any = pipeline("text-classification", model=stock, tokenizer=tokenizer, device=0 if on_gpu else -1)
     settings = {"batch_size": batch_size, "truncation": True, "max_length": model.max_length, "top_k": None}
 

@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     dataset = Dataset.from_dict({**columns, "labels": reviews["label"]})
     torch.manual_seed(0)
     if args.model:
-        model = AutoModelForSequenceClassification.from_pretrained(args.model, num_labels=2)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            args.model, num_labels=2, dtype=torch.float32, trust_remote_code=False
+        )  # without dtype, weights that were stored in 16 bits would be trained in 16 bits
     else:
         small = BertConfig(
             vocab_size=1000, hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512,

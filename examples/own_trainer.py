@@ -77,7 +77,9 @@ def main() -> None:
     ranks, on_gpu = dist.get_world_size(), torch.cuda.is_available()
     reproducibility.seed_all(given.seed)
     if given.model:
-        model = AutoModelForSequenceClassification.from_pretrained(given.model, num_labels=2)
+        model = AutoModelForSequenceClassification.from_pretrained(
+            given.model, num_labels=2, dtype=torch.float32, trust_remote_code=False
+        )  # without dtype, weights that were stored in 16 bits would be trained in 16 bits
     else:
         dropout = {"hidden_dropout_prob": given.dropout, "attention_probs_dropout_prob": given.dropout}
         model = BertForSequenceClassification(BertConfig(**SIZES[given.size], **dropout))

@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.changing_hyperparameters import log_changing_hyperparameters
 from composer_speedups.callbacks.peaks import precision_in_force
 from composer_speedups.core.technique import resume_error, techniques_of
+from composer_speedups.core.trainer_state import weight_dtypes
 
 __all__ = ["EngagementReport", "numerics_of"]
 
@@ -30,7 +31,8 @@ class EngagementReport(Callback):
     Its state in checkpoints lists the techniques: resuming such a checkpoint without any technique is refused too.
 
     Attributes:
-        numerics: Composer's precision, the dtype of matmuls and torch's float32 flag, in the first batch.
+        numerics: The dtype of the weights, Composer's precision, the dtype of matmuls and torch's float32 flag, in the
+            first batch.
     """
 
     checkpoint_fields: ClassVar[dict[str, Any]] = {"techniques": list[str], "numerics": dict[str, str]}
@@ -84,8 +86,9 @@ class EngagementReport(Callback):
 
 
 def numerics_of(state: State) -> dict[str, str]:
-    """Composer's precision, the dtype of matmuls, and torch's float32 flag."""
+    """The dtype of the weights, Composer's precision, the dtype of matmuls, and torch's float32 flag."""
     return {
+        "weights": ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in weight_dtypes(state.model))),
         "precision": state.precision.value,
         "matmul": precision_in_force(state),
         "float32_matmul_precision": torch.get_float32_matmul_precision(),

@@ -12,9 +12,12 @@ from composer.callbacks.speed_monitor import get_gpu_flops_available
 from composer.core import State
 
 from composer_speedups.core.technique import techniques_of
-from composer_speedups.core.trainer_state import device_of
+from composer_speedups.core.trainer_state import device_of, weight_dtypes
 
 __all__ = ["Peak", "device_peak", "precision_in_force"]
+
+
+_HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Peak(NamedTuple):
@@ -35,8 +38,10 @@ def precision_in_force(state: State) -> str:
             return precision
     if state.precision.value != "fp32":
         return str(state.precision.value).removeprefix("amp_")
-    if {p.dtype for p in state.model.parameters() if p.ndim > 1} == {torch.bfloat16}:
-        return "bf16"  # such weights compute in their own dtype without autocast
+    sizes = weight_dtypes(state.model)  # without autocast, weights compute in their own dtype
+    most = max(sizes, key=sizes.__getitem__, default=torch.float32)
+    if most in _HALF:
+        return _HALF[most]
     tf32 = device_of(state).type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return "tf32" if tf32 else "fp32"
 

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,7 @@ __all__ = [
     "open_host_group",
     "ranks_meet_on_host",
     "torch_device",
+    "weight_dtypes",
     "world_size",
 ]
 
@@ -185,6 +187,15 @@ def compute_dtype(state: State) -> torch.dtype:
     """The dtype of the model's matmuls: autocast's, or that of its weights. Call it under autocast."""
     dtypes = (p.dtype for p in state.model.parameters() if p.is_floating_point())
     return autocast_dtype(device_of(state).type, next(dtypes, torch.float32))
+
+
+def weight_dtypes(model: torch.nn.Module) -> Counter[torch.dtype]:
+    """The dtypes of a model's floating-point parameters, each with its number of values."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ from typing import Any
 import pyarrow
 from datasets import Dataset
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from composer_speedups.core.errors import ConfigError, DataError
 from composer_speedups.core.files import cannot_be_loaded, check_folder, make_folder, replace_folder
+from composer_speedups.core.pretrained import pretrained_tokenizer
 from composer_speedups.data.config import DataConfig
 from composer_speedups.tasks.task import Task
 
@@ -28,6 +30,8 @@ def load_tokenizer(
 ) -> Any:
     """Load the model's tokenizer, another one from the hub or a folder, or train a WordPiece tokenizer.
 
+    Whether it belongs to the model's weights is checked when the model is built.
+
     Args:
         config: ``tokenizer`` names it; ``vocab_size`` and ``cache_dir`` are used for ``wordpiece``.
         model_name: Hub id or folder of the model, used if ``tokenizer`` is null.
@@ -35,7 +39,7 @@ def load_tokenizer(
         splits_words: Texts are lists of words. RoBERTa's tokenizers accept those only with a space before each.
 
     Raises:
-        ConfigError: It cannot be loaded, or has no padding token.
+        ConfigError: It cannot be loaded, has no vocabulary, or has no padding token.
     """
     if config.tokenizer == "wordpiece":
         assert texts is not None  # ensured by the schema's checks
@@ -43,12 +47,18 @@ def load_tokenizer(
     key = "model.name" if config.tokenizer is None else "data.tokenizer"
     name = check_folder(config.tokenizer or model_name, key)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = pretrained_tokenizer(name)
         if splits_words and getattr(tokenizer, "add_prefix_space", True) is False:
-            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, add_prefix_space=True)
+            tokenizer = pretrained_tokenizer(name, add_prefix_space=True)
     except Exception as error:  # OSError, ValueError, KeyError and classes of the hub
-        fix = "use a local folder, or wordpiece to train one"
-        raise cannot_be_loaded("data.tokenizer", name, error, fix) from error
+        if os.path.isdir(name):
+            fix = "save the model's tokenizer in that folder, or name a folder that has it in data.tokenizer"
+        else:
+            fix = (
+                "use a local folder, or random weights and a tokenizer trained for them: model.init=random "
+                "model.size=tiny data.tokenizer=wordpiece"
+            )
+        raise cannot_be_loaded(key, name, error, fix) from error
     if tokenizer.pad_token_id is None:
         raise ConfigError(
             f"{key}: the tokenizer of {name!r} has no padding token; use a BERT-like encoder and its tokenizer"
@@ -63,7 +73,7 @@ def _trained(config: DataConfig, texts: list[str]) -> PreTrainedTokenizerFast:
         with replace_folder(folder, keep_existing=True) as partial:  # another process may create it first
             _train_wordpiece(texts, config.vocab_size).save_pretrained(partial)
     try:
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        return PreTrainedTokenizerFast.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise DataError(  # other versions may have trained it with other ids, which checkpoints now depend on
             f"data.cache_dir: the tokenizer in {folder} is damaged; delete that folder to train it again"

@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from pydantic import BaseModel, ValidationError
 
 from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core.errors import ConfigError, first_line
 from composer_speedups.core.files import with_working_directory
+from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.data.config import DataConfig
 from composer_speedups.data.flat import PER_TOKEN, Ragged
 from composer_speedups.data.loader import Pad
 from composer_speedups.recommendation import apply_recommended
 from composer_speedups.tasks.config import ModelConfig
+from composer_speedups.tasks.models import has_token_types, positions_of
 from composer_speedups.tasks.task import Task, build_task
 
 __all__ = ["FinishedModel"]
 
 Columns = dict[str, list[Any]]
+T = TypeVar("T", bound=BaseModel)
 
 
 class FinishedModel:
     """The exported model of a run with its task and tokenizer.
 
     Args:
-        model: The transformers model, in eval mode, on its device.
+        model: The transformers model, in eval mode, on its device, with float32 weights.
         task: The task that it was trained for, with its labels.
         tokenizer: Its tokenizer.
         max_length: Maximum number of tokens per text, as in training.
@@ -62,7 +63,8 @@ class FinishedModel:
             columns: Names of the text columns, if they differ from those of training.
 
         Raises:
-            ConfigError: The run is not finished, its task cannot predict, or there is no GPU.
+            ConfigError: The run is not finished, its files are damaged or name code, its task cannot predict, or there
+                is no GPU.
         """
         if device == "gpu" and not torch.cuda.is_available():
             raise ConfigError("device: there is no GPU here; set device=cpu or auto")
@@ -71,11 +73,19 @@ class FinishedModel:
         folder = str(run / "model")
         auto = getattr(transformers, task.auto_class)
         try:
-            arguments = task.model_arguments(auto._model_mapping[type(AutoConfig.from_pretrained(folder))])
-            model = auto.from_pretrained(folder, attn_implementation="eager", **arguments).eval()
-            tokenizer = AutoTokenizer.from_pretrained(folder)
+            config = pretrained_config(folder)
+            arguments = task.model_arguments(auto._model_mapping[type(config)])
+            model, _ = pretrained_model(auto, folder, config, "RUN", **arguments)
+            tokenizer = pretrained_tokenizer(folder)
+        except ConfigError:
+            raise
         except Exception as error:  # transformers, safetensors and tokenizers raise different classes
             raise ConfigError(f"RUN: {folder} cannot be loaded ({first_line(error)}); train it again") from error
+        positions = positions_of(model)
+        if positions is not None and max_length > positions:
+            raise _damaged(
+                run / "report.json", f"data.max_length is {max_length}, and the model has {positions} positions"
+            )
         if on_gpu:
             model.cuda()
         chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
@@ -120,7 +130,8 @@ class FinishedModel:
         device = self.model.device
         if self._plans:
             plan_unpadding(self.model, batch["attention_mask"].flatten(0, -2))
-        inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in _INPUTS}
+        names = _INPUTS if has_token_types(self.model) else _INPUTS - {"token_type_ids"}
+        inputs = {name: x.to(device, non_blocking=True) for name, x in batch.items() if name in names}
         with torch.autocast(device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits = self.task.outputs(self.model, inputs)["logits"]
         return logits, batch
@@ -139,18 +150,16 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
         raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
     if not exported.is_file():
         raise ConfigError(f"RUN: {run} has no model/; train with export=true")
-    try:
-        config = json.loads(report.read_text())["config"]
-        labels = json.loads(exported.read_text()).get("id2label", {})
-        model = _filled(ModelConfig, config["model"])
-        data = _filled(DataConfig, config["data"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"RUN: {report} is damaged ({first_line(error)}); train again") from error
+    found = _read(report, _Report).config
+    model, data = found.model, found.data
+    labels = _read(exported, _Exported).id2label
     if model.task == "mlm":
         raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")
     task = build_task(model, data)
     if hasattr(task, "labels"):
-        task.labels = [labels[number] for number in sorted(labels, key=int)]
+        if sorted(labels) != list(range(len(labels))) or not labels:
+            raise _damaged(exported, "id2label does not name every class")
+        task.labels = [labels[number] for number in sorted(labels)]
     wanted = 1 if model.task == "embedding" else len(task.texts)
     if columns is not None and len(columns) != wanted:
         raise ConfigError(f"text_columns: the run reads {wanted} columns, not {len(columns)}")
@@ -158,6 +167,32 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
     return task, data.max_length
 
 
-def _filled(cls: Any, values: Mapping[str, Any]) -> Any:
-    known = {field.name for field in dataclasses.fields(cls)}
-    return cls(**{name: value for name, value in values.items() if name in known})
+class _Config(BaseModel):
+    model: ModelConfig
+    data: DataConfig
+
+
+class _Report(BaseModel):
+    """What predictions need of report.json, with the types and bounds of the keys; unknown keys are ignored."""
+
+    config: _Config
+
+
+class _Exported(BaseModel):
+    """What they need of the exported model's config.json."""
+
+    id2label: dict[int, str] = {}
+
+
+def _read(path: Path, kind: type[T]) -> T:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise _damaged(
+            path, ": ".join([*filter(None, [".".join(map(str, problem["loc"]))]), problem["msg"]])
+        ) from error
+
+
+def _damaged(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"RUN: {path} is damaged ({reason}); train again")

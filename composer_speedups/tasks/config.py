@@ -37,6 +37,8 @@ class ModelConfig:
     """Load the weights, or start from random ones (without the hub if model.size is set)."""
     size: Literal["tiny", "mini", "base", "large"] | None = None
     """With init: random, a BERT of this size (layers/hidden: 2/128, 4/256, 12/768, 24/1024)."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype in which weights are loaded or drawn, and trained; bfloat16 needs algorithms.kahan_optimizer."""
     dropout: float | None = key(None, ge=0, lt=1)
     """Hidden and attention dropout; null keeps the model's own (0.1 in BERT)."""
     train_metrics: bool = True

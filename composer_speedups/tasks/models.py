@@ -9,7 +9,7 @@ import torch
 import transformers
 from composer.models import HuggingFaceModel, huggingface
 from torchmetrics import Metric
-from transformers import AutoConfig, BertConfig
+from transformers import BertConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import cannot_be_loaded
+from composer_speedups.core.pretrained import pretrained_config, pretrained_model, pretrained_tokenizer
 from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.families.flops import batch_lengths, block_weights, frozen_flops, training_flops
 from composer_speedups.families.labelled_head import head_tokens
@@ -26,7 +27,7 @@ from composer_speedups.tasks.metrics import gather_alike, gather_lists
 from composer_speedups.tasks.model_names import SIZES, resolve_name
 from composer_speedups.tasks.task import Task
 
-__all__ = ["FinetuneModel", "build_model", "resolve_name"]
+__all__ = ["FinetuneModel", "build_model", "has_token_types", "positions_of", "resolve_name"]
 
 # Weights that a pretrained encoder may lack: the head, which fine-tuning trains.
 _HEADS = ("classifier", "pooler", "cls", "lm_head", "score", "vocab_", "pre_classifier")
@@ -34,8 +35,8 @@ _WITHOUT_HEAD = (
     "to train a new head on its encoder, save that alone with transformers' AutoModel.from_pretrained(…)"
     ".save_pretrained(FOLDER), and the tokenizer beside it"
 )
-# A model's files may reference code, for which transformers would otherwise prompt on the console.
-_SAFE: dict[str, Any] = {"trust_remote_code": False}
+# Embeddings are padded to a multiple of 128 at most, or by up to 1%: mDeBERTa's 251,000 rows are for 250,102 tokens.
+_PADDED_ROWS = 127
 
 
 class FinetuneModel(HuggingFaceModel):
@@ -59,6 +60,8 @@ class FinetuneModel(HuggingFaceModel):
         with temporary_attribute(huggingface, "_is_registered_causal_lm", lambda model: False):
             # metrics receive logits instead of the whole output
             super().__init__(model, tokenizer=tokenizer, use_logits=True)
+        if not has_token_types(model):
+            self.model_forward_args.discard("token_type_ids")
         self.task, self.max_length = task, max_length
         self.train_metrics = _metrics(task, training=True) if train_metrics else None
         self.val_metrics = _metrics(task, training=False)
@@ -123,31 +126,32 @@ def build_model(config: ModelConfig, task: Task, tokenizer: Any, max_length: int
     """Build the config's model, with eager attention, because SDPA is a technique.
 
     Args:
-        config: Name or size, and initialization.
+        config: Name or size, initialization, and dtype of the weights, whatever the dtype of the stored ones.
         task: The task with its labels.
         tokenizer: Saved with checkpoints and exports; its vocabulary determines the size of a random model.
         max_length: Tokens per row, for which a random model needs positions.
 
     Raises:
-        ConfigError: It cannot be loaded, is not an encoder, has a head for other labels, or lacks encoder weights,
-            vocabulary or positions.
+        ConfigError: It cannot be loaded, is not an encoder, has a head for other labels, lacks encoder weights,
+            vocabulary or positions, or has weights for another tokenizer.
     """
     auto = getattr(transformers, task.auto_class)
     settings: dict[str, Any] = ({} if config.dropout is None else _dropout(config.dropout)) | task.head_settings()
     name = resolve_name(config.name)
     if config.size is not None:
         bert = _sized(config.size, len(tokenizer), max_length, tokenizer.pad_token_id, settings)
-        model = _from_config(auto, bert, task)
+        model = _from_config(auto, bert, task, config.dtype)
     else:
         model = _loaded(auto, name, config, task, settings)
-    _check_fit(model.config, name, tokenizer, max_length)
+    _check_fit(model, name, tokenizer, max_length)
+    if config.init == "pretrained":
+        _check_vocabulary(model.config, name, tokenizer)
     return FinetuneModel(model, task, tokenizer, max_length, train_metrics=config.train_metrics)
 
 
-def _from_config(auto: Any, config: Any, task: Task) -> Any:
-    return auto.from_config(
-        config, attn_implementation="eager", **task.model_arguments(auto._model_mapping[type(config)])
-    )
+def _from_config(auto: Any, config: Any, task: Task, dtype: str) -> Any:
+    arguments = task.model_arguments(auto._model_mapping[type(config)])
+    return auto.from_config(config, attn_implementation="eager", dtype=getattr(torch, dtype), **arguments)
 
 
 def _dropout(rate: float) -> dict[str, float]:
@@ -170,18 +174,20 @@ def _sized(size: str, vocab: int, max_length: int, pad: int, settings: dict[str,
 
 def _loaded(auto: Any, name: str, asked: ModelConfig, task: Task, settings: dict[str, Any]) -> Any:
     try:
-        stored = AutoConfig.from_pretrained(name, **_SAFE)
+        stored = pretrained_config(name)
         _check_encoder(stored, name)
         # transformers would ask for a package, or build layers that cannot be trained
         _check_quantisation(stored, name)
         if asked.init == "random":
-            config = AutoConfig.from_pretrained(name, **_SAFE, **settings)
+            config = pretrained_config(name, **settings)
             config.name_or_path = ""  # the weights belong to another model
-            return _from_config(auto, config, task)
+            return _from_config(auto, config, task, asked.dtype)
         _check_labels(stored, name, task, settings)
         settings |= task.model_arguments(auto._model_mapping[type(stored)])
-        settings = {**settings, **_SAFE, "weights_only": True, "ignore_mismatched_sizes": True}
-        model, info = auto.from_pretrained(name, attn_implementation="eager", output_loading_info=True, **settings)
+        dtype = getattr(torch, asked.dtype)
+        model, info = pretrained_model(
+            auto, name, stored, "model.name", dtype=dtype, ignore_mismatched_sizes=True, **settings
+        )
     except ConfigError:
         raise
     except Exception as error:  # OSError, ValueError, and classes of safetensors and the hub
@@ -247,12 +253,64 @@ def _check_quantisation(config: Any, name: str) -> None:
         )
 
 
-def _check_fit(config: Any, name: str, tokenizer: Any, max_length: int) -> None:
-    if config.vocab_size < len(tokenizer):
+def positions_of(model: Any) -> int | None:
+    """The largest number of tokens that a model has positions for; None for one with relative positions only.
+
+    RoBERTa and MPNet count positions from the one after the padding token's: 514 positions are for 512 tokens.
+    """
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, torch.nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    found: int | None = getattr(model.config, "max_position_embeddings", None)
+    return found
+
+
+def has_token_types(model: Any) -> bool:
+    """Whether a model may tell the two texts of a pair apart. RoBERTa and others have one type of tokens only."""
+    return getattr(model.config, "type_vocab_size", 2) > 1
+
+
+def _check_fit(model: Any, name: str, tokenizer: Any, max_length: int) -> None:
+    if model.config.vocab_size < len(tokenizer):
         raise ConfigError(
-            f"data.tokenizer has {len(tokenizer)} tokens and the model {name!r} only {config.vocab_size}; "
+            f"data.tokenizer has {len(tokenizer)} tokens and the model {name!r} only {model.config.vocab_size}; "
             "use the model's own tokenizer"
         )
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = positions_of(model)
     if positions is not None and max_length > positions:
-        raise ConfigError(f"data.max_length: {max_length} is more than the {positions} positions of {name!r}")
+        raise ConfigError(
+            f"data.max_length: {max_length} is more than the {positions} positions of {name!r}; set {positions} or less"
+        )
+
+
+def _check_vocabulary(config: Any, name: str, tokenizer: Any) -> None:
+    """Refuse a tokenizer other than the one whose tokens the pretrained embeddings belong to.
+
+    It may have tokens added to those of the model's own tokenizer, or lack added ones. If the model has none, only the
+    number of tokens and the padding token can be compared.
+    """
+    if tokenizer.name_or_path == name:
+        return
+    fix = "use the model's own tokenizer, or set model.init=random"
+    try:
+        own = pretrained_tokenizer(name).get_vocab()
+    except Exception:  # OSError, ValueError, and classes of tokenizers and the hub
+        unused = config.vocab_size - len(tokenizer)
+        if unused > max(_PADDED_ROWS, config.vocab_size // 100):
+            raise ConfigError(
+                f"data.tokenizer has {len(tokenizer)} tokens, and {name!r} embeddings of {config.vocab_size}; {fix}"
+            ) from None
+        if config.pad_token_id is not None and tokenizer.pad_token_id != config.pad_token_id:
+            raise ConfigError(
+                f"data.tokenizer pads with the id {tokenizer.pad_token_id}, and {name!r} with {config.pad_token_id}; "
+                f"{fix}"
+            ) from None
+        return
+    given = tokenizer.get_vocab()
+    fewer, more = sorted((given, own), key=len)
+    for token, number in fewer.items():
+        if more.get(token) != number:
+            raise ConfigError(
+                f"data.tokenizer gives the token {token!r} the id {given.get(token, 'none')}, and the tokenizer of "
+                f"{name!r} {own.get(token, 'none')}; {fix}"
+            )

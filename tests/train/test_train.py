@@ -38,7 +38,12 @@ def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixtur
         "torch_compile": True,
     }
     assert "_fused_adamw_" in report["algorithms"]["fused_optimizer"]["evidence"]["operators_in_one_step"]
-    assert report["numerics"] == {"precision": "fp32", "matmul": "fp32", "float32_matmul_precision": "highest"}
+    assert report["numerics"] == {
+        "weights": "float32",
+        "precision": "fp32",
+        "matmul": "fp32",
+        "float32_matmul_precision": "highest",
+    }
     environment = report["environment"]
     assert environment["torch"] == torch.__version__
     assert environment["composer"] == "0.32.1"

@@ -144,5 +144,10 @@ def test_both_bert_yamls_are_the_posts_job() -> None:
 def test_fp32_means_fp32_on_a_gpu() -> None:
     overrides: list[Any] = ["model.size=tiny", "model.init=random", "data.source=builtin", "data.tokenizer=wordpiece"]
     report = run(*overrides, *BRIEF, yaml="bert_imdb_fp32", short=False)
-    assert report["numerics"] == {"precision": "fp32", "matmul": "fp32", "float32_matmul_precision": "highest"}
+    assert report["numerics"] == {
+        "weights": "float32",
+        "precision": "fp32",
+        "matmul": "fp32",
+        "float32_matmul_precision": "highest",
+    }
     assert json.loads(Path("runs/bert_imdb_fp32/report.json").read_text())["throughput"]["peak"]["precision"] == "fp32"

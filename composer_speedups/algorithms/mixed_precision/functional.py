@@ -12,6 +12,7 @@ from torch import nn
 __all__ = ["apply_mixed_precision"]
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+LOAD_FLOAT32 = "load the model with dtype=torch.float32"
 
 
 def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf16") -> torch.amp.GradScaler:
@@ -20,14 +21,14 @@ def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf
     In a Composer Trainer, use :class:`MixedPrecision`, which sets the Trainer's precision instead.
 
     Args:
-        model: The model, whose ``forward`` is wrapped in place; weights remain float32.
+        model: The model, whose ``forward`` is wrapped in place. The weights that it trains are float32 and remain so.
         dtype: ``"bf16"`` or ``"fp16"``; fp16 needs a GPU.
 
     Returns:
         A gradient scaler for training; it is disabled for bf16.
 
     Raises:
-        ValueError: Another dtype, or fp16 without a GPU.
+        ValueError: Another dtype, fp16 without a GPU, or weights to train that are not float32.
 
     Source: torch.amp.
     """
@@ -36,9 +37,28 @@ def apply_mixed_precision(model: nn.Module, dtype: Literal["bf16", "fp16"] = "bf
     device = next(model.parameters()).device.type
     if dtype == "fp16" and device != "cuda":
         raise ValueError(f"fp16 needs a CUDA GPU, and the model is on the {device}; use bf16")
-    original = getattr(model.forward, "without_autocast", model.forward)
-    model.forward = _under_autocast(original, device, DTYPES[dtype])  # type: ignore[method-assign]
+    if (problem := half_weights(model)) is not None:
+        raise ValueError(f"mixed_precision {problem}; {LOAD_FLOAT32}")
+    wrap_forward(model, dtype)
     return torch.amp.GradScaler(device, enabled=dtype == "fp16")
+
+
+def wrap_forward(model: nn.Module, dtype: Literal["bf16", "fp16"]) -> None:
+    """Run the model's ``forward`` under autocast from now on."""
+    original = getattr(model.forward, "without_autocast", model.forward)
+    device = next(model.parameters()).device.type
+    model.forward = _under_autocast(original, device, DTYPES[dtype])  # type: ignore[method-assign]
+
+
+def half_weights(model: nn.Module) -> str | None:
+    """Describe a 16-bit weight that would be trained; None if there is none.
+
+    The optimizer would update it in 16 bits, and updates below its resolution would be lost.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in DTYPES.values():
+            return f"trains float32 weights, and {name} is {str(parameter.dtype).removeprefix('torch.')}"
+    return None
 
 
 def _under_autocast(forward: Callable[..., Any], device: str, dtype: torch.dtype) -> Callable[..., Any]:

@@ -11,7 +11,8 @@ from composer.core import Precision, State
 from pydantic import Field
 from torch import nn
 
-from composer_speedups.algorithms.mixed_precision.functional import DTYPES, apply_mixed_precision
+from composer_speedups.algorithms.mixed_precision.functional import DTYPES, LOAD_FLOAT32, half_weights, wrap_forward
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled, model_of
@@ -24,8 +25,8 @@ class MixedPrecision(Technique):
     model's ``forward`` in bf16 autocast.
 
     Raises:
-        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, and on a CPU except for bf16 with
-            ``allow_cpu``.
+        TechniqueError: At INIT, for bf16 on a GPU below compute capability 8.0, on a CPU except for bf16 with
+            ``allow_cpu``, and for 16-bit weights that are not frozen.
     """
 
     name = "mixed_precision"
@@ -60,10 +61,12 @@ class MixedPrecision(Technique):
 
     def engage(self, state: State) -> dict[str, Any]:
         before = state.precision.value
+        if (problem := half_weights(state.model)) is not None:
+            raise TechniqueError(self.name, problem, LOAD_FLOAT32)
         if device_of(state).type == "cuda":
             state.precision = Precision(f"amp_{self.dtype}")
         else:
-            apply_mixed_precision(state.model, self.dtype)
+            wrap_forward(state.model, self.dtype)
         return {"dtype": self.dtype, "precision_before": before}
 
     def watch(self, state: State) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing
 from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
 from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
+from composer_speedups.core.pretrained import pretrained_config
 from composer_speedups.families.family import family_of, family_titles
 from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
@@ -97,7 +98,7 @@ def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceCl
         ValueError: The folder does not have a model with experts, or lacks some of its weights.
     """
     files = sorted(Path(folder).glob("*.safetensors"))
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False) if files else None
+    config = pretrained_config(str(folder)) if files else None
     settings = getattr(config, "sparse_upcycling", None)
     if settings is None:
         raise ValueError(f"{folder} does not have an exported model with experts; load it with from_pretrained")

@@ -53,6 +53,16 @@ def check_together(config: Config, origin_of: Origins) -> None:
         raise ConfigError(f"{where}: {name} {text}")
 
     _check_task(config, refuse)
+    if model.dtype == "bfloat16":
+        for section, algorithms in asked.items():
+            if "kahan_optimizer" not in algorithms:
+                refuse(
+                    "model.dtype",
+                    f"bfloat16 weights lose most of AdamW's updates, which are below their resolution; add "
+                    f"{section}.kahan_optimizer={{}}, or keep float32 weights and compute in bf16 with mixed_precision",
+                )
+        if "warn" in (config.on_unavailable, *_on_unavailable(asked)):
+            refuse("model.dtype", "bfloat16 cannot be trained without kahan_optimizer; set on_unavailable=stop")
     if model.size is not None and model.init != "random":
         refuse("model.size", "needs model.init: random; a pretrained model has its own size")
     if data.source == "files" and data.train_file is None:
@@ -72,6 +82,12 @@ def check_together(config: Config, origin_of: Origins) -> None:
             refuse(f"data.{name}", "times data.max_length must be less than 2**31 with data.source: random")
     if data.source == "random" and data.tokenizer == "wordpiece":
         refuse("data.tokenizer", "wordpiece is trained on texts, and data.source: random has none; name a tokenizer")
+    if data.tokenizer == "wordpiece" and model.init == "pretrained":
+        refuse(
+            "data.tokenizer",
+            "wordpiece trains a new vocabulary, to which the pretrained embeddings do not belong; remove it for the "
+            "model's own, or set model.init=random",
+        )
     if config.loggers.wandb is not None and not all(isinstance(tag, str) for tag in config.loggers.wandb.tags):
         refuse("loggers.wandb.tags", "must be words")
     if data.workers == 0 and data.persistent_workers:
@@ -99,6 +115,12 @@ def check_together(config: Config, origin_of: Origins) -> None:
     unknown = set(config.trainer.parallelism_config or {}) - {"fsdp", "tp"}
     if unknown:
         refuse("trainer.parallelism_config", f"accepts fsdp and tp, not {', '.join(sorted(map(str, unknown)))}")
+
+
+def _on_unavailable(asked: dict[str, dict[str, Any]]) -> list[Any]:
+    """``on_unavailable`` of the Kahan optimizer in each set of techniques."""
+    settings = [algorithms["kahan_optimizer"] for algorithms in asked.values()]
+    return [each.get("on_unavailable") for each in settings if isinstance(each, dict)]
 
 
 def _check_task(config: Config, refuse: Callable[[str, str], typing.NoReturn]) -> None:

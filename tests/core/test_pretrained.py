@@ -1,0 +1,107 @@
+"""Weights have the dtype that was asked for, whatever the dtype of the stored ones, and reports state it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import BertForSequenceClassification
+
+from composer_speedups import EngagementReport, FusedOptimizer, MixedPrecision, apply_mixed_precision
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.data.builtin import builtin_reviews
+from composer_speedups.data.tokens import load_tokenizer
+from composer_speedups.predict.model import FinishedModel
+from composer_speedups.tasks.classification import Classification
+from composer_speedups.tasks.models import build_model
+from composer_speedups.train.config.load import load_config, save_config
+from composer_speedups.train.config.schema import Config, DataConfig, ModelConfig
+from composer_speedups.tune.trials import trial_config
+from tests.helpers.common import make_trainer, tiny_bert, tiny_config
+from tests.helpers.jobs import run
+
+OWN = ["model.name=./stored", "model.init=pretrained", "model.size=null", "data.tokenizer=null"]
+
+
+def stored(dtype: torch.dtype) -> Any:
+    """Save a model in ``dtype``, and its tokenizer, in the folder ``stored``; the tokenizer."""
+    texts = builtin_reviews(60, 5, "train", 0.15)["text"]
+    tokenizer = load_tokenizer(DataConfig(tokenizer="wordpiece", vocab_size=400), "", texts)
+    BertForSequenceClassification(tiny_config(vocab_size=len(tokenizer))).to(dtype).save_pretrained("stored")
+    tokenizer.save_pretrained("stored")
+    return tokenizer
+
+
+def dtypes(model: torch.nn.Module) -> set[torch.dtype]:
+    return {p.dtype for p in model.parameters()}
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("init", ["pretrained", "random"])
+@pytest.mark.pins
+def test_weights_stored_in_16_bits_are_loaded_or_drawn_in_float32_unless_asked_otherwise(
+    kind: torch.dtype, init: Any
+) -> None:
+    tokenizer = stored(kind)
+    for asked, expected in (({}, torch.float32), ({"dtype": "bfloat16"}, torch.bfloat16)):
+        settings = ModelConfig(name="./stored", init=init, **asked)  # type: ignore[arg-type]
+        model: Any = build_model(settings, Classification(), tokenizer, 16).model
+        assert dtypes(model) == {expected}
+        assert model.dtype == model.config.dtype == expected
+
+
+@pytest.mark.pins
+def test_a_run_trains_and_exports_float32_and_says_so() -> None:
+    stored(torch.float16)
+    report = run(*OWN, "trainer.max_duration=2ba")
+    assert report["numerics"]["weights"] == report["config"]["model"]["dtype"] == "float32"
+    assert {w.dtype for w in load_file("runs/quickstart/model/model.safetensors").values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_kahan_optimizer_trains_bfloat16_weights_and_predictions_use_float32(dtype: str) -> None:
+    stored(torch.float16)
+    pure = ["algorithms.kahan_optimizer={}", "algorithms.fused_optimizer=null", f"model.dtype={dtype}"]
+    report = run(*OWN, *pure, "trainer.max_duration=2ba")
+    assert report["numerics"]["weights"] == "bfloat16"
+    assert report["numerics"]["matmul"] == "bf16"
+    folder = Path("runs/quickstart")
+    assert {w.dtype for w in load_file(folder / "model/model.safetensors").values()} == {torch.bfloat16}
+    assert dtypes(FinishedModel.load(folder).model) == {torch.float32}
+
+
+def test_tunes_trials_train_weights_of_the_same_dtype() -> None:
+    config = Config(model=ModelConfig(dtype="bfloat16"), algorithms={"kahan_optimizer": {}})
+    save_config(trial_config(config, config.algorithms, 5, Path("trial")), Path("trial.yaml"))
+    assert load_config("trial.yaml").model.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(("dtype", "matmul"), [(torch.float16, "fp16"), (torch.bfloat16, "bf16")])
+def test_a_trainer_of_ones_own_reports_the_dtype_of_its_weights(dtype: torch.dtype, matmul: str) -> None:
+    report = EngagementReport()
+    trainer = make_trainer([FusedOptimizer()], model=tiny_bert().to(dtype), callbacks=[report])
+    trainer.fit()
+    trainer.close()
+    assert report.numerics["weights"] == str(dtype).removeprefix("torch.")
+    assert report.numerics["matmul"] == matmul
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_mixed_precision_refuses_to_train_16_bit_weights(dtype: torch.dtype) -> None:
+    kind = str(dtype).removeprefix("torch.")
+    message = rf"trains float32 weights, and .*embeddings\.weight is {kind}; load the model with dtype=torch\.float32"
+    with pytest.raises(TechniqueError, match=rf"mixed_precision: {message}"):
+        make_trainer([MixedPrecision(allow_cpu=True)], model=tiny_bert().to(dtype))
+    with pytest.raises(ValueError, match=f"mixed_precision {message}"):
+        apply_mixed_precision(tiny_bert().to(dtype))
+
+
+def test_mixed_precision_accepts_frozen_weights_in_16_bits() -> None:
+    model = tiny_bert()
+    model.bert.to(torch.bfloat16).requires_grad_(False)
+    technique = MixedPrecision(allow_cpu=True)
+    make_trainer([technique], model=model).close()
+    assert technique.engaged
