@@ -40,7 +40,6 @@ def train(split: Callable[[Batch, int], list[Batch]], *algorithms: Any) -> tuple
     return final_weights(trainer), recorder.losses
 
 
-@pytest.mark.xfail(strict=True, raises=(AttributeError, TypeError), reason="unpadding adds lists to the batch")
 @pytest.mark.parametrize("split", [by_tensor_split, odd_rows_first])
 def test_unpadding_trains_with_a_split_that_knows_only_tensors(split: Callable[[Batch, int], list[Batch]]) -> None:
     expected, losses = train(split)
