@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 from composer_speedups.core.trainer_state import device_of, world_size
 
-__all__ = ["Context", "Requirement", "needs_autocast", "needs_cpp_compiler", "needs_cuda", "needs_package"]
+__all__ = [
+    "Context",
+    "Requirement",
+    "needs_autocast",
+    "needs_bf16",
+    "needs_cpp_compiler",
+    "needs_cuda",
+    "needs_package",
+]
 
 
 class Requirement(NamedTuple):
@@ -29,7 +37,8 @@ class Context:
 
     Attributes:
         device: The rank's device.
-        precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``.
+        precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``. In :meth:`.Technique.requirements`,
+            the one that earlier techniques set.
         techniques: YAML names of the techniques that engage in this run.
         ranks: Number of processes that train together.
         microbatch_size: Samples per forward pass and device, ``"auto"``, or None for whole batches.
@@ -97,4 +106,13 @@ def needs_autocast(context: Context, what: str) -> Requirement:
         context.autocast,
         f"{what} needs mixed precision, and this run is fp32",
         "add mixed_precision, or remove the technique",
+    )
+
+
+def needs_bf16(context: Context, what: str) -> Requirement:
+    """Require a run whose mixed precision is not fp16, which is Composer's default on a GPU."""
+    return Requirement(
+        context.precision != "amp_fp16",
+        f"{what} needs bf16, and this run is fp16",
+        "add mixed_precision with dtype bf16, or set the precision to amp_bf16",
     )

@@ -176,6 +176,10 @@ class Technique(Declared, Algorithm):
         """Requirements that can be checked before the model is built."""
         return ()
 
+    def context_after(self, context: Context) -> Context:
+        """Return ``context`` with the properties that this technique sets, for techniques that engage after it."""
+        return context
+
     @abstractmethod
     def engage(self, state: State) -> dict[str, Any]:
         """Change ``state`` and return the first evidence. Raises TechniqueError if there is nothing to change."""
@@ -396,6 +400,9 @@ def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None
 def screen(techniques: Sequence[Technique], context: Context) -> None:
     """Check conflicts and requirements before anything is built or changed.
 
+    Each technique is checked in the context that the techniques which engage before it leave
+    (:meth:`Technique.context_after`), whatever the order of the list. A refused technique leaves it as it was.
+
     A technique with unmet requirements raises a TechniqueError. If its ``on_unavailable`` is ``"warn"``, it warns and
     is marked as not engaged instead.
     """
@@ -413,7 +420,8 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
         except TechniqueError as error:
             technique.unavailable(error)
         else:
-            context = replace(context, techniques=context.techniques | {technique.name})
+            after = technique.context_after(context)
+            context = replace(after, techniques=context.techniques | {technique.name})
 
 
 def engage_all(state: State) -> None:

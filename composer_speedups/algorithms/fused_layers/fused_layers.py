@@ -24,9 +24,15 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedLayer,
     modules_shape,
 )
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
+from composer_speedups.core.requirements import (
+    Context,
+    Requirement,
+    needs_autocast,
+    needs_bf16,
+    needs_cuda,
+    needs_package,
+)
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
@@ -101,14 +107,9 @@ class FusedLayers(ParityCheckedTechnique):
             yield needs_package("triton", "triton")
         if self.precision == "fp8":
             yield needs_cuda(context, "precision: fp8", (8, 9))
-            fp16 = context.precision == Precision.AMP_FP16.value
-            yield Requirement(not fp16, "precision: fp8 needs bf16, and this run is fp16", "set it to bf16")
+            yield needs_bf16(context, "precision: fp8")
 
     def engage(self, state: State) -> dict[str, Any]:
-        if self.precision == "fp8" and state.precision == Precision.AMP_FP16:  # set by mixed_precision before
-            raise TechniqueError(
-                self.name, "precision: fp8 needs bf16, and this run is fp16", "set mixed_precision's dtype to bf16"
-            )
         with self.refusals():
             self.reapply(state)
         device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)

@@ -37,6 +37,8 @@ class FusedOptimizer(OptimizerFlagTechnique):
             yield needs_cuda(context, "kernel: triton")._replace(fix=fix)
             yield needs_package("triton", "triton")
             yield Requirement(not context.sharded, "kernel: triton needs whole parameters", fix)
+            scales = context.precision == Precision.AMP_FP16.value
+            yield Requirement(not scales, "kernel: triton does not support loss scaling", f"{fix}, or train in bf16")
 
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
@@ -44,13 +46,6 @@ class FusedOptimizer(OptimizerFlagTechnique):
         except ValueError as error:
             fix = "set kernel: torch" if self.kernel == "triton" else "use torch.optim.AdamW, or remove it"
             raise TechniqueError(self.name, str(error), fix) from error
-
-    def engage(self, state: State) -> dict[str, Any]:
-        if self.kernel == "triton" and state.precision == Precision.AMP_FP16:
-            raise TechniqueError(
-                self.name, "kernel: triton does not support loss scaling", "set kernel: torch, or bf16"
-            )
-        return super().engage(state)
 
     def operators(self, state: State) -> dict[str, int]:
         if self.kernel == "torch":
