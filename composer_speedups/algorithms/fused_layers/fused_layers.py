@@ -136,7 +136,7 @@ class FusedLayers(ParityCheckedTechnique):
         # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
         state = self._state() if self._state is not None else None
         scales: list[dict[str, list[list[int]]]] = []
-        if self.precision == "fp8" and self.engaged and state is not None:
+        if self.precision == "fp8" and self.in_force and state is not None:
             scales = dist.all_gather_object(float8_scales(model_of(state)))
         return super().state_dict() | {"float8_scales": scales}
 
@@ -144,7 +144,7 @@ class FusedLayers(ParityCheckedTechnique):
         super().load_state_dict(state)
         scales = state.get("float8_scales", [])
         trainer_state = self._state() if self._state is not None else None
-        if trainer_state is not None and self.precision == "fp8" and self.engaged and scales:
+        if trainer_state is not None and self.precision == "fp8" and self.in_force and scales:
             self._loaded = scales[dist.get_global_rank() % len(scales)]
             with self.refusals("load the weights only"):
                 load_float8_scales(model_of(trainer_state), self._loaded)
