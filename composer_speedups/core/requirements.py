@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,15 +14,19 @@ if TYPE_CHECKING:
     from composer.core import State
 
 from composer_speedups.core.trainer_state import device_of, world_size
+from composer_speedups.kernels.compiler import missing_c_compiler
 
 __all__ = [
     "Context",
     "Requirement",
     "needs_autocast",
     "needs_bf16",
+    "needs_c_compiler",
     "needs_cpp_compiler",
     "needs_cuda",
     "needs_package",
+    "needs_triton",
+    "require",
 ]
 
 
@@ -29,6 +34,17 @@ class Requirement(NamedTuple):
     met: bool
     reason: str  # why the technique cannot engage, as the end of "NAME: …"
     fix: str  # what the user can do about it
+
+
+def require(requirements: Iterable[Requirement]) -> None:
+    """Check requirements in a technique's function.
+
+    Raises:
+        ValueError: The first one that is not met, as "reason; fix".
+    """
+    for met, reason, fix in requirements:
+        if not met:
+            raise ValueError(f"{reason}; {fix}")
 
 
 @dataclass(frozen=True)
@@ -86,6 +102,18 @@ def needs_package(module: str, requirement: str) -> Requirement:
     """Require an importable package."""
     found = importlib.util.find_spec(module) is not None
     return Requirement(found, f"the package {module!r} is not installed", f"pip install {requirement!r}")
+
+
+def needs_triton() -> Iterator[Requirement]:
+    """Require Triton, and the C compiler that it needs when a kernel is launched for the first time."""
+    yield needs_package("triton", "triton")
+    yield needs_c_compiler("Triton")
+
+
+def needs_c_compiler(what: str) -> Requirement:
+    """Require a C compiler that Triton finds."""
+    missing = missing_c_compiler()
+    return Requirement(missing is None, f"{what} needs a C compiler: {missing}", "install gcc, or set CC")
 
 
 def needs_cpp_compiler(what: str, fix: str) -> Requirement:

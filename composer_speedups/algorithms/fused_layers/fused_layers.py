@@ -31,7 +31,7 @@ from composer_speedups.core.requirements import (
     needs_autocast,
     needs_bf16,
     needs_cuda,
-    needs_package,
+    needs_triton,
 )
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
@@ -104,7 +104,7 @@ class FusedLayers(ParityCheckedTechnique):
         if context.device.type == "cuda":
             yield needs_autocast(context, "its kernels compute in 16 bits: it")
             yield needs_cuda(context, "a Triton kernel", (8, 0))
-            yield needs_package("triton", "triton")
+            yield from needs_triton()
         if self.precision == "fp8":
             yield needs_cuda(context, "precision: fp8", (8, 9))
             yield needs_bf16(context, "precision: fp8")

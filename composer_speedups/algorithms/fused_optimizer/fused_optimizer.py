@@ -12,7 +12,7 @@ from pydantic import Field
 from composer_speedups.algorithms.fused_optimizer.functional import apply_fused_optimizer
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_triton
 
 
 class FusedOptimizer(OptimizerFlagTechnique):
@@ -35,7 +35,7 @@ class FusedOptimizer(OptimizerFlagTechnique):
         if self.kernel == "triton":
             fix = "set kernel: torch"
             yield needs_cuda(context, "kernel: triton")._replace(fix=fix)
-            yield needs_package("triton", "triton")
+            yield from (each._replace(fix=f"{each.fix}, or {fix}") for each in needs_triton())
             yield Requirement(not context.sharded, "kernel: triton needs whole parameters", fix)
             scales = context.precision == Precision.AMP_FP16.value
             yield Requirement(not scales, "kernel: triton does not support loss scaling", f"{fix}, or train in bf16")
