@@ -10,6 +10,7 @@ from composer.core import Precision, State
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.technique import Conflict, Stage, Technique
+from composer_speedups.core.trainer_state import only_optimizer
 from composer_speedups.surgery.optimizer_hooks import start_after_closure
 from composer_speedups.surgery.optimizer_implementation import Implementation, set_implementation
 
@@ -32,7 +33,7 @@ class OptimizerFlagTechnique(Technique):
         self._hooks: list[Any] = []
 
     def engage(self, state: State) -> dict[str, Any]:
-        optimizer = state.optimizers[0]
+        optimizer = only_optimizer(self.name, state)
         changed = self._set(optimizer)
         if not self._hooks:
             self._hooks = [
