@@ -13,6 +13,7 @@ from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import only_optimizer
 from composer_speedups.surgery.optimizer_hooks import start_after_closure
 from composer_speedups.surgery.optimizer_implementation import Implementation, set_implementation
+from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError
 
 __all__ = ["OptimizerFlagTechnique"]
 
@@ -53,8 +54,8 @@ class OptimizerFlagTechnique(Technique):
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             return set_implementation(optimizer, self.implementation)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or remove it") from error
+        except UnfitOptimizerError as error:
+            raise TechniqueError(self.name, error.reason, f"{error.fix}, or remove it") from error
 
     def _before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Start recording at the update itself, because Composer's closure also runs the forward and backward pass."""

@@ -13,6 +13,7 @@ from composer_speedups.algorithms.fused_optimizer.functional import apply_fused_
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_triton
+from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError
 
 
 class FusedOptimizer(OptimizerFlagTechnique):
@@ -43,9 +44,10 @@ class FusedOptimizer(OptimizerFlagTechnique):
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             return apply_fused_optimizer(optimizer, self.kernel)
-        except ValueError as error:
-            fix = "set kernel: torch" if self.kernel == "triton" else "use torch.optim.AdamW, or remove it"
-            raise TechniqueError(self.name, str(error), fix) from error
+        except UnfitOptimizerError as error:
+            raise TechniqueError(self.name, error.reason, f"{error.fix}, or remove it") from error
+        except ValueError as error:  # of the Triton kernel
+            raise TechniqueError(self.name, str(error), "set kernel: torch") from error
 
     def operators(self, state: State) -> dict[str, int]:
         if self.kernel == "torch":
