@@ -38,7 +38,7 @@ def apply_fused_layers(
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     A layer is fused only if it is exactly what transformers builds from the model's configuration. A layer with any
-    difference (a PEFT adapter, a hook, another activation, a quantised or pruned weight) runs its own forward on the
+    difference (a PEFT adapter, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own forward on the
     packed tokens. So does a layer that is changed later.
 
     Args:
