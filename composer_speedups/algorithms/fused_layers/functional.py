@@ -38,8 +38,8 @@ def apply_fused_layers(
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     A layer is fused only if it is exactly what transformers builds from the model's configuration. A layer with any
-    difference (a PEFT adapter, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own forward on the
-    packed tokens. So does a layer that is changed later.
+    difference (a PEFT adapter, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own
+    forward on the packed tokens. So does a layer that is changed later.
 
     Args:
         model: A model changed by :func:`apply_unpadding`; changed in place, except for its parameters, their names and
