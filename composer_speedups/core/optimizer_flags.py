@@ -10,8 +10,10 @@ from composer.core import Precision, State
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.technique import Conflict, Stage, Technique
+from composer_speedups.core.trainer_state import only_optimizer
 from composer_speedups.surgery.optimizer_hooks import start_after_closure
 from composer_speedups.surgery.optimizer_implementation import Implementation, set_implementation
+from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError
 
 __all__ = ["OptimizerFlagTechnique"]
 
@@ -32,7 +34,7 @@ class OptimizerFlagTechnique(Technique):
         self._hooks: list[Any] = []
 
     def engage(self, state: State) -> dict[str, Any]:
-        optimizer = state.optimizers[0]
+        optimizer = only_optimizer(self.name, state)
         changed = self._set(optimizer)
         if not self._hooks:
             self._hooks = [
@@ -52,8 +54,8 @@ class OptimizerFlagTechnique(Technique):
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             return set_implementation(optimizer, self.implementation)
-        except ValueError as error:
-            raise TechniqueError(self.name, str(error), "use torch.optim.AdamW, or remove it") from error
+        except UnfitOptimizerError as error:
+            raise TechniqueError(self.name, error.reason, f"{error.fix}, or remove it") from error
 
     def _before_step(self, _optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Start recording at the update itself, because Composer's closure also runs the forward and backward pass."""

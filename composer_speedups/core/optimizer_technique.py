@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.optimizer_evidence import StepWatch, state_bytes, state_dtypes
 from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique
+from composer_speedups.core.trainer_state import only_optimizer
 from composer_speedups.surgery.optimizer_swap import (
     UnfitOptimizerError,
     attach_schedulers,
@@ -64,9 +65,7 @@ class OptimizerSwapTechnique(Technique):
                 "the technique cannot replace the optimizer of parameters that FSDP or tensor parallelism shards",
                 "remove parallelism_config (DDP works), or remove it",
             )
-        if len(state.optimizers) != 1:
-            raise TechniqueError(self.name, f"there are {len(state.optimizers)} optimizers", "give the Trainer one")
-        old = state.optimizers[0]
+        old = only_optimizer(self.name, state)
         try:
             new = self.swap(state)
         except UnfitOptimizerError as error:

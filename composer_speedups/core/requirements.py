@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,8 +14,20 @@ if TYPE_CHECKING:
     from composer.core import State
 
 from composer_speedups.core.trainer_state import device_of, world_size
+from composer_speedups.kernels.compiler import missing_c_compiler
 
-__all__ = ["Context", "Requirement", "needs_autocast", "needs_cpp_compiler", "needs_cuda", "needs_package"]
+__all__ = [
+    "Context",
+    "Requirement",
+    "needs_autocast",
+    "needs_bf16",
+    "needs_c_compiler",
+    "needs_cpp_compiler",
+    "needs_cuda",
+    "needs_package",
+    "needs_triton",
+    "require",
+]
 
 
 class Requirement(NamedTuple):
@@ -23,13 +36,25 @@ class Requirement(NamedTuple):
     fix: str  # what the user can do about it
 
 
+def require(requirements: Iterable[Requirement]) -> None:
+    """Check requirements in a technique's function.
+
+    Raises:
+        ValueError: The first one that is not met, as "reason; fix".
+    """
+    for met, reason, fix in requirements:
+        if not met:
+            raise ValueError(f"{reason}; {fix}")
+
+
 @dataclass(frozen=True)
 class Context:
     """Properties of a run that are known before its model is built.
 
     Attributes:
         device: The rank's device.
-        precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``.
+        precision: Composer's precision: ``fp32``, ``amp_bf16`` or ``amp_fp16``. In :meth:`.Technique.requirements`,
+            the one that earlier techniques set.
         techniques: YAML names of the techniques that engage in this run.
         ranks: Number of processes that train together.
         microbatch_size: Samples per forward pass and device, ``"auto"``, or None for whole batches.
@@ -79,6 +104,18 @@ def needs_package(module: str, requirement: str) -> Requirement:
     return Requirement(found, f"the package {module!r} is not installed", f"pip install {requirement!r}")
 
 
+def needs_triton() -> Iterator[Requirement]:
+    """Require Triton, and the C compiler that it needs when a kernel is launched for the first time."""
+    yield needs_package("triton", "triton")
+    yield needs_c_compiler("Triton")
+
+
+def needs_c_compiler(what: str) -> Requirement:
+    """Require a C compiler that Triton finds."""
+    missing = missing_c_compiler()
+    return Requirement(missing is None, f"{what} needs a C compiler: {missing}", "install gcc, or set CC")
+
+
 def needs_cpp_compiler(what: str, fix: str) -> Requirement:
     """Require a C++ compiler with which torch.compile can compile for a CPU."""
     from torch._inductor import config  # a slow import, which only compilation on a CPU needs
@@ -97,4 +134,13 @@ def needs_autocast(context: Context, what: str) -> Requirement:
         context.autocast,
         f"{what} needs mixed precision, and this run is fp32",
         "add mixed_precision, or remove the technique",
+    )
+
+
+def needs_bf16(context: Context, what: str) -> Requirement:
+    """Require a run whose mixed precision is not fp16, which is Composer's default on a GPU."""
+    return Requirement(
+        context.precision != "amp_fp16",
+        f"{what} needs bf16, and this run is fp16",
+        "add mixed_precision with dtype bf16, or set the precision to amp_bf16",
     )

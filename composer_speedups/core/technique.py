@@ -123,8 +123,10 @@ class Technique(Declared, Algorithm):
         fixed_shapes: It depends on the shape of the batch, so the micro-batch size must not change during training.
         checkpoint_fields: The keys and types of :meth:`state_dict`. train.py ignores everything else in a checkpoint,
             because anyone may have written the file.
-        engaged: None before INIT, then whether the technique is in force.
+        engaged: None before INIT, then whether the technique is in force and, as far as is known, has an effect.
         applied: Whether it changed the run at INIT; stays True if it later turns out to have had no effect.
+        in_force: Whether that change is still in place. A technique that had no effect stays in force and handles its
+            events, because the model may depend on them; one that cannot run is withdrawn.
         evidence: What was replaced, observed or counted; written to report.json.
         ended: In :meth:`verify`, whether training is over.
     """
@@ -162,7 +164,7 @@ class Technique(Declared, Algorithm):
 
     def reset(self) -> None:
         self.engaged: bool | None = None
-        self.applied = self.ended = False
+        self.applied = self.in_force = self.ended = False
         self.evidence: dict[str, Any] = {}
         self.peers: list[str] = []
         self._verified = self._resumed = self._postponed = False
@@ -175,6 +177,10 @@ class Technique(Declared, Algorithm):
     def requirements(self, context: Context) -> Iterable[Requirement]:
         """Requirements that can be checked before the model is built."""
         return ()
+
+    def context_after(self, context: Context) -> Context:
+        """Return ``context`` with the properties that this technique sets, for techniques that engage after it."""
+        return context
 
     @abstractmethod
     def engage(self, state: State) -> dict[str, Any]:
@@ -235,14 +241,21 @@ class Technique(Declared, Algorithm):
         self._postponed = not self._verified
 
     def unavailable(self, error: TechniqueError) -> None:
-        """Raise ``error``, or warn and mark the technique as not engaged, depending on ``on_unavailable``."""
+        """Raise ``error``, or warn and mark the technique as not engaged, depending on ``on_unavailable``.
+
+        After a :class:`NotEngagedError` the technique stays in force. After any other error it is no longer in force:
+        its caller has restored what it changed, or does so next.
+        """
         if self.on_unavailable == "stop":
             raise error
         if self.engaged is not False:
             continuing = "although" if isinstance(error, NotEngagedError) else "without"
             warnings.warn(f"continuing {continuing} {error}", UserWarning, stacklevel=3)
         self.engaged = False
+        self.in_force = self.in_force and isinstance(error, NotEngagedError)
         self.evidence = {"unavailable": error.reason, "fix": error.fix}
+        if self.applied:
+            self.evidence["applied"] = "had no effect, kept" if self.in_force else "withdrawn"
 
     def not_engaged(self, reason: str, fix: str) -> NotEngagedError:
         return NotEngagedError(self.name, f"was applied but did not take effect: {reason}", fix)
@@ -298,8 +311,8 @@ class Technique(Declared, Algorithm):
                 self._verify(state)
 
     def _hears(self, event: Event) -> bool:
-        in_force = self.engaged or (self.applied and event == Event.FIT_END)  # FIT_END undoes what FIT_START did
-        return bool(in_force) and event in self._heard
+        undoes = self.applied and event == Event.FIT_END  # what FIT_START did
+        return (self.in_force or undoes) and event in self._heard
 
     def _verify_at_the_end(self, state: State) -> None:
         if not self._verified and self._evidence_before is not None:
@@ -396,6 +409,9 @@ def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None
 def screen(techniques: Sequence[Technique], context: Context) -> None:
     """Check conflicts and requirements before anything is built or changed.
 
+    Each technique is checked in the context that the techniques which engage before it leave
+    (:meth:`Technique.context_after`), whatever the order of the list. A refused technique leaves it as it was.
+
     A technique with unmet requirements raises a TechniqueError. If its ``on_unavailable`` is ``"warn"``, it warns and
     is marked as not engaged instead.
     """
@@ -413,7 +429,8 @@ def screen(techniques: Sequence[Technique], context: Context) -> None:
         except TechniqueError as error:
             technique.unavailable(error)
         else:
-            context = replace(context, techniques=context.techniques | {technique.name})
+            after = technique.context_after(context)
+            context = replace(after, techniques=context.techniques | {technique.name})
 
 
 def engage_all(state: State) -> None:
@@ -435,7 +452,7 @@ def engage_all(state: State) -> None:
             if technique.engaged is None:
                 try:
                     technique.evidence.update(technique.engage(state))
-                    technique.engaged = technique.applied = True
+                    technique.engaged = technique.applied = technique.in_force = True
                 except TechniqueError as error:
                     technique.unavailable(error)
 

@@ -6,6 +6,7 @@ of the table of relative positions.
 
 from __future__ import annotations
 
+import functools
 from importlib.util import find_spec
 from typing import NamedTuple
 
@@ -15,11 +16,14 @@ from torch.nn import functional as F
 
 from composer_speedups.families.packed_attention import real_keys, repad
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
+from composer_speedups.kernels.compiler import missing_c_compiler
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
 
 
-_TRITON = find_spec("triton") is not None
+@functools.cache
+def _runs_triton() -> bool:
+    return find_spec("triton") is not None and missing_c_compiler() is None
 
 
 class Relative(NamedTuple):
@@ -91,7 +95,7 @@ def supports_kernel(device: torch.device, dtype: torch.dtype, head_size: int) ->
         and dtype in (torch.bfloat16, torch.float16)
         and head_size in (16, 32, 64, 128)
         and torch.cuda.get_device_capability(device) >= (8, 0)
-        and _TRITON
+        and _runs_triton()
     )
 
 

@@ -7,12 +7,14 @@ valid if that code is known: a PEFT adapter, a hook or another activation would 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from operator import itemgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -169,11 +171,14 @@ class Untouched:
     def __init__(self, modules: Iterable[nn.Module], around: nn.Module) -> None:
         self._around, self._own = around, dict(around._modules)
         self._around_methods = _methods(type(around)) - {"forward"}
-        self._modules = [
-            (module, kind, kind.forward, _methods(kind), *_settings(module))
-            for module, kind in ((each, type(each)) for each in modules)
-        ]
-        self._hooks = [getattr(module, kind) for module, *_ in self._modules for kind in _HOOKS]
+        self._modules = [*modules]
+        self._kinds = [*map(type, self._modules)]
+        self._distinct = [*dict.fromkeys(self._kinds)]
+        self._forwards = [*map(_FORWARD, self._distinct)]
+        self._settings = [(module, _methods(type(module)), *_settings(module)) for module in self._modules]
+        self._parameters = [module._parameters for module in self._modules if module._parameters]
+        self._types = self._types_now()
+        self._hooks = [getattr(module, kind) for module in self._modules for kind in _HOOKS]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the functions of classes, which a pickle does not hold and a loaded class has anew."""
@@ -190,20 +195,27 @@ class Untouched:
         return cls([each for each in module.modules() if each is not module], module)
 
     def still(self) -> bool:
-        """Whether none of them was replaced, hooked, patched or configured differently since."""
-        for module, kind, forward, methods, read, settings in self._modules:
+        """Whether none of them was replaced, hooked, patched or configured differently since, and none of their
+        parameters was added, removed or given another type, as quantization does."""
+        if [*map(type, self._modules)] != self._kinds or [*map(_FORWARD, self._distinct)] != self._forwards:
+            return False
+        for module, methods, read, settings in self._settings:
             attributes = module.__dict__
-            if type(module) is not kind or kind.forward is not forward:
-                return False
             if not attributes.keys().isdisjoint(methods) or read(attributes) != settings:
                 return False
+        if (types := self._types_now()) != self._types and not _are_shards(types, self._types):
+            return False
         if _hooked_everywhere() or not self._around_methods.isdisjoint(self._around.__dict__):
             return False
         if any(self._hooks) and not all(_is_harmless(hook) for hooks in self._hooks for hook in hooks.values()):
             return False
         return self._around._modules == self._own
 
+    def _types_now(self) -> list[type]:
+        return [*map(type, chain.from_iterable(map(dict.values, self._parameters)))]
 
+
+_FORWARD = attrgetter("forward")
 _MISSING = object()
 
 
@@ -258,6 +270,15 @@ def _settings(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:
     ]
     read = itemgetter("_modules", *(name for name in names if name not in _FREE))
     return read, read({**vars(module), "_modules": dict(module._modules)})
+
+
+def _are_shards(types: list[type], before: list[type]) -> bool:
+    """Whether parameters have another type only because FSDP shards them, which it does outside of the forward pass."""
+    if len(types) != len(before):
+        return False
+    return all(
+        one is other or {one, other} == {nn.Parameter, DTensor} for one, other in zip(types, before, strict=True)
+    )
 
 
 def _hooked_everywhere() -> bool:

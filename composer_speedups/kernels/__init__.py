@@ -42,6 +42,8 @@ The same seed drops the same numbers, so pass the forward pass's seed to the bac
 ``embeddings.embed``                ids int64 (B, S), tables (V, H) → dropout(LayerNorm(sum)) (B, S, H), with autograd;
                                     ``embed_forward`` and ``embed_backward`` are the two passes
 ``compile_ahead.compile_ahead``     compiles the kernels of a :class:`Shape` in threads
+``first_derivative.``               ``FirstDerivative``: base class of autograd functions without a second derivative
+``compiler.missing_c_compiler``     which C compiler Triton does not find
 =================================== =================================================================================
 
 Attention in two rows of 5 and 3 tokens, and its gradient::

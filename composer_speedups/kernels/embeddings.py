@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.norm import kept, threshold_of
 
 __all__ = ["embed", "embed_backward", "embed_forward"]
@@ -51,7 +52,12 @@ def embed(
     )
 
 
-class _Embed(torch.autograd.Function):
+class _Embed(FirstDerivative):
+    refusal = (
+        "the kernel of fused embeddings has no second derivative (create_graph=True); with fused_layers, call "
+        "undo_fused_layers(model)"
+    )
+
     @staticmethod
     def forward(ctx: Any, ids: Tensor, positions: Tensor, types: Tensor, *rest: Any) -> Tensor:
         word, position, token_type, weight, bias, eps, dropout, dtype, no_gradient = rest

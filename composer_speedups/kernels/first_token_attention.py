@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["first_token_attention", "first_token_backward", "first_token_forward"]
@@ -41,7 +42,12 @@ def first_token_attention(
     return attended
 
 
-class _FirstTokenAttention(torch.autograd.Function):
+class _FirstTokenAttention(FirstDerivative):
+    refusal = (
+        "the kernel first_token_attention has no second derivative (create_graph=True); with fused_layers, call "
+        "undo_fused_layers(model)"
+    )
+
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key_value: Tensor, cu: Tensor, heads: int, dropout: float, window: int | None

@@ -140,6 +140,8 @@ def _check_source(old: Optimizer, label: str) -> None:
             raise UnfitOptimizerError(f"{name} mixes weight decay into the gradient, and AdamW does not", fix)
         if isinstance(group["lr"], torch.Tensor):
             raise UnfitOptimizerError(f"{name} keeps its learning rate in a tensor", "give it as a float")
+        if any(isinstance(beta, torch.Tensor) for beta in group["betas"]):
+            raise UnfitOptimizerError(f"{name} keeps its betas in tensors", "give them as floats")
         lost = next((key for key in _OTHER_MATHS if group.get(key)), None)
         if lost is not None:
             raise UnfitOptimizerError(f"{name} has {lost}=True, which would be lost", f"set {lost}=False")

@@ -139,7 +139,7 @@ def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError
     rows = min(int(state.device_train_microbatch_size), rows)
     half = max(1, rows // 2)
     ranks = dist.get_world_size()
-    fixed = [t.name for t in techniques_of(state.algorithms) if t.engaged and t.fixed_shapes]
+    fixed = [t.name for t in techniques_of(state.algorithms) if t.in_force and t.fixed_shapes]
     fix = f"set trainer.microbatch_size={half}"
     if rows == 1:
         reason, fix = "1 is the minimum", "lower data.max_length, or use a smaller model"

@@ -306,3 +306,50 @@ def test_on_a_gpu_the_triton_kernel_trains_like_torchs() -> None:
     torch.testing.assert_close(dict(models[1].named_parameters()), dict(models[0].named_parameters()))
     apply_fused_optimizer(optimizers[1], "torch")
     assert triton_step_of(optimizers[1]) is None
+
+
+def adamw(**settings: Any) -> torch.optim.AdamW:
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.ones(4)
+    return torch.optim.AdamW([{"params": [parameter]}], **settings)
+
+
+TENSOR_RATE = r"AdamW refuses foreach=True \(lr as a Tensor is not supported for capturable=False and foreach=True\)"
+
+
+def test_what_torch_refuses_with_the_flag_is_refused() -> None:
+    with pytest.raises(ValueError, match="lr as a Tensor is not supported"):
+        adamw(lr=torch.tensor(1e-3), foreach=True)
+    optimizer = adamw(lr=torch.tensor(1e-3))
+    with pytest.raises(ValueError, match=f"{TENSOR_RATE}; give numbers instead of tensors$"):
+        apply_foreach_optimizer(optimizer)
+    assert optimizer.param_groups[0]["foreach"] is None, "a refusal changes nothing"
+    optimizer.step()
+    optimizer = adamw(lr=1e-3)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": torch.tensor(1e-4)})
+    with pytest.raises(ValueError, match=TENSOR_RATE):
+        apply_foreach_optimizer(optimizer)  # torch checks only the defaults of all groups
+    apply_foreach_optimizer(adamw(lr=torch.tensor(1e-3), capturable=True))
+    for apply in (apply_foreach_optimizer, apply_fused_optimizer):
+        with pytest.raises(ValueError, match=r"AdamW has differentiable=True, which .* does not support; set diff"):
+            apply(adamw(lr=1e-3, differentiable=True))
+
+
+def test_a_tensor_rate_is_refused_by_name_or_works() -> None:
+    model = tiny_bert()
+
+    def optimizer() -> torch.optim.AdamW:
+        return torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3))
+
+    with pytest.raises(TechniqueError, match=f"^foreach_optimizer: {TENSOR_RATE}; give numbers .*, or remove it$"):
+        make_trainer([ForEachOptimizer()], model=model, optimizer=optimizer())
+    technique = ForEachOptimizer(on_unavailable="warn")
+    with pytest.warns(UserWarning, match="continuing without foreach_optimizer"):
+        trainer = make_trainer([technique], model=model, optimizer=optimizer())
+    trainer.fit()
+    trainer.close()
+    fused = FusedOptimizer()
+    trainer = make_trainer([fused], model=model, optimizer=optimizer())
+    trainer.fit()
+    trainer.close()
+    assert fused.engaged is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from functools import cache, partial
 from pathlib import Path
@@ -9,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
+from composer.models import ComposerModel
 from composer.optim import LinearWithWarmupScheduler
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
+import composer_speedups
 from composer_speedups import MixedPrecision
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
@@ -235,3 +239,55 @@ def test_steps_before_loading_are_not_counted_and_a_second_fit_continues_countin
     trainer.fit(duration="2ba")
     trainer.close()
     assert technique.evidence["optimizer_steps"] == 4
+
+
+class Fixed(ComposerModel):
+    """A model that trains nothing: without parameters, or with frozen ones."""
+
+    def __init__(self, *, frozen: bool) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2) if frozen else torch.nn.Identity()
+        self.requires_grad_(False)
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        return batch["input_ids"].float()
+
+    def loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        return torch.zeros((), requires_grad=True)
+
+
+@every_optimizer
+@pytest.mark.filterwarnings("ignore:No optimizer was specified:UserWarning")  # Composer's
+@pytest.mark.parametrize("what", ["no parameter", "an empty group", "frozen parameters"])
+def test_a_model_without_trainable_parameters_is_refused_by_name(case: Case, what: str) -> None:
+    model = Fixed(frozen=what == "frozen parameters")
+    optimizer: Any = None  # Composer then builds none
+    if what != "no parameter":
+        optimizer = torch.optim.AdamW([{"params": list(model.parameters())}], lr=1e-3)
+    said = "there are 0 optimizers" if optimizer is None else "the optimizer has no trainable parameter"
+
+    def build(technique: Any) -> Trainer:
+        return Trainer(model=model, optimizers=optimizer, algorithms=[technique], device="cpu", progress_bar=False)
+
+    with pytest.raises(TechniqueError, match=rf"^{case.name}: {said}; .* remove the technique$"):
+        build(case.build())
+    technique = case.build()
+    technique.on_unavailable = "warn"
+    with pytest.warns(UserWarning, match=f"continuing without {case.name}: {said}"):
+        build(technique).close()
+    assert "applied" not in technique.evidence
+
+
+@every_optimizer
+def test_a_function_accepts_groups_without_parameters(case: Case) -> None:
+    optimizer = torch.optim.AdamW([{"params": []}, {"params": [torch.nn.Parameter(torch.ones(64, 64))]}], lr=1e-3)
+    function: Any = getattr(composer_speedups, f"apply_{case.name}")
+    settings = {k: v for k, v in case.arguments if k in inspect.signature(function).parameters}
+    settings.pop("stable_embedding", None)  # needs an embedding
+    given: Any = [torch.nn.Identity()] if "model" in inspect.signature(function).parameters else []
+    changed = function(*given, optimizer, **settings)
+    new = optimizer if isinstance(changed, dict) else changed
+    (parameter,) = new.param_groups[1]["params"]
+    parameter.grad = torch.ones_like(parameter)
+    new.step()
+    assert [len(group["params"]) for group in new.param_groups] == [0, 1]

@@ -10,6 +10,7 @@ import pytest
 from composer.core import Event, State
 from pydantic import Field
 
+from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.technique import Conflict, Stage, Technique, refuse_conflicts
 from tests.helpers.common import make_trainer, plain_batches, trained
 
@@ -114,15 +115,46 @@ def test_a_technique_receives_only_the_events_it_has_methods_for() -> None:
     trainer.close()
 
 
-def test_a_technique_that_is_not_engaged_receives_only_fit_end() -> None:
-    toy = Toy()
+def test_a_technique_that_was_withdrawn_receives_only_fit_end() -> None:
+    toy = Toy(on_unavailable="warn")
     trainer = make_trainer([toy])
-    toy.engaged = False
+    with pytest.warns(UserWarning, match="continuing without toy: no kernel; remove it"):
+        toy.unavailable(CannotRunError("toy", "no kernel", "remove it"))
+    assert toy.evidence == {"unavailable": "no kernel", "fix": "remove it", "applied": "withdrawn"}
     received = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
     assert {event for event in Event if toy.match(event, trainer.state)} == received
     trainer.fit()
     trainer.close()
     assert toy.calls == ["fit_end"]
+    assert (toy.engaged, toy.applied, toy.in_force) == (False, True, False)
+
+
+def test_a_technique_without_effect_still_receives_its_own_events() -> None:
+    toy = Toy(on_unavailable="warn")
+    trainer = make_trainer([toy])
+    with pytest.warns(UserWarning, match="continuing although toy: was applied but did not take effect"):
+        toy.unavailable(toy.not_engaged("nothing happened", "remove it"))
+    assert toy.evidence["applied"] == "had no effect, kept"
+    received = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END, Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
+    assert {event for event in Event if toy.match(event, trainer.state)} == received
+    trainer.fit(duration="1ba")
+    trainer.close()
+    assert toy.calls == ["batch_end", "fit_end"], "it is not verified"
+
+
+def test_a_technique_that_never_engaged_receives_no_event_of_its_own() -> None:
+    class Refused(Toy):
+        def engage(self, state: State) -> dict[str, Any]:
+            raise TechniqueError("toy", "the model has none", "remove it")
+
+    toy = Refused(on_unavailable="warn")
+    with pytest.warns(UserWarning, match="continuing without toy"):
+        trainer = trained([toy])
+    assert toy.evidence == {"unavailable": "the model has none", "fix": "remove it"}
+    assert {event for event in Event if toy.match(event, trainer.state)} == {
+        Event.INIT, Event.AFTER_LOAD, Event.FIT_END
+    }  # fmt: skip
+    assert toy.calls == []
 
 
 def test_a_postponed_verification_runs_one_batch_later() -> None:

@@ -228,6 +228,15 @@ def test_the_loss_curve_matches_bf16() -> None:
     assert float((curves[1] - curves[0]).abs().max()) < 0.06
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["as written", "reversed"])
+def test_it_trains_with_mixed_precision_as_the_only_precision(order: tuple[int, ...]) -> None:
+    algorithms: list[Any] = [MixedPrecision("bf16"), Unpadding(), FusedLayers("all", "fp8")]
+    trainer = trained([algorithms[i] for i in order], gpu=True, precision=None)  # Composer's default is amp_fp16
+    assert trainer.state.precision.value == "amp_bf16"
+    assert algorithms[2].evidence["layers_ran"] == "2 triton, fp8"
+    assert all(w.isfinite().all() for w in final_weights(trainer).values())
+
+
 def test_fp16_and_a_second_precision_are_refused() -> None:
     with pytest.raises(TechniqueError, match="precision: fp8 needs bf16, and this run is fp16"):
         make_trainer([FusedLayers(precision="fp8"), Unpadding(), MixedPrecision("fp16")], gpu=True)

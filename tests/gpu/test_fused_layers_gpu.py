@@ -194,3 +194,18 @@ def test_the_functions_handle_two_masks_on_a_gpu() -> None:
         inputs = {name: value.cuda() for name, value in each.items()}
         with torch.no_grad():
             torch.testing.assert_close(ours(inputs), stock(inputs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("last_layer", ["needed", "all"])
+def test_a_second_derivative_is_refused_by_name(last_layer: Any) -> None:
+    model: Any = tiny_bert()
+    model.cuda()
+    apply_unpadding(model)
+    apply_fused_layers(model, last_layer)
+    inputs = {name: value.cuda() for name, value in batch([5, 9, 3]).items()}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    with torch.autocast("cuda", torch.bfloat16):
+        loss = model(**inputs).loss
+    gradients = torch.autograd.grad(loss, trained, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"no second derivative .*undo_fused_layers\(model\)"):
+        torch.autograd.grad(sum(g.square().sum() for g in gradients), trained)

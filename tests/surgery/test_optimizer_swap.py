@@ -108,6 +108,12 @@ def _stepped(optimizer: Optimizer) -> Optimizer:
     return optimizer
 
 
+def with_beta_tensors(optimizer: Optimizer) -> Optimizer:
+    for group in optimizer.param_groups:  # torch's constructor accepts them from 2.8 on
+        group["betas"] = (torch.tensor(0.9), torch.tensor(0.99))
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -118,6 +124,7 @@ def _stepped(optimizer: Optimizer) -> Optimizer:
         (lambda p: AdamW(p, maximize=True), "maximize=True"),
         (lambda p: AdamW(p, differentiable=True, foreach=False), "differentiable=True"),
         (lambda p: AdamW(p, lr=torch.tensor(1e-3), foreach=False), "learning rate in a tensor; give it as a float"),
+        (lambda p: with_beta_tensors(AdamW(p, foreach=False)), "betas in tensors; give them as floats"),
         (lambda p: _stepped(AdamW(p)), "has already stepped, and its state would be lost; replace it before training"),
         (lambda p: DecoupledAdamW(p, lr=0.0), "DecoupledAdamW with a learning rate of 0"),
         (lambda p: AdamW([nn.Parameter(torch.zeros(2, dtype=torch.complex64))]), "complex64 parameters"),

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.recorders import Recorder
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
+from composer_speedups.kernels.first_derivative import FirstDerivative
 
 
 class Captured:
@@ -145,8 +146,16 @@ class Captured:
         return self._token.detach()
 
 
-class _Replay(torch.autograd.Function):
+NO_SECOND_DERIVATIVE = (
+    "cuda_graphs replays gradients, which have no second derivative (create_graph=True); release the graphs, or remove "
+    "cuda_graphs"
+)
+
+
+class _Replay(FirstDerivative):
     """The forward pass, and the first segment of the backward pass."""
+
+    refusal = NO_SECOND_DERIVATIVE
 
     @staticmethod
     def forward(ctx: Any, captured: Captured, token: Tensor | None, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -162,12 +171,14 @@ class _Replay(torch.autograd.Function):
         return (None, ctx.captured.token() if ctx.needs_input_grad[1] else None, *gradients)
 
 
-class _Link(torch.autograd.Function):
+class _Link(FirstDerivative):
     """Another segment of the backward pass.
 
     autograd accumulates a node's gradients before it runs the next node, so DDP's hooks run before the next segment is
     replayed.
     """
+
+    refusal = NO_SECOND_DERIVATIVE
 
     @staticmethod
     def forward(ctx: Any, captured: Captured, segment: int, token: Tensor | None, *parameters: Tensor) -> Tensor:

@@ -14,8 +14,10 @@ from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, Implement
 from composer_speedups.core.requirements import (
     Context,
     Requirement,
+    needs_c_compiler,
     needs_cuda,
     needs_package,
+    require,
 )
 from composer_speedups.surgery.already_applied import NoEffectWarning, refuse_other_settings
 from composer_speedups.surgery.module_classes import swap_class
@@ -51,9 +53,7 @@ def apply_fast_layernorm(
     if implementation not in LAYERS:
         raise ValueError(f"implementation must be one of {', '.join(LAYERS)}, not {implementation!r}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for met, reason, fix in requirements_of(implementation, Context(device)):
-        if not met:
-            raise ValueError(f"{reason}; {fix}")
+    require(requirements_of(implementation, Context(device)))
     for other, cls in LAYERS.items():
         if modules_of_class(model, cls):
             refuse_other_settings("fast LayerNorms", {"implementation": other}, {"implementation": implementation})
@@ -72,6 +72,7 @@ def requirements_of(implementation: Implementation, context: Context) -> Iterabl
     if implementation == "triton":
         yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
         yield needs_package("liger_kernel", "composer_speedups[liger]")
+        yield needs_c_compiler("Triton")
     if implementation == "apex":
         yield needs_cuda(context, "Apex's kernel", (7, 0))
         yield Requirement(

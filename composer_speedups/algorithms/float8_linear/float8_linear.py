@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
-from composer.core import Precision, State, get_precision_context
+from composer.core import State, get_precision_context
 from pydantic import Field
 
 from composer_speedups.algorithms.float8_linear.functional import (
@@ -23,6 +23,7 @@ from composer_speedups.core.requirements import (
     Context,
     Requirement,
     needs_autocast,
+    needs_bf16,
     needs_cuda,
     needs_package,
 )
@@ -72,12 +73,9 @@ class Float8Linear(Technique):
         if not self.emulate:
             yield needs_cuda(context, f"{self.recipe} float8", CAPABILITY[self.recipe])
         yield needs_autocast(context, "float8_linear")
+        yield needs_bf16(context, "float8_linear")
 
     def engage(self, state: State) -> dict[str, Any]:
-        if state.precision == Precision.AMP_FP16:
-            raise TechniqueError(
-                self.name, "it needs bf16, and this run is fp16", "set the precision to bf16, or remove it"
-            )
         with self.refusals():
             apply_float8_linear(state.model, self.recipe, self.min_features, self.emulate)
         modules = len(converted_layers(state.model))

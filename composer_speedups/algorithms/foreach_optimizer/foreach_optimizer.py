@@ -9,7 +9,8 @@ class ForEachOptimizer(OptimizerFlagTechnique):
     """Makes the run's torch optimizer step with multi-tensor (horizontally batched) kernels.
 
     Raises:
-        TechniqueError: At INIT, if the optimizer has no foreach implementation.
+        TechniqueError: At INIT, if the optimizer has no foreach implementation, or its settings rule it out, such as a
+            learning rate that is a tensor.
     """
 
     name = "foreach_optimizer"

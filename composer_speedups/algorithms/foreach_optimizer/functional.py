@@ -21,7 +21,8 @@ def apply_foreach_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         ``{"optimizer", "groups", "before"}``.
 
     Raises:
-        ValueError: The optimizer has no foreach implementation.
+        ValueError: The optimizer has no foreach implementation, or a learning rate that is a tensor without being
+            capturable.
 
     Source: torch.optim.AdamW, ``foreach``.
     """

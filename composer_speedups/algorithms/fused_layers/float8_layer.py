@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import dropout_seeds, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, dropout_seeds, weight_gradient
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
     GRADIENT,
@@ -78,7 +79,9 @@ def float8_layer(
     return _Float8Layer.apply(x_TH, cu_seqlens, longest, modules, rates, begun, *modules.parameters())
 
 
-class _Float8Layer(torch.autograd.Function):
+class _Float8Layer(FirstDerivative):
+    refusal = NO_SECOND_DERIVATIVE
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -16,6 +16,7 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedGatedLayer,
     FusedLayer,
 )
+from composer_speedups.core.requirements import needs_triton, require
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
 from composer_speedups.families.packed_encoder import unpadded_encoders
@@ -37,8 +38,8 @@ def apply_fused_layers(
     """Make the encoder layers of an unpadded model compute with fused kernels.
 
     A layer is fused only if it is exactly what transformers builds from the model's configuration. A layer with any
-    difference (a PEFT adapter, a hook, another activation, a quantised or pruned weight) runs its own forward on the
-    packed tokens. So does a layer that is changed later.
+    difference (a PEFT adapter, a hook, another activation, a quantized or pruned weight, a missing bias) runs its own
+    forward on the packed tokens. So does a layer that is changed later.
 
     Args:
         model: A model changed by :func:`apply_unpadding`; changed in place, except for its parameters, their names and
@@ -55,8 +56,8 @@ def apply_fused_layers(
 
     Raises:
         ValueError: The model has no unpadded encoder or no supported layer, or already is fused with another
-            ``last_layer`` or ``precision``; or for ``"fp8"``, it is not on a CUDA GPU of compute capability 8.9 or
-            newer, or has widths that are not multiples of 16.
+            ``last_layer`` or ``precision``; it is on a GPU, and Triton or its C compiler is missing; or for ``"fp8"``,
+            it is not on a CUDA GPU of compute capability 8.9 or newer, or has widths that are not multiples of 16.
     """
     return fuse(model, last_layer, precision)
 
@@ -80,6 +81,8 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         raise ValueError(f"fused_layers cannot fuse any layer: {next(iter(reasons.values()))}")
     if precision == "fp8":
         check_float8(layers.values())
+    if _on_gpu(layers.values()):
+        require(needs_triton())
     names = []
     for name, module in model.named_modules():
         is_layer = name in layers and name not in reasons and _has_role("layer", module)
@@ -157,6 +160,10 @@ def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[
 
 def _is_float8(module: nn.Module) -> bool:
     return isinstance(module, FusedLayer) and module.precision == "fp8"
+
+
+def _on_gpu(layers: Iterable[nn.Module]) -> bool:
+    return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
 
 
 def check_float8(layers: Iterable[Any]) -> None:

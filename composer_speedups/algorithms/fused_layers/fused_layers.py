@@ -24,9 +24,15 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedLayer,
     modules_shape,
 )
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_autocast, needs_cuda, needs_package
+from composer_speedups.core.requirements import (
+    Context,
+    Requirement,
+    needs_autocast,
+    needs_bf16,
+    needs_cuda,
+    needs_triton,
+)
 from composer_speedups.core.technique import Conflict, Exactness, Stage, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
@@ -98,17 +104,12 @@ class FusedLayers(ParityCheckedTechnique):
         if context.device.type == "cuda":
             yield needs_autocast(context, "its kernels compute in 16 bits: it")
             yield needs_cuda(context, "a Triton kernel", (8, 0))
-            yield needs_package("triton", "triton")
+            yield from needs_triton()
         if self.precision == "fp8":
             yield needs_cuda(context, "precision: fp8", (8, 9))
-            fp16 = context.precision == Precision.AMP_FP16.value
-            yield Requirement(not fp16, "precision: fp8 needs bf16, and this run is fp16", "set it to bf16")
+            yield needs_bf16(context, "precision: fp8")
 
     def engage(self, state: State) -> dict[str, Any]:
-        if self.precision == "fp8" and state.precision == Precision.AMP_FP16:  # set by mixed_precision before
-            raise TechniqueError(
-                self.name, "precision: fp8 needs bf16, and this run is fp16", "set mixed_precision's dtype to bf16"
-            )
         with self.refusals():
             self.reapply(state)
         device, other = device_of(state), isinstance(self._layers[0], FusedGatedLayer | FusedDisentangledLayer)
@@ -135,7 +136,7 @@ class FusedLayers(ParityCheckedTechnique):
         # Scales differ by rank. Every rank creates the whole checkpoint, which rank 0 writes, so they are gathered.
         state = self._state() if self._state is not None else None
         scales: list[dict[str, list[list[int]]]] = []
-        if self.precision == "fp8" and self.engaged and state is not None:
+        if self.precision == "fp8" and self.in_force and state is not None:
             scales = dist.all_gather_object(float8_scales(model_of(state)))
         return super().state_dict() | {"float8_scales": scales}
 
@@ -143,7 +144,7 @@ class FusedLayers(ParityCheckedTechnique):
         super().load_state_dict(state)
         scales = state.get("float8_scales", [])
         trainer_state = self._state() if self._state is not None else None
-        if trainer_state is not None and self.precision == "fp8" and self.engaged and scales:
+        if trainer_state is not None and self.precision == "fp8" and self.in_force and scales:
             self._loaded = scales[dist.get_global_rank() % len(scales)]
             with self.refusals("load the weights only"):
                 load_float8_scales(model_of(trainer_state), self._loaded)

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import dropout_seeds, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, dropout_seeds, weight_gradient
 from composer_speedups.families.family import DropoutRates, GatedLayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
@@ -45,7 +46,9 @@ def gated_layer(
     return _GatedLayer.apply(x_TH, cos_TD, sin_TD, cu_seqlens, longest, modules, rates, dtype, *modules.parameters())
 
 
-class _GatedLayer(torch.autograd.Function):
+class _GatedLayer(FirstDerivative):
+    refusal = NO_SECOND_DERIVATIVE
+
     @staticmethod
     def forward(
         ctx: Any,

@@ -16,9 +16,14 @@ from torch import Tensor
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
+from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.sums import partial_sums, totals
+
+NO_SECOND_DERIVATIVE = (
+    "fused_layers has no second derivative (create_graph=True); call undo_fused_layers(model), or remove fused_layers"
+)
 
 
 def fused_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, cu_seqlens: Tensor, longest: int) -> Tensor:
@@ -49,7 +54,9 @@ def disentangled_layer(
     return _Layer.apply(x_TH, cu_seqlens, longest, modules, rates, positions, entries, *modules.parameters())
 
 
-class _Layer(torch.autograd.Function):
+class _Layer(FirstDerivative):
+    refusal = NO_SECOND_DERIVATIVE
+
     @staticmethod
     def forward(
         ctx: Any,

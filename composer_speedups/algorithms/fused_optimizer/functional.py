@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from composer_speedups.algorithms.fused_optimizer.triton_step import TritonStep, reason_against, triton_step_of
+from composer_speedups.core.requirements import needs_triton, require
 from composer_speedups.surgery.optimizer_implementation import set_implementation
 
 __all__ = ["apply_fused_optimizer"]
@@ -28,7 +29,7 @@ def apply_fused_optimizer(optimizer: torch.optim.Optimizer, kernel: Kernel = "to
 
     Raises:
         ValueError: The optimizer has no fused implementation, its parameters are not floating point, or the kernel does
-            not support it.
+            not support it, or Triton or its C compiler is missing.
 
     Source: torch.optim.AdamW, ``fused``.
     """
@@ -36,6 +37,8 @@ def apply_fused_optimizer(optimizer: torch.optim.Optimizer, kernel: Kernel = "to
         raise ValueError(f"kernel must be 'torch' or 'triton', not {kernel!r}")
     if kernel == "triton" and (reason := reason_against(optimizer)) is not None:
         raise ValueError(f"kernel='triton' {reason}")
+    if kernel == "triton":
+        require(needs_triton())
     changed = set_implementation(optimizer, "fused")
     installed = triton_step_of(optimizer)
     if kernel == "torch" and installed is not None:

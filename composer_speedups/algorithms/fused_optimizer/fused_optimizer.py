@@ -12,7 +12,8 @@ from pydantic import Field
 from composer_speedups.algorithms.fused_optimizer.functional import apply_fused_optimizer
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
+from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_triton
+from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError
 
 
 class FusedOptimizer(OptimizerFlagTechnique):
@@ -35,22 +36,18 @@ class FusedOptimizer(OptimizerFlagTechnique):
         if self.kernel == "triton":
             fix = "set kernel: torch"
             yield needs_cuda(context, "kernel: triton")._replace(fix=fix)
-            yield needs_package("triton", "triton")
+            yield from (each._replace(fix=f"{each.fix}, or {fix}") for each in needs_triton())
             yield Requirement(not context.sharded, "kernel: triton needs whole parameters", fix)
+            scales = context.precision == Precision.AMP_FP16.value
+            yield Requirement(not scales, "kernel: triton does not support loss scaling", f"{fix}, or train in bf16")
 
     def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             return apply_fused_optimizer(optimizer, self.kernel)
-        except ValueError as error:
-            fix = "set kernel: torch" if self.kernel == "triton" else "use torch.optim.AdamW, or remove it"
-            raise TechniqueError(self.name, str(error), fix) from error
-
-    def engage(self, state: State) -> dict[str, Any]:
-        if self.kernel == "triton" and state.precision == Precision.AMP_FP16:
-            raise TechniqueError(
-                self.name, "kernel: triton does not support loss scaling", "set kernel: torch, or bf16"
-            )
-        return super().engage(state)
+        except UnfitOptimizerError as error:
+            raise TechniqueError(self.name, error.reason, f"{error.fix}, or remove it") from error
+        except ValueError as error:  # of the Triton kernel
+            raise TechniqueError(self.name, str(error), "set kernel: torch") from error
 
     def operators(self, state: State) -> dict[str, int]:
         if self.kernel == "torch":

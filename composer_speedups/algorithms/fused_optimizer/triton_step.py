@@ -150,10 +150,10 @@ def reason_against(optimizer: Optimizer) -> str | None:
     """Return why the kernel cannot compute an optimizer's updates; None if it can."""
     if type(optimizer) is not torch.optim.AdamW:
         return f"computes torch.optim.AdamW, not {type(optimizer).__name__}"
-    if any(
-        group["amsgrad"] or group["maximize"] or isinstance(group["lr"], Tensor) for group in optimizer.param_groups
-    ):
-        return "does not support amsgrad, maximize or a learning rate that is a tensor"
+    for group in optimizer.param_groups:
+        in_tensors = any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+        if group["amsgrad"] or group["maximize"] or in_tensors:
+            return "does not support amsgrad, maximize, or a learning rate or beta that is a tensor"
     if not all(beta for group in optimizer.param_groups for beta in group["betas"]):
         return "does not support a beta of 0"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -12,7 +12,14 @@ from torch.optim import Optimizer
 from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer
 from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, unquantised_reason
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
-from composer_speedups.core.requirements import Context, Requirement, needs_cpp_compiler, needs_cuda, needs_package
+from composer_speedups.core.requirements import (
+    Context,
+    Requirement,
+    needs_cpp_compiler,
+    needs_cuda,
+    needs_package,
+    needs_triton,
+)
 from composer_speedups.core.technique import Variant
 
 _STATE_BITS = {8: 8, 4: 4, "fp8": 8}
@@ -44,7 +51,7 @@ class LowBitOptimizer(OptimizerSwapTechnique):
         yield needs_package("torchao", "composer_speedups[torchao]")
         on_gpu = context.device.type == "cuda"
         if on_gpu and self.compiled is not False:
-            yield needs_package("triton", "triton")
+            yield from needs_triton()
             if self.bits == "fp8":
                 yield needs_cuda(context, "compiled fp8 state", (8, 9))
         elif self.compiled:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import shutil
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -25,7 +23,14 @@ from composer_speedups.algorithms.torch_compile.cache import (
 )
 from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile, switched_off
 from composer_speedups.core.operator_recorder import CompileCounts, compile_counts
-from composer_speedups.core.requirements import Context, Requirement, needs_cpp_compiler, needs_cuda, needs_package
+from composer_speedups.core.requirements import (
+    Context,
+    Requirement,
+    needs_cpp_compiler,
+    needs_cuda,
+    needs_package,
+    needs_triton,
+)
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, model_of
 
@@ -92,9 +97,7 @@ class TorchCompile(Technique):
         if self.makes_graphs:
             yield needs_cuda(context, f"backend {self.backend!r} with mode {self.mode!r}")
         if self.backend == "inductor" and context.device.type == "cuda":
-            yield needs_package("triton", "triton")
-            compilers = [os.environ.get("CC", "gcc"), "clang"]
-            yield Requirement(any(map(shutil.which, compilers)), "Triton needs a C compiler", "install gcc, or set CC")
+            yield from needs_triton()
         elif self.backend == "inductor":
             yield needs_cpp_compiler("inductor", "install it, set CXX, or choose another backend")
         if self.cache is not None:

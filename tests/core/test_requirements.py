@@ -1,0 +1,216 @@
+"""Requirements on the run: each technique sees what the other requested techniques set, in any order of the list."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import shutil
+from typing import Any
+
+import pytest
+import torch
+
+from composer_speedups import (
+    FastLayerNorm,
+    Float8Linear,
+    FusedLayers,
+    FusedOptimizer,
+    LowBitOptimizer,
+    MixedPrecision,
+    TorchCompile,
+    Unpadding,
+    apply_fast_layernorm,
+    apply_fused_layers,
+    apply_fused_optimizer,
+    apply_unpadding,
+)
+from composer_speedups.algorithms.fused_layers import functional as fused_layers
+from composer_speedups.algorithms.fused_optimizer import functional as fused_optimizer
+from composer_speedups.core.errors import TechniqueError
+from composer_speedups.core.requirements import Context
+from composer_speedups.core.technique import Technique, screen
+from composer_speedups.kernels.compiler import missing_c_compiler
+from composer_speedups.recommendation import recommended
+from tests.helpers.common import tiny_bert
+
+PRECISIONS = ("fp32", "amp_fp16", "amp_bf16")  # of a Trainer on a GPU; amp_fp16 is Composer's default
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    simulate_gpu(monkeypatch, (9, 0))
+
+
+def simulate_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a simulated GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+
+
+def on_gpu(precision: str) -> Context:
+    return Context(torch.device("cuda"), precision)
+
+
+def in_float8(dtype: Any) -> list[Technique]:
+    return [MixedPrecision(dtype), Unpadding(), FusedLayers(precision="fp8")]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("order", itertools.permutations(range(3)), ids=str)
+def test_mixed_precision_sets_the_precision_that_others_require(
+    hopper: None, precision: str, order: tuple[int, ...]
+) -> None:
+    bf16 = in_float8("bf16")
+    screen([bf16[i] for i in order], on_gpu(precision))
+    fp16 = in_float8("fp16")
+    with pytest.raises(TechniqueError, match="fused_layers: precision: fp8 needs bf16, and this run is fp16"):
+        screen([fp16[i] for i in order], on_gpu(precision))
+
+
+def test_the_default_precision_is_refused_with_a_fix_that_works(hopper: None) -> None:
+    eight_bits = [Unpadding(), FusedLayers(precision="fp8")]
+    with pytest.raises(TechniqueError, match="this run is fp16; add mixed_precision with dtype bf16, or set the prec"):
+        screen(eight_bits, on_gpu("amp_fp16"))
+    screen([*eight_bits, MixedPrecision("bf16")], on_gpu("amp_fp16"))
+    screen(eight_bits, on_gpu("amp_bf16"))
+
+
+def test_the_recommended_set_accepts_eight_bits(hopper: None) -> None:
+    eight_bits = [t for t in recommended() if t.name != "fused_layers"] + [FusedLayers(precision="fp8")]
+    screen(eight_bits, on_gpu("amp_fp16"))
+
+
+@pytest.mark.parametrize(
+    ("technique", "said"),
+    [
+        (lambda: FusedOptimizer(kernel="triton"), "kernel: triton does not support loss scaling"),
+        (Float8Linear, "float8_linear needs bf16, and this run is fp16"),
+    ],
+    ids=["fused_optimizer", "float8_linear"],
+)
+def test_fp16_is_refused_before_the_model_is_built(hopper: None, technique: Any, said: str) -> None:
+    for refused in ([technique(), MixedPrecision("fp16")], [MixedPrecision("fp16"), technique()]):
+        with pytest.raises(TechniqueError, match=said):
+            screen(refused, on_gpu("fp32"))
+    screen([technique(), MixedPrecision("bf16")], on_gpu("amp_fp16"))
+
+
+def test_a_refused_technique_sets_nothing(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulate_gpu(monkeypatch, (7, 5))  # without bf16
+    refused = MixedPrecision("bf16", on_unavailable="warn")
+    with (
+        pytest.warns(UserWarning, match="continuing without mixed_precision"),
+        pytest.raises(TechniqueError, match="fused_optimizer: kernel: triton does not support loss scaling"),
+    ):
+        screen([FusedOptimizer(kernel="triton"), refused], on_gpu("amp_fp16"))
+    refused = MixedPrecision("bf16", on_unavailable="warn")
+    with (
+        pytest.warns(UserWarning, match="continuing without mixed_precision"),
+        pytest.raises(TechniqueError, match="this run is fp32"),
+    ):
+        screen([FastLayerNorm(), refused], on_gpu("fp32"))
+
+
+def test_autocast_on_a_cpu_is_not_composers_precision() -> None:
+    screen([MixedPrecision("bf16", allow_cpu=True), FastLayerNorm()], Context(torch.device("cpu")))
+
+
+WITH_TRITON: dict[str, Any] = {
+    "fused_layers": lambda: [MixedPrecision("bf16"), Unpadding(), FusedLayers()],
+    "fused_optimizer": lambda: [FusedOptimizer(kernel="triton")],
+    "fast_layernorm": lambda: [FastLayerNorm("triton")],
+    "lowbit_optimizer": lambda: [LowBitOptimizer()],
+    "torch_compile": lambda: [TorchCompile()],
+}
+PACKAGES = {"fast_layernorm": "liger_kernel", "lowbit_optimizer": "torchao"}
+
+
+@pytest.fixture
+def no_compiler(hopper: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda _: None)
+
+
+@pytest.mark.parametrize("name", WITH_TRITON)
+def test_a_triton_kernel_needs_a_c_compiler(name: str, no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name], reason="the technique needs this package")
+    with pytest.raises(
+        TechniqueError,
+        match=rf"^{name}: Triton needs a C compiler: neither gcc nor clang is installed; install gcc, or set CC",
+    ):
+        screen(WITH_TRITON[name](), on_gpu("amp_bf16"))
+    monkeypatch.setattr("shutil.which", lambda program: program if program == "clang" else None)
+    screen(WITH_TRITON[name](), on_gpu("amp_bf16"))
+
+
+def test_the_functions_need_it_too(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "Triton needs a C compiler: neither gcc nor clang is installed; install gcc, or set CC"
+    model = tiny_bert()
+    apply_unpadding(model)
+    monkeypatch.setattr(fused_layers, "_on_gpu", lambda layers: True)
+    with pytest.raises(ValueError, match=said):
+        apply_fused_layers(model)
+    assert not any("Fused" in type(module).__name__ for module in model.modules()), "a refusal changes nothing"
+    optimizer = torch.optim.AdamW(model.parameters())
+    monkeypatch.setattr(fused_optimizer, "reason_against", lambda optimizer: None)
+    with pytest.raises(ValueError, match=said):
+        apply_fused_optimizer(optimizer, "triton")
+    assert not optimizer.param_groups[0]["fused"], "a refusal changes nothing"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    pytest.importorskip("liger_kernel", reason="fast_layernorm's Triton kernel is Liger's")
+    with pytest.raises(ValueError, match=said):
+        apply_fast_layernorm(model, implementation="triton")
+
+
+def test_torchs_kernels_need_no_c_compiler(no_compiler: None) -> None:
+    screen([FusedOptimizer(), FastLayerNorm()], on_gpu("amp_bf16"))
+    cpu: list[Technique] = [FusedLayers(), Unpadding()]
+    screen(cpu, Context(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("cc", "installed", "missing"),
+    [
+        (None, ["gcc"], None),
+        (None, ["clang"], None),
+        (None, ["cc", "tcc"], "neither gcc nor clang is installed"),
+        ("tcc", ["tcc"], None),
+        ("tcc", ["gcc"], "CC is 'tcc', which is not a program"),  # Triton then tries no other
+        ("", ["gcc"], "CC is '', which is not a program"),
+    ],
+)
+def test_the_compiler_is_the_one_that_triton_runs(
+    cc: str | None, installed: list[str], missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    if cc is not None:
+        monkeypatch.setenv("CC", cc)
+    monkeypatch.setattr("shutil.which", lambda program: program if program in installed else None)
+    assert missing_c_compiler() == missing
+    assert _triton_finds_one() == (missing is None)
+
+
+def _triton_finds_one() -> bool:
+    """Whether Triton's own build step starts a compiler, with which it does nothing here."""
+    build = pytest.importorskip("triton.runtime.build", reason="Triton comes with torch on Linux only")
+    started: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build.subprocess, "check_call", lambda command, **_: started.append(command[0]))
+        try:
+            build._build("name", "source.c", ".", [], [], [], *([[]] if _takes_flags(build) else []))
+        except RuntimeError:
+            return False
+    return shutil.which(started[0]) is not None
+
+
+def _takes_flags(build: Any) -> bool:
+    return "ccflags" in inspect.signature(build._build).parameters
+
+
+def test_a_replaced_build_step_needs_no_compiler(no_compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton = pytest.importorskip("triton", reason="Triton comes with torch on Linux only")
+    if not hasattr(triton, "knobs"):
+        pytest.skip("Triton before 3.4 cannot replace it")
+    monkeypatch.setattr(triton.knobs.build, "impl", lambda *_: "", raising=False)
+    assert missing_c_compiler() is None
