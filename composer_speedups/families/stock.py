@@ -182,12 +182,11 @@ class Untouched:
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the functions of classes, which a pickle does not hold and a loaded class has anew."""
-        modules = [(module, kind, None, *others) for module, kind, _, *others in self._modules]
-        return {**vars(self), "_modules": modules}
+        return {name: value for name, value in vars(self).items() if name != "_forwards"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._modules = [(module, kind, kind.forward, *others) for module, kind, _, *others in self._modules]
+        self._forwards = [*map(_FORWARD, self._distinct)]
 
     @classmethod
     def inside(cls, module: nn.Module) -> Untouched:

@@ -110,7 +110,7 @@ def test_a_batch_that_changes_is_computed_as_in_the_untouched_model(
     ordered = [*techniques, *changes] if where == "after unpadding" else [*changes, *techniques]
     if where == "after unpadding" and in_place:
         # neither another tensor nor another event shows this change; the check of the planned values does
-        with pytest.raises(RuntimeError, match="give padding the label -100|differs from the planned one"):
+        with pytest.raises(RuntimeError, match=r"give padding the label -100|differs from the planned one"):
             train(head, ordered, transform)
         return
     if expected == "padded":
