@@ -1,21 +1,26 @@
-"""Observe what an optimizer does: its steps, the parameters that changed, and the state it created."""
+"""Find the run's optimizer, and observe its steps, the parameters that changed, and the state it created."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.trainer_state import local_shard
+
+if TYPE_CHECKING:
+    from composer.core import State
 
 __all__ = [
     "StepWatch",
     "count_state_bits",
     "embedding_weights",
+    "only_optimizer",
     "plain_tensors",
     "state_bits",
     "state_bytes",
@@ -28,6 +33,25 @@ _SAMPLE = 64  # elements compared in each parameter
 # with a smaller rate, a step may be too small to change float32 weights, for example at the start of a warm-up
 _RATE = 1e-6
 _FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes' name
+
+
+def only_optimizer(technique: str, state: State) -> Optimizer:
+    """The run's optimizer, for a technique that changes or replaces it.
+
+    Raises:
+        TechniqueError: There is none, which is what Composer makes of a model without parameters, there are several, or
+            none of its parameters is trainable, so it would never step.
+    """
+    if len(state.optimizers) != 1:
+        raise TechniqueError(
+            technique, f"there are {len(state.optimizers)} optimizers", "give the Trainer one, or remove the technique"
+        )
+    (optimizer,) = state.optimizers
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise TechniqueError(
+            technique, "the optimizer has no trainable parameter", "train at least one, or remove the technique"
+        )
+    return optimizer
 
 
 class StepWatch:

@@ -9,8 +9,8 @@ from composer.core import Precision, State
 
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder
+from composer_speedups.core.optimizer_evidence import only_optimizer
 from composer_speedups.core.technique import Conflict, Stage, Technique
-from composer_speedups.core.trainer_state import only_optimizer
 from composer_speedups.surgery.optimizer_hooks import start_after_closure
 from composer_speedups.surgery.optimizer_implementation import Implementation, set_implementation
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError

@@ -9,9 +9,8 @@ from composer.core import State
 from torch.optim import Optimizer
 
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.optimizer_evidence import StepWatch, state_bytes, state_dtypes
+from composer_speedups.core.optimizer_evidence import StepWatch, only_optimizer, state_bytes, state_dtypes
 from composer_speedups.core.technique import FSDP, Conflict, Stage, Technique
-from composer_speedups.core.trainer_state import only_optimizer
 from composer_speedups.surgery.optimizer_swap import (
     UnfitOptimizerError,
     attach_schedulers,

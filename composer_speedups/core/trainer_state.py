@@ -13,9 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
-
-from composer_speedups.core.errors import TechniqueError
 
 if TYPE_CHECKING:
     from composer.core import State
@@ -34,7 +31,6 @@ __all__ = [
     "loss_ranks",
     "max_over_ranks",
     "model_of",
-    "only_optimizer",
     "open_host_group",
     "ranks_meet_on_host",
     "torch_device",
@@ -53,25 +49,6 @@ def torch_device(device: Device) -> torch.device:
 def device_of(state: State) -> torch.device:
     """The device that this rank trains on."""
     return torch_device(state.device)
-
-
-def only_optimizer(technique: str, state: State) -> Optimizer:
-    """The run's optimizer, for a technique that changes or replaces it.
-
-    Raises:
-        TechniqueError: There is none, which is what Composer makes of a model without parameters, there are several, or
-            none of its parameters is trainable, so it would never step.
-    """
-    if len(state.optimizers) != 1:
-        raise TechniqueError(
-            technique, f"there are {len(state.optimizers)} optimizers", "give the Trainer one, or remove the technique"
-        )
-    (optimizer,) = state.optimizers
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise TechniqueError(
-            technique, "the optimizer has no trainable parameter", "train at least one, or remove the technique"
-        )
-    return optimizer
 
 
 def is_composer_model(model: Any) -> bool:
