@@ -53,7 +53,7 @@ def test_at_most_six_modules_lie_directly_in_the_package() -> None:
 def test_every_folder_of_the_tests_is_one_of_the_package() -> None:
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     tests = {path.parent.name for path in (ROOT / "tests").glob("*/__init__.py")}
-    assert tests - folders == {"benchmarks", "gpu", "helpers", "reference"}
+    assert tests - folders == {"benchmarks", "gpu", "helpers", "outside", "reference"}
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:

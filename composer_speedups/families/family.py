@@ -186,7 +186,8 @@ class Family:
         """Whether a class is exactly the family's ``"encoder"``, ``"layer"``, ``"attention"`` or ``"embeddings"``
         class."""
         module = f"transformers.models.{self.name}.modeling_{self.name}"
-        return (kind.__module__, kind.__qualname__) == (module, getattr(self, role))
+        changed = "_derived_from" in vars(kind)  # by this package, which keeps the names of models
+        return not changed and (kind.__module__, kind.__qualname__) == (module, getattr(self, role))
 
 
 @cache

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
-from transformers import modeling_utils
 
 from composer_speedups.families.packed_tokens import Plan, gather_tokens
 from composer_speedups.surgery.module_classes import stock_class, wrap_forward
@@ -127,12 +126,10 @@ class ModelAroundEncoder(nn.Module):
             return
         wrap_forward(cls, ModelAroundEncoder.describe_call)
         cls.argument_names = _argument_names(stock_class(cls))
-        # transformers looks up by class which outputs a model can record: hidden states and attention weights, which
-        # are needed when a batch stays padded. Item assignment expects a class's name in transformers 5.17 and a model
-        # in 5.23; update() accepts the name in both.
-        modeling_utils._CAN_RECORD_REGISTRY.update({str(cls): cls._can_record_outputs})  # type: ignore[attr-defined]
-        # save_pretrained writes the class's name to config.json, and the saved model must load as its original class.
-        cls.__name__ = cls.__name__.removeprefix(cls.prefix)
+        # A model's class is saved by name, in config.json and in Composer's checkpoints, and looked up by name for the
+        # outputs that it can record: by its original class.
+        stock = stock_class(cls)
+        cls.__module__, cls.__name__, cls.__qualname__ = stock.__module__, stock.__name__, stock.__qualname__
 
     def describe_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the class's own forward, with a :class:`Call` that describes it."""

@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import AttentionInterface
 
+from composer_speedups.surgery.module_classes import is_derived
+
 __all__ = ["Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
 
 _HOOKS = {
@@ -295,6 +297,8 @@ def _is_patched(kind: type[nn.Module]) -> bool:
 
 def _is_ours(thing: Any) -> bool:
     """A class, function or object of this package."""
+    if is_derived(thing):  # which may have the name of its stock class
+        return True
     thing = getattr(thing, "__func__", thing)
     module = getattr(thing, "__module__", None) or type(thing).__module__
     return str(module).startswith("composer_speedups.")

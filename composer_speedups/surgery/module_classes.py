@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["derived_class", "stock_class", "swap_class", "wrap_forward"]
+__all__ = ["derived_class", "is_derived", "stock_class", "swap_class", "wrap_forward"]
 
 
 def swap_class(
@@ -62,6 +62,11 @@ def derived_class(mixin: Any, stock: Any) -> type[Any]:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
         _MADE[mixin, stock] = _Derived(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
     return _MADE[mixin, stock]
+
+
+def is_derived(thing: Any) -> bool:
+    """Whether something is a class from :func:`derived_class`."""
+    return isinstance(thing, _Derived)
 
 
 def stock_class(derived: type[nn.Module]) -> type[nn.Module]:

@@ -7,14 +7,13 @@ class's, or the module of one's own around it. That module gets a class derived 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders
 from composer_speedups.core.comparison import Check, compare, outcome_of, tolerance_of, with_padding
 from composer_speedups.families.packed_call import forced, is_replica
 from composer_speedups.families.stock import model_differences, outermost_models
@@ -29,22 +28,23 @@ _COMPARED_EAGERLY = (
 )
 
 
-def compare_first_calls(model: nn.Module, check: Check) -> None:
+def compare_first_calls(model: nn.Module, check: Check, restore: Callable[[nn.Module], Any]) -> None:
     """Compare the outermost transformers models in a module, and the module itself if it is of another library.
 
-    With ``check="auto"``, a transformers model is compared only if it is not exactly its class's when it is called.
+    ``restore`` is called with the module if a comparison fails. With ``check="auto"``, a transformers model is compared
+    only if it is not exactly its class's when it is called.
     """
     if check == "never":
         return
     for name, outer in outermost_models(model).items():
         because = next(iter(model_differences(outer, name)), "") if check == "auto" else f"check={check!r}"
-        outer.first_calls = _FirstCalls(model, name, because)  # type: ignore[assignment]
+        outer.first_calls = _FirstCalls(model, name, because, restore)  # type: ignore[assignment]
     wraps = type(model).__module__.startswith(("torch.", "composer."))  # such as DDP
     if not isinstance(model, PreTrainedModel) and not wraps:
         root: Any = model
         because = f"the model is a {type(model).__name__}, which is not one of transformers' classes"
         root.__class__ = derived_class(_Compared, type(model))
-        root.first_calls = _FirstCalls(model, "", because)
+        root.first_calls = _FirstCalls(model, "", because, restore)
 
 
 def stop_comparing(model: nn.Module) -> None:
@@ -81,10 +81,11 @@ class _FirstCalls:
         model: The model that is restored if they differ.
         name: The module's name in it.
         because: Why they are compared, for the error. Empty if none is known; the first call then looks again.
+        restore: Called with the model if they differ.
     """
 
-    def __init__(self, model: nn.Module, name: str, because: str) -> None:
-        self._model, self._name, self._because = model, name, because
+    def __init__(self, model: nn.Module, name: str, because: str, restore: Callable[[nn.Module], Any]) -> None:
+        self._model, self._name, self._because, self._restore = model, name, because, restore
         self._due = {False, True}  # without and with gradients
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -110,7 +111,7 @@ class _FirstCalls:
         difference = compare(untouched, changed, tolerance_of(module))
         if difference.beyond is not None:
             stop_comparing(self._model)
-            restore_encoders(self._model)
+            self._restore(self._model)
             raise ValueError(
                 f"unpadding does not support this model: {difference.beyond} on the first batch ({self._because}); the "
                 "model is restored; if the difference is intended, apply it with check='never'"

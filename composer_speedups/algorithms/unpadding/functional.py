@@ -57,7 +57,7 @@ def apply_unpadding(
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
     names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
     if names:
-        compare_first_calls(model, check)
+        compare_first_calls(model, check, restore_encoders)
     return names
 
 

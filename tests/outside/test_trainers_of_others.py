@@ -1,0 +1,176 @@
+"""HF Trainer and Composer's HuggingFaceModel around a changed model, as their own test suites use them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from composer.core import DataSpec, Evaluator
+from composer.models import HuggingFaceModel
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
+from transformers import BertForSequenceClassification, Trainer, TrainingArguments
+
+from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert
+from tests.helpers.models import tiny_model
+from tests.reference.tolerance import assert_near
+
+pytestmark = [pytest.mark.outside, pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning")]
+
+
+class Rows(torch.utils.data.Dataset[Batch]):
+    """Rows of one batch."""
+
+    def __init__(self, whole: Batch) -> None:
+        self.whole = whole
+
+    def __len__(self) -> int:
+        return len(self.whole["input_ids"])
+
+    def __getitem__(self, index: int) -> Batch:
+        return {name: values[index] for name, values in self.whole.items()}
+
+
+def labelled(*, padding: bool) -> Batch:
+    inputs = batch([5, 12, 9, 3, 7, 12, 2, 8])
+    labels = inputs["input_ids"] % 2 + (inputs["attention_mask"] == 0)
+    ignored = labels.masked_fill(inputs["attention_mask"] == 0, -100)
+    return {**inputs, "labels": labels.clamp(max=1) if padding else ignored}
+
+
+def own_loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return nn.functional.cross_entropy(outputs["logits"].view(-1, 2), labels.view(-1))
+
+
+def trained_by_hf(model: Any, data: Batch, folder: Path, smoothing: float, loss: Any) -> tuple[dict[str, Any], float]:
+    arguments = TrainingArguments(
+        str(folder), max_steps=4, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
+        learning_rate=0.1, optim="sgd", label_smoothing_factor=smoothing, save_strategy="no", logging_strategy="no",
+        seed=1,
+    )  # fmt: skip
+    trainer = Trainer(model, arguments, train_dataset=Rows(data), eval_dataset=Rows(data), compute_loss_func=loss)
+    trainer.train()
+    return copy.deepcopy(model.state_dict()), trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("padding", [True, False])
+@pytest.mark.parametrize(("smoothing", "loss"), [(0.1, None), (0.0, own_loss), (0.0, None)])
+def test_hf_trainer_trains_and_evaluates_like_the_untouched_model(
+    smoothing: float, loss: Any, padding: bool, tmp_path: Path
+) -> None:
+    data = labelled(padding=padding)
+    weights, evaluated = trained_by_hf(tiny_model("bert", "tokens"), data, tmp_path / "a", smoothing, loss)
+    model = tiny_model("bert", "tokens")
+    apply_recommended(model)
+    if padding and (smoothing or loss):
+        with pytest.warns(UserWarning, match="the loss reads outputs at padding positions"):
+            own, own_evaluated = trained_by_hf(model, data, tmp_path / "b", smoothing, loss)
+    else:
+        own, own_evaluated = trained_by_hf(model, data, tmp_path / "b", smoothing, loss)
+    assert [encoder.ran for encoder in unpadded_encoders(model)] == ["padded" if padding else "unpadded"]
+    assert_near(own, weights, what="weights")
+    assert own_evaluated == pytest.approx(evaluated, abs=1e-5)
+
+
+@pytest.mark.parametrize("apply", ["before", "after"])
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_peft_model_gets_its_labels(apply: str, padding: bool) -> None:
+    """PEFT's tuners call ``forward`` of the model, which skips its hooks."""
+    peft = pytest.importorskip("peft")
+    data, losses = labelled(padding=padding), []
+    for changed in (False, True):
+        model = tiny_model("bert", "tokens")
+        if changed and apply == "before":
+            apply_recommended(model)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["query"], r=2, task_type="TOKEN_CLS"))
+        if changed and apply == "after":
+            with pytest.warns(UserWarning, match="fused_layers is left out"):
+                apply_recommended(model)
+        found = model(**data)
+        found.loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        losses.append([found.loss.detach(), *gradients.values()])
+        ran = [encoder.ran for encoder in unpadded_encoders(model)]
+    assert ran == ["padded" if padding else "unpadded"]
+    assert_near(losses[1], losses[0])
+
+
+# What Composer's tests of HuggingFaceModel check.
+
+
+def composer_model(**settings: Any) -> HuggingFaceModel:
+    metrics = [MulticlassAccuracy(num_classes=2, average="micro")]
+    return HuggingFaceModel(tiny_bert(), metrics=metrics, use_logits=True, **settings)  # type: ignore[arg-type]
+
+
+def spec(batches: list[Batch]) -> DataSpec:
+    return DataSpec(
+        DataLoader(Batches(batches), batch_size=None),
+        split_batch=lambda whole, size: [whole],
+        get_num_samples_in_batch=lambda whole: len(whole["labels"]),
+    )
+
+
+def test_composer_trains_evaluates_and_predicts_like_the_untouched_model() -> None:
+    found = []
+    for techniques in ([], [Unpadding(8), FusedLayers()]):
+        model, batches = composer_model(), plain_batches()
+        trainer = make_trainer(techniques, model=model, batches=batches)
+        trainer.fit()
+        names = ["MulticlassAccuracy"]
+        trainer.eval(
+            Evaluator(label="eval", dataloader=spec(batches), metric_names=names, device_eval_microbatch_size=9)
+        )
+        predicted = trainer.predict(spec(batches))
+        accuracy = trainer.state.eval_metrics["eval"]["MulticlassAccuracy"].compute()
+        found.append([accuracy, *(each["logits"] for each in predicted)])
+        trainer.close()
+    assert_near(found[1], found[0])
+
+
+def test_a_checkpoint_becomes_a_hugging_face_model(tmp_path: Path) -> None:
+    model = composer_model()
+    trainer = make_trainer([Unpadding(8), FusedLayers()], model=model, save_folder=str(tmp_path), save_interval="1ep")
+    trainer.fit()
+    trainer.close()
+    path = str(tmp_path / "latest-rank0.pt")
+    loaded, _ = HuggingFaceModel.hf_from_composer_checkpoint(path)  # a new model of the saved class and config
+    assert type(loaded) is BertForSequenceClassification
+    saved = torch.load(path, weights_only=False)["state"]["model"]
+    loaded.load_state_dict({name.removeprefix("model."): weight for name, weight in saved.items()})
+    inputs = batch([3, 7])
+    assert_near([loaded.eval()(**inputs).logits], [model.model.eval()(**inputs).logits])
+
+
+@pytest.mark.parametrize("when", ["while it runs", "after close"])
+def test_save_pretrained_of_a_trained_model_loads_as_its_own_class(when: str, tmp_path: Path) -> None:
+    model = composer_model()
+    trainer = make_trainer([Unpadding(8), FusedLayers()], model=model)
+    trainer.fit()
+    if when == "after close":
+        trainer.close()
+    model.model.save_pretrained(tmp_path)
+    trainer.close()
+    loaded = BertForSequenceClassification.from_pretrained(tmp_path)
+    assert loaded.config.architectures == ["BertForSequenceClassification"]
+    torch.testing.assert_close(loaded.state_dict(), model.model.state_dict(), rtol=0, atol=0)
+
+
+def test_tuples_as_outputs_and_further_entries_of_a_batch() -> None:
+    losses = []
+    for techniques in ([], recommended(on_unavailable="warn")[3:5]):
+        model = composer_model()
+        model.model.config.return_dict = False
+        batches = [{**each, "text_id": torch.arange(len(each["labels"]))} for each in plain_batches()]
+        trainer = make_trainer(techniques, model=model, batches=batches)
+        trainer.fit()
+        trainer.close()
+        losses.append(copy.deepcopy(model.state_dict()))
+    assert_near(losses[1], losses[0])
