@@ -191,7 +191,7 @@ def test_a_call_that_was_killed_before_its_first_line_starts_over(
         with pytest.raises(KeyboardInterrupt):
             main(call)
     head = partial.read_bytes()
-    for written in (b"", head[:20]):
+    for written in (b"", head[:20], head):
         partial.write_bytes(written)
         main(call)
         assert len(predictions()) == 3
