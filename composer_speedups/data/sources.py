@@ -40,6 +40,33 @@ __all__ = [
 
 Arrays = npt.NDArray[Any]
 
+_MAX_NESTED = 50  # levels in a JSON file; Arrow's parser is recursive, and deep nesting overflows the stack
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+
+
+def _read_jsonl(path: Path) -> pyarrow.Table:
+    """Read JSON lines, after a check of their nesting that does not recurse.
+
+    Raises:
+        ValueError: A value is nested too deeply.
+    """
+    depth = 0  # goes on from line to line, since Arrow reads values that contain newlines
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if b"\\" in line:
+                line = re.sub(rb"\\.", b"", line)  # escaped quotes
+            outside = b"".join(line.translate(None, _NO_BRACKETS).split(b'"')[::2])  # of strings
+            opened = outside.count(b"[") + outside.count(b"{")
+            if depth + opened <= _MAX_NESTED:
+                depth = max(0, depth + 2 * opened - len(outside))
+                continue
+            for bracket in outside:
+                depth = depth + 1 if bracket in b"[{" else max(0, depth - 1)
+                if depth > _MAX_NESTED:
+                    raise ValueError(f"line {number} is nested deeper than {_MAX_NESTED} levels; remove that value")
+    return pyarrow.json.read_json(path)
+
+
 _LINES_IN_VALUES = pyarrow.csv.ParseOptions(newlines_in_values=True)
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
@@ -48,7 +75,7 @@ _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".tsv": lambda path: pyarrow.csv.read_csv(
         path, parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
     ),
-    ".jsonl": pyarrow.json.read_json,
+    ".jsonl": _read_jsonl,
     ".conll": read_conll,
     ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8").splitlines()}),
 }
