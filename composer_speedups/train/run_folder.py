@@ -19,7 +19,7 @@ from composer_speedups.core.files import LockedFileError, lock_file, remove_unfi
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
 from composer_speedups.train.checkpoints.saver import checkpoints_after, checkpoints_in, remove_partials
 from composer_speedups.train.config.checks import checkpoint_problem
-from composer_speedups.train.config.load import save_config, written
+from composer_speedups.train.config.load import parse_plain, save_config, written
 from composer_speedups.train.config.schema import Config
 
 __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
@@ -241,7 +241,7 @@ def began_with_same_load(config: Config, stored: Path) -> bool:
 
 
 def _read(stored: Path) -> dict[str, Any]:
-    return dict(_flat(mask(yaml.safe_load(stored.read_text()))))  # earlier versions did not mask credentials
+    return dict(_flat(mask(parse_plain(stored.read_text()))))  # earlier versions did not mask credentials
 
 
 def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
