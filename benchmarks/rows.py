@@ -7,7 +7,6 @@ have a key ``unfinished`` with the identity of the call, by which it can be resu
 
 from __future__ import annotations
 
-import fcntl
 import json
 import re
 import statistics
@@ -18,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer_speedups.core.files import write_atomically
+from composer_speedups.core.files import LockedFileError, lock_file, write_atomically
 from composer_speedups.train.failed_process import own_line, ran_out_of_memory
 
 if TYPE_CHECKING:
@@ -155,19 +154,19 @@ class Call:
     def __init__(self, path: Path, rows: Sequence[Row], identity: Row, *, resume: bool = False) -> None:
         self.rows, self._path, self._identity = list(rows), path, identity
         self._adding = threading.Lock()
-        self._locked = path.with_name(f".{path.stem}.lock").open("w")
         try:
-            fcntl.flock(self._locked, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._locked = lock_file(path.with_name(f".{path.stem}.lock"), "table")
+        except LockedFileError as error:
+            raise SystemExit(f"{path}: another process is running this table; wait for it to end") from error
+        try:
             self._earlier = read_rows(path)
             begun = self._earlier[-1].get("unfinished") if self._earlier else None
             for row in self._earlier:
                 row.pop("unfinished", None)
             if resume and begun:
                 self._resume(begun)
-        except BaseException as error:
+        except BaseException:
             self._locked.close()
-            if isinstance(error, BlockingIOError):
-                raise SystemExit(f"{path}: another process is running this table; wait for it to end") from error
             raise
 
     def _resume(self, begun: Row) -> None:

@@ -1,25 +1,32 @@
-"""Atomic writes of files and folders, and one-line errors for unusable paths."""
+"""Atomic writes of files and folders, locks, and one-line errors for unusable paths."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import glob
+import io
 import json
 import math
 import os
 import re
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from composer_speedups.core.errors import ConfigError, causes_of, first_line
 
 __all__ = [
     "NO_SPACE",
+    "LockedFileError",
+    "atomic_file",
     "cannot_be_loaded",
     "check_folder",
+    "lock_file",
     "make_folder",
     "out_of_space",
     "publish",
@@ -34,12 +41,73 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # errors of a full disk, a
 _PREFIX = ".unfinished-"
 
 
+class LockedFileError(ConfigError):
+    """Another process holds the lock of a file."""
+
+
+_locked: weakref.WeakSet[io.FileIO] = weakref.WeakSet()
+
+
+def lock_file(path: Path, key: str) -> io.FileIO:
+    """Open a file for reading and writing and lock it until it is closed. It is created if it does not exist, and its
+    content stays as it is.
+
+    The lock belongs to this process. Forked children, such as DataLoader workers, close the file, so the lock ends with
+    this process although a child may outlive it.
+
+    Args:
+        path: The file. The process that holds the lock may delete it.
+        key: The config key that determines the path, for errors.
+
+    Raises:
+        LockedFileError: Another process holds the lock.
+        ConfigError: ``path`` is a symbolic link, which could lead to a file of another purpose.
+        OSError: It cannot be opened.
+    """
+    while True:
+        try:
+            file = io.FileIO(path, "r+", opener=_open_or_create)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ConfigError(f"{key}: {path} is a symbolic link, which is not followed; delete it") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(file.fileno()).st_nlink:  # otherwise its holder deleted it after it was opened here
+                _locked.add(file)
+                return file
+        except BlockingIOError as error:
+            file.close()
+            raise LockedFileError(f"{key}: {path} is in use by a running process") from error
+        file.close()
+
+
+def _open_or_create(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+
+
+def _close_in_child() -> None:
+    for file in _locked:
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write a file atomically: readers see the old content or the new one, never part of it."""
-    data = content.encode() if isinstance(content, str) else content
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=_PREFIX, suffix=".tmp", delete=False) as partial:
+    with atomic_file(path) as partial:
+        partial.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def atomic_file(path: Path) -> Iterator[IO[bytes]]:
+    """Yield an empty file that replaces ``path`` if the block ends without an error. Its name is new, so that no other
+    file is overwritten; :func:`remove_unfinished` finds it after a kill."""
+    prefix = f"{_PREFIX}{path.name}."
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=prefix, suffix=".tmp", delete=False) as partial:
         try:
-            partial.write(data)
+            yield partial
             partial.flush()
             os.chmod(partial.name, 0o644)
             publish(Path(partial.name), path)
@@ -97,9 +165,10 @@ def replace_folder(folder: Path, *, keep_existing: bool = False) -> Iterator[Pat
         raise
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Delete the partial files and folders that a killed process left in ``folder``."""
-    for path in folder.glob(f"{_PREFIX}*"):
+def remove_unfinished(folder: Path, name: str = "") -> None:
+    """Delete the partial files and folders that a killed process left in ``folder``; with ``name``, only those of the
+    file or folder of this name."""
+    for path in folder.glob(f"{_PREFIX}{glob.escape(name)}{'.' * bool(name)}*"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -42,6 +42,8 @@ Arrays = npt.NDArray[Any]
 
 _MOST_TOKENS = 2**31 - 1  # tokens of one Arrow list array, whose offsets are int32
 _LARGEST_BLOCK = 2**31 - 1  # bytes that Arrow parses at a time
+_MAX_NESTED = 50  # levels in a JSON file; Arrow's parser is recursive, and deep nesting overflows the stack
+_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
 
 
 def _read_csv(path: Path, **format: Any) -> pyarrow.Table:
@@ -51,10 +53,6 @@ def _read_csv(path: Path, **format: Any) -> pyarrow.Table:
         return pyarrow.csv.read_csv(path, pyarrow.csv.ReadOptions(block_size=block), options)
 
     return _of_any_length(read, path)
-
-
-def _read_json(path: Path) -> pyarrow.Table:
-    return _of_any_length(lambda block: pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=block)), path)
 
 
 def _of_any_length(read: Callable[[int | None], pyarrow.Table], path: Path) -> pyarrow.Table:
@@ -67,12 +65,35 @@ def _of_any_length(read: Callable[[int | None], pyarrow.Table], path: Path) -> p
     return read(min(path.stat().st_size + 1, _LARGEST_BLOCK))
 
 
+def _read_jsonl(path: Path) -> pyarrow.Table:
+    """Read JSON lines, after a check of their nesting that does not recurse.
+
+    Raises:
+        ValueError: A value is nested too deeply.
+    """
+    depth = 0  # goes on from line to line, since Arrow reads values that contain newlines
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if b"\\" in line:
+                line = re.sub(rb"\\.", b"", line)  # escaped quotes
+            outside = b"".join(line.translate(None, _NO_BRACKETS).split(b'"')[::2])  # of strings
+            opened = outside.count(b"[") + outside.count(b"{")
+            if depth + opened <= _MAX_NESTED:
+                depth = max(0, depth + 2 * opened - len(outside))
+                continue
+            for bracket in outside:
+                depth = depth + 1 if bracket in b"[{" else max(0, depth - 1)
+                if depth > _MAX_NESTED:
+                    raise ValueError(f"line {number} is nested deeper than {_MAX_NESTED} levels; remove that value")
+    return _of_any_length(lambda block: pyarrow.json.read_json(path, pyarrow.json.ReadOptions(block_size=block)), path)
+
+
 _READERS: dict[str, Callable[[Path], pyarrow.Table]] = {
     ".parquet": pyarrow.parquet.read_table,
     ".csv": lambda path: _read_csv(path, newlines_in_values=True),
     # as in GLUE's and most other files: quotes are literal characters
     ".tsv": lambda path: _read_csv(path, delimiter="\t", quote_char=False),
-    ".jsonl": _read_json,
+    ".jsonl": _read_jsonl,
     ".conll": read_conll,
     ".txt": lambda path: pyarrow.table({"text": path.read_text(encoding="utf-8-sig").splitlines()}),
 }

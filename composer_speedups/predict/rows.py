@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -18,7 +19,7 @@ import pyarrow
 import pyarrow.parquet
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.core.files import publish, write_atomically
+from composer_speedups.core.files import LockedFileError, atomic_file, lock_file, remove_unfinished
 from composer_speedups.data.sources import check_columns, read_file
 from composer_speedups.predict.model import FinishedModel
 
@@ -31,13 +32,14 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
     """Write the predictions for every row of ``source`` to ``output``.
 
     All rows are checked before any is computed. Predictions are collected in ``OUTPUT.partial`` until they are
-    complete; a later call with the same run, input and columns continues after them.
+    complete; a later call with the same run, input and columns continues after them. The file is locked meanwhile.
 
     Returns:
         A line with the number of rows, the rate and the path.
 
     Raises:
         DataError: A file that cannot be read, a missing column, or a row without text, which is named.
+        ConfigError: Another process writes to ``output``, or the partial file belongs to another call.
     """
     rows = _checked_rows(model, source)
     began = time.perf_counter()
@@ -48,8 +50,8 @@ def predict_file(model: FinishedModel, source: Path, output: Path, batch_size: i
             print(f"{partial} has {done:,} of {len(rows):,} rows; continuing after them", file=sys.stderr)
         for predictions in predicted(model, rows[done:], batch_size):
             lines.append(predictions)
-    seconds = time.perf_counter() - began
-    _finish(partial, output)
+        seconds = time.perf_counter() - began
+        _finish(partial, output)
     rate = f", {(len(rows) - done) / seconds:,.0f} rows/s" if len(rows) > done else ""
     return f"{output}: {len(rows):,} rows{rate}"
 
@@ -89,27 +91,43 @@ def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
 
 
 class _Partial:
-    """The predictions so far: a JSON line that identifies the run, input and columns, then one line per row."""
+    """The predictions so far: a JSON line that identifies the run, input and columns, then one line per row.
+
+    The file is locked until the block ends.
+    """
 
     def __init__(self, path: Path, identity: dict[str, Any]) -> None:
-        self.path = path
         self.count = 0
-        head = json.dumps(identity).encode() + b"\n"
-        if path.exists():
-            with open(path, "rb") as file:
-                if file.readline() != head:
-                    raise ConfigError(
-                        f"output: {path} belongs to another run, input or columns; delete it, or choose another output"
-                    )
-                whole = file.tell()
-                for line in file:
-                    if not line.endswith(b"\n"):  # the process was killed while writing
-                        break
-                    self.count, whole = self.count + 1, whole + len(line)
-            os.truncate(path, whole)
-        else:
-            write_atomically(path, head)
-        self._file = open(path, "ab")  # noqa: SIM115 - closed by __exit__
+        try:
+            self._file = lock_file(path, "output")
+        except LockedFileError as error:
+            raise ConfigError(f"{error}; wait until it ends, or choose another output") from error
+        except OSError as error:
+            raise ConfigError(f"output: {path} cannot be written ({error.strerror}); choose another output") from error
+        try:
+            self._continue(path, json.dumps(identity).encode() + b"\n")
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _continue(self, path: Path, head: bytes) -> None:
+        """Count the complete lines, and cut off what a killed process did not complete."""
+        with open(self._file.fileno(), "rb", closefd=False) as lines:
+            first = lines.readline()
+            # a process killed at once has written none of the head, or part of it
+            if first != head and (first.endswith(b"\n") or not head.startswith(first)):
+                raise ConfigError(
+                    f"output: {path} belongs to another run, input or columns; delete it, or choose another output"
+                )
+            whole = len(first) if first == head else 0
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self.count, whole = self.count + 1, whole + len(line)
+        self._file.truncate(whole)
+        self._file.seek(whole)
+        if not whole:
+            self._write(head)
 
     def __enter__(self) -> _Partial:
         return self
@@ -118,24 +136,26 @@ class _Partial:
         self._file.close()
 
     def append(self, predictions: list[dict[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(each) + "\n" for each in predictions).encode())
-        self._file.flush()
+        self._write("".join(json.dumps(each) + "\n" for each in predictions).encode())
+
+    def _write(self, data: bytes) -> None:
+        with open(self._file.fileno(), "wb", closefd=False) as file:
+            file.write(data)
         os.fsync(self._file.fileno())
 
 
 def _finish(partial: Path, output: Path) -> None:
     """Publish the complete predictions in the format of the suffix."""
-    made = output.with_name(f"{output.name}.unfinished")
-    if output.suffix == ".jsonl":
-        with open(partial, "rb") as source, open(made, "wb") as target:
-            source.readline()
-            while chunk := source.read(2**20):
-                target.write(chunk)
-    elif output.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(partial))), made)
-    else:
-        made.write_text(_as_csv(list(_rows(partial))))
-    publish(made, output)
+    remove_unfinished(output.parent, output.name)
+    with atomic_file(output) as made:
+        if output.suffix == ".jsonl":
+            with open(partial, "rb") as source:
+                source.readline()
+                shutil.copyfileobj(source, made, 2**20)
+        elif output.suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(list(_rows(partial))), made)
+        else:
+            made.write(_as_csv(list(_rows(partial))).encode())
     partial.unlink()
 
 

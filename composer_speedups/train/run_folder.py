@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import fcntl
+import io
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import yaml
 from composer.utils import dist, partial_format
 
 from composer_speedups.core.errors import ConfigError, mask
-from composer_speedups.core.files import remove_unfinished, with_working_directory
+from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
 from composer_speedups.train.checkpoints.saver import checkpoints_after, checkpoints_in, remove_partials
 from composer_speedups.train.config.checks import checkpoint_problem
-from composer_speedups.train.config.load import save_config, written
+from composer_speedups.train.config.load import parse_plain, save_config, written
 from composer_speedups.train.config.schema import Config
 
 __all__ = ["RunFolder", "began_with_same_load", "check_same_run", "newest_undamaged"]
@@ -64,7 +64,7 @@ class RunFolder:
         self.path = Path(config.runs_folder) / config.run_name
         self.load, self.resumed, self.starts = config.checkpoint.load, False, 1
         self._named = named
-        self._lock: IO[str] | None = None
+        self._lock: io.FileIO | None = None
         self._began = False  # in a new folder, on this rank
         self._earlier: Path | None = None  # where an earlier run was moved to
         if dist.get_global_rank() == 0:
@@ -81,11 +81,9 @@ class RunFolder:
 
     def _claim(self, config: Config) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self.path.parent / f".{config.run_name}.lock", "w")  # noqa: SIM115  # held to the end
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
+            self._lock = lock_file(self.path.parent / f".{config.run_name}.lock", "runs_folder")  # held to the end
+        except LockedFileError:
             raise ConfigError(
                 f"run_name: {config.run_name!r} is in use by a running process; choose another name"
             ) from None
@@ -243,7 +241,7 @@ def began_with_same_load(config: Config, stored: Path) -> bool:
 
 
 def _read(stored: Path) -> dict[str, Any]:
-    return dict(_flat(mask(yaml.safe_load(stored.read_text()))))  # earlier versions did not mask credentials
+    return dict(_flat(mask(parse_plain(stored.read_text()))))  # earlier versions did not mask credentials
 
 
 def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from composer_speedups.core.files import publish, remove_unfinished, replace_folder, write_atomically, write_json
+from composer_speedups.core.errors import ConfigError
+from composer_speedups.core.files import (
+    LockedFileError,
+    lock_file,
+    publish,
+    remove_unfinished,
+    replace_folder,
+    write_atomically,
+    write_json,
+)
 from composer_speedups.train.cli import exit_codes
 
 
@@ -65,6 +76,87 @@ def test_remove_unfinished_deletes_the_leftovers_of_a_kill(monkeypatch: pytest.M
     assert len(list(Path().iterdir())) == 3
     remove_unfinished(Path())
     assert [path.name for path in Path().iterdir()] == ["mine"]
+
+
+def test_remove_unfinished_keeps_what_belongs_to_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("os.unlink", lambda *_: None)
+        patch.setattr("os.replace", lambda *_: 1 / 0)
+        for name in ("out[1].csv", "out1.csv", "out[1].csv2"):
+            with pytest.raises(ZeroDivisionError):
+                write_atomically(Path(name), "new")
+    remove_unfinished(Path(), "out[1].csv")
+    assert sorted(path.name.rpartition(".csv")[0] for path in Path().iterdir()) == [
+        ".unfinished-out1",
+        ".unfinished-out[1]",
+    ]
+
+
+def test_a_lock_is_exclusive_until_it_is_closed_and_keeps_the_content() -> None:
+    Path("x").write_text("mine")
+    with lock_file(Path("x"), "key"):
+        with pytest.raises(LockedFileError, match=r"^key: x is in use by a running process"):
+            lock_file(Path("x"), "key")
+        lock_file(Path("y"), "key").close()
+    lock_file(Path("x"), "key").close()
+    assert Path("x").read_text() == "mine"
+    assert Path("y").read_text() == ""
+
+
+def test_a_lock_does_not_follow_a_symbolic_link() -> None:
+    Path("precious").write_text("mine")
+    Path("x.lock").symlink_to("precious")
+    Path("y.lock").symlink_to("missing")
+    for name in ("x.lock", "y.lock"):
+        with pytest.raises(ConfigError, match=rf"^key: {name} is a symbolic link, which is not followed; delete it"):
+            lock_file(Path(name), "key")
+    assert Path("precious").read_text() == "mine"
+    assert not Path("missing").exists()
+
+
+def test_a_forked_child_does_not_hold_the_lock() -> None:
+    """As a DataLoader worker, which lives for seconds after its parent was killed."""
+    lock = lock_file(Path("x"), "key")
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the parent closes its end
+        os._exit(0)
+    try:
+        with pytest.raises(LockedFileError):  # the child has closed its copy only
+            lock_file(Path("x"), "key")
+        lock.close()
+        assert os.waitpid(child, os.WNOHANG) == (0, 0)
+        for _ in range(1000):  # the child may not have got to run yet
+            try:
+                lock_file(Path("x"), "key").close()
+                break
+            except LockedFileError:
+                time.sleep(0.01)
+        else:
+            pytest.fail("the child holds the lock")
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+        os.close(read)
+
+
+def test_a_file_that_its_holder_deletes_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise two processes would hold the lock of one path: one of the deleted file, one of the new one."""
+    flock, calls = fcntl.flock, []
+
+    def late(file: Any, how: int) -> None:
+        calls.append(file)
+        if len(calls) == 1:
+            os.unlink("x")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with lock_file(Path("x"), "key") as lock:
+        assert os.path.samestat(os.fstat(lock.fileno()), os.stat("x"))
+    assert len(calls) == 2
+    assert calls[0].closed
 
 
 def test_publish_replaces_an_existing_file() -> None:

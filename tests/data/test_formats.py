@@ -60,6 +60,32 @@ def load(name: str, task: Task | None = None, evaluation: str | None = None, **s
     return [None if each is None else each[:] for each in load_samples(config, task or Classification())]
 
 
+@pytest.mark.parametrize(
+    ("value", "line"),
+    [
+        ("[" * 200 + "]" * 200, 2),
+        ('{"a":' * 200 + "1" + "}" * 200, 2),
+        ("[\n" * 200 + "]" * 200, 51),  # Arrow reads across lines
+        ('["]]]]]]", "\\\\", "\\"]]]]",' * 200 + "1" + "]" * 200, 2),  # strings with brackets and quotes
+    ],
+    ids=["lists", "mappings", "lines", "strings"],
+)
+def test_deeply_nested_json_is_refused_in_one_line(value: str, line: int) -> None:
+    """10,000 levels hang Arrow's parser, and 100,000 end the process."""
+    Path("deep.jsonl").write_text(f'{{"text": "a", "label": "b"}}\n{{"text": "a", "label": "b", "x": {value}}}\n')
+    with pytest.raises(
+        DataError, match=rf"^input: deep\.jsonl cannot be read \(line {line} is nested deeper than 50 levels; remove"
+    ):
+        read_file(Path("deep.jsonl"), "input")
+
+
+def test_brackets_in_texts_are_not_nesting() -> None:
+    texts = ["[" * 200, '"[' * 200, "\\" + '"{' * 200, "}]" * 200, "{\n" * 200]
+    rows = [{"text": text, "label": "no", "x": [[[0, 1]] * 60]} for text in texts]
+    Path("flat.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 3))
+    assert read_file(Path("flat.jsonl"), "input").to_pylist() == rows * 3
+
+
 EXPECTED = {"text_1": ROWS["text"], "labels": [0, 1] * 3}
 
 

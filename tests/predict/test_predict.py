@@ -134,6 +134,80 @@ def test_a_changed_input_does_not_resume(finished: Path, monkeypatch: pytest.Mon
         main(call)
 
 
+def test_a_second_call_with_the_same_output_is_refused_while_the_first_writes(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "_BLOCK", 20)
+    call = [str(finished), "--input", save(TEXTS)]
+    plain, refused = FinishedModel.predict, []
+
+    def meanwhile(self: FinishedModel, encoded: Any, batch_size: int) -> Any:
+        with pytest.raises(ConfigError) as error:
+            main(call)
+        refused.append(str(error.value))
+        return plain(self, encoded, batch_size)
+
+    monkeypatch.setattr(FinishedModel, "predict", meanwhile)
+    main(call)
+    assert set(refused) == {
+        "output: in.predictions.jsonl.partial is in use by a running process; wait until it ends, or choose another "
+        "output"
+    }
+    assert len(refused) == 3
+    assert len(predictions()) == len(TEXTS)
+    assert sorted(path.name for path in Path().iterdir()) == ["in.jsonl", "in.predictions.jsonl"]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
+def test_files_that_the_user_has_at_names_near_the_output_are_kept(finished: Path, suffix: str) -> None:
+    Path("precious").write_text("mine")
+    Path(f"out.{suffix}.unfinished").symlink_to("precious")
+    Path(f"out.{suffix}").symlink_to("precious")
+    main([str(finished), "--input", save(TEXTS[:3]), f"output=out.{suffix}"])
+    assert Path("precious").read_text() == "mine"
+    assert Path(f"out.{suffix}.unfinished").is_symlink()
+    assert not Path(f"out.{suffix}").is_symlink()
+
+
+@pytest.mark.parametrize("content", ["", "mine"])
+def test_a_partial_file_that_is_a_symbolic_link_is_refused(finished: Path, content: str) -> None:
+    Path("precious").write_text(content)
+    Path("in.predictions.jsonl.partial").symlink_to("precious")
+    with pytest.raises(ConfigError, match=r"^output: in\.predictions\.jsonl\.partial is a symbolic link"):
+        main([str(finished), "--input", save(TEXTS[:3])])
+    assert Path("precious").read_text() == content
+
+
+def test_a_call_that_was_killed_before_its_first_line_starts_over(
+    finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, partial = [str(finished), "--input", save(TEXTS[:3])], Path("in.predictions.jsonl.partial")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FinishedModel, "predict", killed)
+        with pytest.raises(KeyboardInterrupt):
+            main(call)
+    head = partial.read_bytes()
+    for written in (b"", head[:20], head):
+        partial.write_bytes(written)
+        main(call)
+        assert len(predictions()) == 3
+        os.unlink("in.predictions.jsonl")
+    partial.write_bytes(b"mine, without a newline")
+    with pytest.raises(ConfigError, match=r"^output: .* belongs to another run, input or columns"):
+        main(call)
+    assert partial.read_bytes() == b"mine, without a newline"
+
+
+def test_an_output_that_cannot_be_written_is_one_line(finished: Path) -> None:
+    Path("in.predictions.jsonl.partial").mkdir()
+    with pytest.raises(ConfigError, match=r"^output: .*partial cannot be written \(Is a directory\); choose another"):
+        main([str(finished), "--input", save(TEXTS[:3])])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -27,11 +27,13 @@ from composer.utils import checkpoint as composer_checkpoint
 from composer_speedups import FusedOptimizer, SDPAAttention
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import run_folder as runs
+from composer_speedups.train.checkpoints import unpickling
 from composer_speedups.train.checkpoints.reading import (
     DamagedCheckpointError,
     admit,
     check_checkpoint,
     check_contents,
+    check_whole,
     restricted_loading,
 )
 from composer_speedups.train.checkpoints.saver import plain_generators
@@ -274,9 +276,9 @@ def load_unpickled(path: str) -> dict[str, Any]:
         return check_contents(torch.load(path), weights_only=False)
 
 
-def pickled(name: str, instructions: bytes) -> str:
+def pickled(name: str, instructions: bytes, compression: int = zipfile.ZIP_STORED) -> str:
     """Write a checkpoint that contains only these pickle instructions; return its name."""
-    with zipfile.ZipFile(name, "w") as archive:
+    with zipfile.ZipFile(name, "w", compression) as archive:
         archive.writestr("archive/data.pkl", b"\x80\x02" + instructions + b".")
         archive.writestr("archive/version", "3\n")
     return name
@@ -292,23 +294,65 @@ LIST_TWICE = b"q\0]h\0ah\0a"
         (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashing it overflows the stack
         (b"})" + TWICE * 60 + b"Ns", "too many times"),  # hashing it takes years
         (b"]" + LIST_TWICE * 60, "too many times"),
+        (b"]" + LIST_TWICE * 20, "too many times"),  # the file is small, and reading it takes a second
+        (b"(" + b"N" * 3000 + b"tq\1\x85q\2" + b"cbuiltins\nset\nh\2R" * 200, "too many times"),  # hashed each time
         (b"]q\0h\0a", "contains itself"),
+        (b"]q\0]h\0a]h\0ah\0Na", "another is added later"),
+        (b"](" + b"N" * 2000 + b"e", "more than 1000 pickle instructions"),
+        (b"X\x10\x27\0\0" + b"a" * 10_000, "pickle of more than 9000 bytes"),
         (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "import bytearray"),
         (b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x01\x85R", "import torch.FloatTensor"),
         (b"0", "no pickle of torch's|instruction POP"),
     ],
-    ids=["deep", "wide", "wide list", "cycle", "bytearray", "tensor", "empty stack"],
+    ids=[
+        *("deep", "wide", "wide list", "less wide list", "hashed", "cycle", "grown", "many", "large"),
+        *("bytearray", "tensor", "empty stack"),
+    ],
 )
 def test_a_pickle_that_exhausts_stack_time_or_memory_is_refused(instructions: bytes, message: str) -> None:
     path = pickled("bomb.pt", instructions)
 
     def refused() -> None:
+        if "1000 pickle" in message:
+            unpickling._MAX_INSTRUCTIONS = 1000
+        if "9000" in message:
+            unpickling._MAX_BYTES = 9000
         with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({message})"):
             check_checkpoint(path, "checkpoint.load")
         with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as when Composer loads it
             composer_checkpoint.safe_torch_load(path)
 
     assert Fork(refused).wait().status == 0
+
+
+def test_a_compressed_archive_is_refused_before_any_member_is_read(
+    valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """4 KB unpack to 4 MB of instructions, which take a minute and a GB to check."""
+    path = pickled("bomb.pt", b"](" + b"N" * 4_000_000 + b"e", zipfile.ZIP_DEFLATED)
+    assert Path(path).stat().st_size < 5000
+    with (
+        zipfile.ZipFile(valid_checkpoint) as whole,
+        zipfile.ZipFile("smaller.pt", "w", zipfile.ZIP_DEFLATED) as archive,
+    ):
+        for name in whole.namelist():
+            archive.writestr(name, whole.read(name))
+    check_whole("smaller.pt", "checkpoint.load")  # with trust_checkpoint, and torch can read it
+    assert torch.load("smaller.pt", weights_only=False)["state"]
+    monkeypatch.setattr(zipfile.ZipFile, "open", lambda *_: pytest.fail("read a member"))
+    for name in ("bomb.pt", "smaller.pt"):
+        with pytest.raises(ConfigError, match=rf"{name}: refused, .*compressed members, which torch does not write"):
+            check_checkpoint(name, "checkpoint.load")
+        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError, match="compressed members"):
+            composer_checkpoint.safe_torch_load(name)  # from an object store, it is checked only when it is loaded
+
+
+def test_the_checkpoint_of_a_long_run_is_read() -> None:
+    """ThroughputMonitor records every batch."""
+    batch = (1000, 2000, 3000, 4000, 5000, 0.1, 0.2, 0.3, True)
+    torch.save({"state": [(*batch[:5], i / 7, *batch[6:]) for i in range(20_000)]}, "long.pt")
+    with restricted_unpickling():
+        assert len(torch.load("long.pt")["state"]) == 20_000
 
 
 def test_a_file_that_is_not_a_zip_archive_is_not_unpickled() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import ConfigError
@@ -14,6 +15,7 @@ from composer_speedups.core.settings import Origins, field_docs
 from composer_speedups.train.cli import help_text
 from composer_speedups.train.config.load import load_config, load_with_origins, save_config
 from composer_speedups.train.config.schema import Config, schema_keys, section_of
+from composer_speedups.train.run_folder import check_same_run
 
 
 def write(text: str, name: str = "x.yaml") -> str:
@@ -120,6 +122,78 @@ def test_an_error_in_a_file_is_one_line_with_key_and_file(text: str) -> None:
     assert message.startswith("my.yaml: ")
     assert MISTAKES[text] in message
     assert "\n" not in message
+
+
+def doubled(levels: int, first: str, form: str) -> str:
+    """A YAML of so many tags, each of which stands for the previous one twice."""
+    return "".join(f"    - {form.format(this=i, last=i - 1) if i else first}\n" for i in range(levels))
+
+
+BOMBS = {
+    "interpolations": (
+        "loggers:\n  wandb:\n    tags:\n"
+        + doubled(26, "x" * 60, "${{loggers.wandb.tags.{last}}}${{loggers.wandb.tags.{last}}}"),
+        "my.yaml: its values refer to other keys 50 times",
+    ),
+    "environment": (
+        "run_name: ${oc.env:LONG}\nloggers:\n  wandb:\n    tags:\n"
+        + doubled(10, "${run_name}", "${{loggers.wandb.tags.{last}}}${{loggers.wandb.tags.{last}}}"),
+        "my.yaml: its values refer to other keys 19 times",
+    ),
+    "aliases": (
+        "loggers:\n  wandb:\n    tags:\n" + doubled(26, "&a0 [x]", "&a{this} [*a{last}, *a{last}]"),
+        "my.yaml: not valid YAML: it has too many values",
+    ),
+    "long text": (
+        "loggers:\n  wandb:\n    tags:\n    - &a " + "x" * 10_000 + "\n" + "    - *a\n" * 300,
+        "my.yaml: not valid YAML: it has too many values",
+    ),
+    "cycle": ("loggers: {wandb: {tags: &a [*a]}}", "my.yaml: not valid YAML: *a contains itself"),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_few_bytes_that_stand_for_gigabytes_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, message = BOMBS[name]
+    monkeypatch.setenv("LONG", "x" * 100_000)
+    monkeypatch.setattr(OmegaConf, "to_object", lambda _: pytest.fail("resolved"))
+    with pytest.raises(ConfigError) as error:
+        load_config(write(text, "my.yaml"))
+    assert str(error.value).startswith(message)
+
+
+def test_the_stored_config_of_an_interrupted_run_is_checked_for_size_too() -> None:
+    stored = Path(write(BOMBS["aliases"][0], "config.yaml"))
+    with pytest.raises(ConfigError, match=r"was interrupted, and its config\.yaml cannot be read; choose another"):
+        check_same_run(Config(), stored)
+
+
+def test_interpolations_in_overrides_count_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tag = "loggers.wandb.tags"
+    lines = doubled(12, "x", f"${{{{{tag}.{{last}}}}}}${{{{{tag}.{{last}}}}}}")
+    file = write(f"loggers:\n  wandb:\n    tags:\n{lines}", "my.yaml")
+    wandb = load_config(file).loggers.wandb
+    assert wandb is not None
+    assert len(wandb.tags[-1]) == 2**11
+    monkeypatch.setattr(OmegaConf, "to_object", lambda _: pytest.fail("resolved"))
+    with pytest.raises(ConfigError, match=r"^command line: its values refer to other keys 42 times"):
+        load_config(file, ["loggers.wandb.group=" + f"${{{tag}.11}}" * 20])
+
+
+def test_aliases_and_interpolations_of_ordinary_configs_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONG", "x" * 100)
+    text = """
+    run_name: ${model.name}-${seed}
+    seed: ${data.seed}
+    data: {seed: &seed 5, hub_name: "${oc.env:LONG}/${oc.env:MISSING,${run_name}}"}
+    loggers: {wandb: {group: "${run_name}", tags: &tags [a, b]}}
+    algorithms: {unpadding: {multiple: *seed}}
+    """
+    config = load_config(write(text, "my.yaml"), ["model.name=mine"])
+    assert (config.run_name, config.seed, config.data.hub_name) == ("mine-5", 5, f"{'x' * 100}/mine-5")
+    assert config.loggers.wandb is not None
+    assert config.loggers.wandb.group == "mine-5"
+    assert config.algorithms == {"unpadding": {"multiple": 5}}
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "# run_name: mine\n", "null", "~", "---\n"])

@@ -84,6 +84,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
                 {"at": "disk", "largest_file": 4_000_000},  # bytes, less than a checkpoint
             ],
         },
+        # its workers live for seconds after it
+        {"name": "workers", "arguments": job("workers", "data.workers=2"), "points": [at("step", 8)]},
     ]
     folder = tmp_path_factory.mktemp("stopped")
     return folder, run_cases(folder, cases)
@@ -95,6 +97,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, l
     [
         ("killed", [-9, -9, -9, -9, 0], [5, 10, 15, 18]),
         ("stopped", [143, 1, 0], [8]),
+        ("workers", [-9, 0], [5]),
     ],
 )
 def test_a_stopped_run_ends_like_an_uninterrupted_one(

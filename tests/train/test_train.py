@@ -86,6 +86,16 @@ def test_an_earlier_run_is_kept_and_a_run_in_use_is_refused() -> None:
     assert sorted(Path("runs").rglob("*")) == before
 
 
+def test_the_lock_does_not_follow_a_symbolic_link() -> None:
+    Path("precious").write_text("mine")
+    Path("runs").mkdir()
+    Path("runs/.quickstart.lock").symlink_to("../precious")
+    with pytest.raises(ConfigError, match=r"^runs_folder: runs/\.quickstart\.lock is a symbolic link"):
+        run("trainer.max_duration=1ba")
+    assert Path("precious").read_text() == "mine"
+    assert [path.name for path in Path("runs").iterdir()] == [".quickstart.lock"]
+
+
 def test_a_refused_run_leaves_the_earlier_run_unchanged() -> None:
     run("trainer.max_duration=1ba", "trainer.eval_batches=1")
     folder = Path("runs/quickstart")

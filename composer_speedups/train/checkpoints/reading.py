@@ -38,7 +38,7 @@ from composer_speedups.core.technique import Technique, resume_error, techniques
 from composer_speedups.core.temporary_attribute import temporary_attribute
 from composer_speedups.train.checkpoints.saver import FILE_NAME
 from composer_speedups.train.checkpoints.structure import MalformedError, conforming, like
-from composer_speedups.train.checkpoints.unpickling import Words, reason_of, restricted_unpickling
+from composer_speedups.train.checkpoints.unpickling import Words, check_archive, reason_of, restricted_unpickling
 
 __all__ = [
     "DamagedCheckpointError",
@@ -116,17 +116,27 @@ def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
         yield
 
 
-def check_whole(path: str, key: str) -> None:
+def check_whole(path: str, key: str, *, trust: bool = True) -> None:
     """Refuse a local checkpoint that is truncated or does not match its checksums. Takes about a second per GB.
 
     torch writes checksums but does not check them.
 
+    Args:
+        path: Path of the file.
+        key: The config key that names it, for errors.
+        trust: Also read an archive that unpacks to more than its own size.
+
     Raises:
         DamagedCheckpointError: It is damaged.
+        ConfigError: It is refused, without ``trust``.
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if not trust:
+                check_archive(archive)
             broken = archive.testzip()
+    except pickle.UnpicklingError as error:
+        raise ConfigError(f"{key}: {path}: refused, {reason_of(error)}; {_TRUST}") from error
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
         raise DamagedCheckpointError(f"{key}: {path} is damaged ({error}); {_ANOTHER}") from error
     if broken is not None:
@@ -160,7 +170,7 @@ def check_checkpoint(path: str, key: str, *, weights_only: bool = False) -> None
         )
     if remote:
         return  # checked after the download
-    check_whole(path, key)
+    check_whole(path, key, trust=False)
     with restricted_unpickling(), warnings.catch_warnings():
         # of a tensor type that is refused below
         warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)

@@ -4,9 +4,11 @@ NumPy's classes are not allowed: NumPy rebuilds an array from the dtype and byte
 crash the process. The only array in a checkpoint that Composer writes is the state of NumPy's random generator, which
 the classes below read instead.
 
-The nesting depth and the number of values are determined from the pickle's instructions before any of them is executed.
-Python hashes a tuple recursively in C, so a million nested tuples overflow the stack. A list that contains another list
-twice, repeated forty times, takes a few hundred bytes and has more entries than fit in any memory.
+The size of the archive's members is checked before they are unpacked: torch does not compress them, and 4 KB of
+compressed zeros hold 4 MB of instructions. The nesting depth and the number of values are determined from the pickle's
+instructions before any of them is executed. Python hashes a tuple recursively in C, so a million nested tuples overflow
+the stack. A list that contains another list twice, repeated forty times, takes a few hundred bytes and has more entries
+than fit in any memory.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import pickle
 import pickletools
 import re
 import struct
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,14 +34,19 @@ from composer_speedups.core.temporary_attribute import temporary_attribute
 
 __all__ = [
     "Words",
+    "check_archive",
     "reason_of",
     "restricted_unpickling",
 ]
 
 _FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 _COUNT = 624  # 32-bit words of a Mersenne Twister
-_DEEPEST = 100
-_SHARED = 100  # limit on the number of values, counted once per occurrence, relative to the number of instructions
+_MAX_DEPTH = 100
+_MAX_BYTES = 2**26  # of data.pkl, and
+_MAX_INSTRUCTIONS = 2**24  # in it. ThroughputMonitor's record of a batch, the largest part of long runs, takes 13.
+# Limits relative to the number of instructions: on the values inside a value, counted once per occurrence, and on their
+# sum over all values, which bounds the time to hash and copy them.
+_MAX_SHARED, _MAX_WORK = 10, 100
 _TAKEN = {
     "TUPLE1": 1,
     "TUPLE2": 2,
@@ -48,8 +56,6 @@ _TAKEN = {
     "BINPERSID": 1,
 }  # instructions that replace values on the stack by a new one
 _ADDED = {"APPEND": 1, "SETITEM": 2, "BUILD": 1}  # instructions that add to the value below them on the stack
-
-_Node = list  # the nodes of the parts of a value
 
 
 class Words:
@@ -89,7 +95,13 @@ def _reconstruct(kind: Any, shape: Any, code: Any) -> Words:
 
 
 class _Reader(torch._C.PyTorchFileReader):  # type: ignore[misc]
-    """torch's archive reader, which checks the pickle before torch reads it."""
+    """torch's archive reader, which checks the archive and the pickle before torch reads them."""
+
+    def __init__(self, file: Any) -> None:
+        with zipfile.ZipFile(file) as archive:
+            check_archive(archive)
+        file.seek(0)
+        super().__init__(file)
 
     def get_record(self, name: str) -> bytes:
         record: bytes = super().get_record(name)
@@ -165,73 +177,87 @@ def reason_of(error: pickle.UnpicklingError) -> str:
     return f"it holds more than weights and plain values ({reason.splitlines()[0][:200]})"
 
 
+def check_archive(archive: zipfile.ZipFile) -> None:
+    """Check the sizes of an archive's members, of which none is read.
+
+    Raises:
+        pickle.UnpicklingError: The members are compressed or overlap, or ``data.pkl`` is too large.
+    """
+    members = archive.infolist()
+    assert archive.fp is not None
+    if sum(member.file_size for member in members) > archive.fp.seek(0, os.SEEK_END):
+        raise pickle.UnpicklingError("compressed members, which torch does not write")
+    if any(member.file_size > _MAX_BYTES for member in members if member.filename.endswith("data.pkl")):
+        raise pickle.UnpicklingError(f"pickle of more than {_MAX_BYTES} bytes")
+
+
+class _Size:
+    """The size of a value on the stack of the unpickler."""
+
+    __slots__ = ("held", "levels", "values")
+
+    def __init__(self) -> None:
+        self.levels = self.values = 1  # nested levels, and values inside it, counted once per occurrence
+        self.held = False  # inside another value
+
+
 def _check_nesting(data: bytes) -> None:
     """Check a pickle as torch's restricted unpickler would read it, which supports few instructions.
 
     Raises:
-        pickle.UnpicklingError: It nests too deeply, contains itself or one value too often, or is not a pickle.
+        pickle.UnpicklingError: It has too many instructions, nests too deeply, contains itself or one value too often,
+            or is not a pickle.
     """
     try:
-        nodes = _nodes(data)
+        _measure(data)
     except (AttributeError, IndexError, KeyError, ValueError) as error:  # the stack or the memo lacks an entry
         raise pickle.UnpicklingError(f"not a pickle written by torch ({type(error).__name__})") from error
-    sizes: dict[int, tuple[int, int]] = {}  # by id: nested levels, and number of values counted once per occurrence
-    most = _SHARED * (len(nodes) + 1000)
-    for first in nodes:
-        open_nodes, entered = [first], set()
-        while open_nodes:
-            node = open_nodes[-1]
-            if id(node) in sizes:
-                open_nodes.pop()
-            elif id(node) not in entered:
-                entered.add(id(node))
-                waiting = [each for each in node if id(each) not in sizes]
-                if any(id(each) in entered for each in waiting):
-                    raise pickle.UnpicklingError("value that contains itself")
-                open_nodes += waiting
-            else:
-                inside = [sizes[id(each)] for each in node]
-                levels, values = 1 + max((one for one, _ in inside), default=0), 1 + sum(other for _, other in inside)
-                if levels > _DEEPEST:
-                    raise pickle.UnpicklingError(f"values nested deeper than {_DEEPEST} levels")
-                if values > most:
-                    raise pickle.UnpicklingError("values that contain others too many times")
-                sizes[id(node)] = levels, values
-                open_nodes.pop()
 
 
-def _nodes(data: bytes) -> list[_Node]:
-    """Yield a node for each value that the pickle creates."""
-    nodes: list[_Node] = []
-    stack: list[_Node] = []
-    below: list[list[_Node]] = []  # stacks, one per mark
-    memo: dict[int, _Node] = {}
+def _measure(data: bytes) -> None:
+    plain = _Size()  # of every value that holds no others
+    plain.held = True
+    work = 0
+    stack: list[_Size] = []
+    below: list[list[_Size]] = []  # stacks, one per mark
+    memo: dict[int, _Size] = {}
     argument: Any
-    for instruction, argument, _ in pickletools.genops(data):
+    for number, (instruction, argument, _) in enumerate(pickletools.genops(data)):
         name = instruction.name
+        if number == _MAX_INSTRUCTIONS:
+            raise pickle.UnpicklingError(f"more than {_MAX_INSTRUCTIONS} pickle instructions")
         if name in ("PROTO", "STOP"):
             continue
         if name == "MARK":
             below.append(stack)
             stack = []
-        elif name in ("BINPUT", "LONG_BINPUT"):
+            continue
+        if name in ("BINPUT", "LONG_BINPUT"):
             memo[argument] = stack[-1]
-        elif name in ("BINGET", "LONG_BINGET"):
+            continue
+        if name in ("BINGET", "LONG_BINGET"):
             stack.append(memo[argument])
-        elif name in ("APPENDS", "SETITEMS"):
+            continue
+        if name in ("APPENDS", "SETITEMS", "TUPLE"):
             items, stack = stack, below.pop()
-            stack[-1] += items
-        elif name in _ADDED:
-            items = [stack.pop() for _ in range(_ADDED[name])]
-            stack[-1] += items
-        elif name == "TUPLE":
-            items, stack = stack, below.pop()
-            stack.append(items)
-            nodes.append(items)
-        elif instruction.stack_before and name not in _TAKEN:
+        elif name in _TAKEN or name in _ADDED:
+            items = [stack.pop() for _ in range(_TAKEN.get(name) or _ADDED[name])]
+        elif instruction.stack_before:
             raise pickle.UnpicklingError(f"pickle instruction {name}, which torch does not write")
         else:
-            node = [stack.pop() for _ in range(_TAKEN.get(name, 0))]
-            stack.append(node)
-            nodes.append(node)
-    return nodes
+            stack.append(_Size() if name in ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET") else plain)
+            continue
+        if name == "TUPLE" or name in _TAKEN:
+            stack.append(_Size())
+        holder = stack[-1]
+        for item in items:
+            item.held = True
+            holder.levels = max(holder.levels, 1 + item.levels)
+            holder.values += item.values
+            work += item.values
+        if holder.held and items:  # an item may be the holder itself, or hold it
+            raise pickle.UnpicklingError("value that contains itself, or to which another is added later")
+        if holder.levels > _MAX_DEPTH:
+            raise pickle.UnpicklingError(f"values nested deeper than {_MAX_DEPTH} levels")
+        if holder.values > _MAX_SHARED * (number + 1000) or work > _MAX_WORK * (number + 1000):
+            raise pickle.UnpicklingError("values that contain others too many times")

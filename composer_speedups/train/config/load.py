@@ -30,12 +30,16 @@ __all__ = [
     "as_yaml",
     "load_config",
     "load_with_origins",
+    "parse_plain",
     "save_config",
     "written",
 ]
 
 _MOST_BYTES = 2**20  # size limit of a config file; this package's have about two thousand bytes
 _MOST_NESTED = 50  # nesting limit: libyaml's parser is recursive, and a hundred thousand levels overflow the stack
+_MAX_EXPANDED = 2**21  # characters of a YAML text with its aliases written out, and
+_PER_VALUE = 20  # for each value: OmegaConf takes 2 KB of memory for it
+_MAX_RESOLVED = 2**24  # characters of all values with their interpolations resolved
 _MISSING = object()
 _LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -137,7 +141,7 @@ def written(config: Config) -> dict[str, Any]:
 def _read_yaml(file: str | os.PathLike[str]) -> dict[Any, Any]:
     text = _read_text(file)
     try:
-        _check_nesting(text)
+        _check_size(text)
         loaded, node = OmegaConf.load(io.StringIO(text)), yaml.compose(text, _LOADER)
         empty = not loaded and not isinstance(node, yaml.CollectionNode)
     except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
@@ -154,7 +158,7 @@ def _read_override(override: str) -> dict[Any, Any]:
     if not all(name.split(".")) or name.count(".") >= _MOST_NESTED:
         raise ConfigError(f"{COMMAND_LINE}: {name[:80]!r} is not a key; expected section.key=value")
     try:
-        _check_nesting(value)
+        _check_size(value)
         loaded = OmegaConf.from_dotlist([override])
         node = yaml.compose(value, _LOADER)
         for part in reversed(name.split(".")):
@@ -204,6 +208,8 @@ def _merge(base: Any, raw: dict[Any, Any], origin: str, origin_of: Origins) -> A
     if isinstance(baseline := raw.get("baseline"), dict) and "algorithms" in baseline:
         baseline["algorithms"] = _algorithms_as_mapping(baseline["algorithms"], origin, "baseline.algorithms")
     _check_keys(raw, Config, "", origin)
+    if problem := _problem_in_references([base, raw]):
+        raise ConfigError(f"{origin}: {problem}")
     origin_of.update(dict.fromkeys(_dotted(raw), origin))
     try:
         return OmegaConf.unsafe_merge(base, raw)
@@ -288,16 +294,63 @@ def _read_text(file: str | os.PathLike[str]) -> str:
         raise ConfigError(f"{file}: cannot be read: {error}; save it as UTF-8") from error
 
 
-def _check_nesting(text: str) -> None:
-    """Raise a YAMLError if the nesting is too deep, without recursion."""
-    depth = 0
+def parse_plain(text: str) -> Any:
+    """Read YAML of plain values, such as the config.yaml of a run, without interpolations.
+
+    Raises:
+        yaml.YAMLError: It is not valid, nests too deeply, or its aliases expand to too much.
+    """
+    _check_size(text)
+    return yaml.safe_load(text)
+
+
+def _check_size(text: str) -> None:
+    """Raise a YAMLError if the nesting is too deep or the aliases expand to too much, without recursion."""
+    sizes: dict[str | None, int] = {}  # of complete anchors, expanded
+    open_nodes: list[list[Any]] = [[None, 0]]  # anchor, expanded size
     for event in yaml.parse(text, Loader=_LOADER):
+        size = 0
         if isinstance(event, (yaml.MappingStartEvent, yaml.SequenceStartEvent)):
-            depth += 1
+            open_nodes.append([event.anchor, _PER_VALUE])
         elif isinstance(event, (yaml.MappingEndEvent, yaml.SequenceEndEvent)):
-            depth -= 1
-        if depth > _MOST_NESTED:
+            anchor, size = open_nodes.pop()
+            sizes[anchor] = size
+        elif isinstance(event, yaml.ScalarEvent):
+            size = _PER_VALUE + len(event.value)
+            sizes[event.anchor] = size
+        elif isinstance(event, yaml.AliasEvent):
+            if any(event.anchor == anchor for anchor, _ in open_nodes):
+                raise yaml.YAMLError(f"*{event.anchor} contains itself")
+            size = sizes.get(event.anchor, 0)  # 0: unknown, which is an error later
+        open_nodes[-1][1] += size
+        if len(open_nodes) > _MOST_NESTED + 1:
             raise yaml.YAMLError(f"it nests more than {_MOST_NESTED} levels deep")
+        if open_nodes[-1][1] > _MAX_EXPANDED:
+            raise yaml.YAMLError(f"it has too many values, or more than {_MAX_EXPANDED} characters with its aliases")
+
+
+def _problem_in_references(sections: Sequence[Any]) -> str | None:
+    """Describe interpolations that could resolve to too much text; None if there are none.
+
+    A value may refer to values that refer to others, so that few bytes can stand for terabytes. At most, as many
+    references as there are multiply the text by 3 ** (references / 3): three at each level.
+    """
+    texts = [text for section in sections for _, text in _leaves(_unresolved(section)) if isinstance(text, str)]
+    from_environment = sum(text.count("${oc.env:") for text in texts)
+    references = sum(text.count("${") for text in texts) - from_environment
+    if not references:
+        return None
+    size = sum(map(len, texts)) + from_environment * max(map(len, os.environ.values()), default=0)
+    if max(size, 4096) * 3 ** (references / 3) <= _MAX_RESOLVED:
+        return None
+    return (
+        f"its values refer to other keys {references} times, as in ${{data.seed}}, which could resolve to more than "
+        f"{_MAX_RESOLVED} characters; write some of the values out"
+    )
+
+
+def _unresolved(section: Any) -> Any:
+    return OmegaConf.to_container(section, resolve=False) if OmegaConf.is_config(section) else section
 
 
 def _problem_in(value: Any, name: str = "") -> str | None:
