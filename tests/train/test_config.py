@@ -83,6 +83,7 @@ MISTAKES = {
     "trainer: {microbatch_size: 0}": "trainer.microbatch_size must be at least 1",
     "trainer: {parallelism_config: {ddp: {}}}": "trainer.parallelism_config accepts fsdp and tp, not ddp",
     "run_name: ../up": "run_name must be letters, digits",
+    "runs_folder: 'runs/{rank}'": "runs_folder must not contain braces, which Composer replaces",
     "run_name: ''": "run_name must be letters, digits",
     "model: {size: tiny}": "model.size needs model.init: random",
     "model: {init: random, size: tiny}": "data.tokenizer is missing",

@@ -52,6 +52,11 @@ def check_together(config: Config, origin_of: Origins) -> None:
         where = origin_of[name]
         raise ConfigError(f"{where}: {name} {text}")
 
+    if set(config.runs_folder) & set("{}"):
+        refuse(
+            "runs_folder",
+            f"must not contain braces, which Composer replaces in some of its paths: {config.runs_folder}",
+        )
     _check_task(config, refuse)
     if model.dtype == "bfloat16":
         for section, algorithms in asked.items():
