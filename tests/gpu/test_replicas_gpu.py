@@ -13,7 +13,11 @@ from tests.helpers.models import FUSED, UNPADDED, Family, fit_batches, tiny_mode
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.filterwarnings("ignore:Was asked to gather along dimension 0:UserWarning"),  # each replica's loss
+]
 
 
 @pytest.mark.parametrize("labels", ["ignored", "on padding"])
