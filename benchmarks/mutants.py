@@ -49,6 +49,7 @@ _TESTS = {  # in addition to files named after the module or its folder
     "kernels/compile_ahead": ["kernels/test_fused_compile.py"],
     "kernels/disentangled_attention": ["kernels/test_disentangled_kernels.py"],
     "kernels/": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
+    "callbacks/guarded_logger": ["train/test_recording.py"],
     "train/checkpoints/": [
         "train/test_checkpoint_structure.py",
         "train/test_malformed_checkpoints.py",

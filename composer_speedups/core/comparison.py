@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composer_speedups.families.packed_tokens import token_masks
 
@@ -126,8 +127,9 @@ def outcome_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     """:func:`measure` for one call of a model. Gradients are computed if they are enabled.
 
     They are those of the loss that the model returns, alone or among outputs; without one, of a weighted sum of the
-    outputs that are compared.
+    outputs that are compared. A sharded model's are not computed.
     """
+    sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     masks = [token_masks(batch).get("attention_mask") for batch in (kwargs, *args)]
     mask_BS = next((mask for mask in masks if mask is not None and mask.ndim == 2), None)
 
@@ -138,7 +140,7 @@ def outcome_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
             loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
         return outputs, loss if isinstance(loss, Tensor) and loss.ndim == 0 else _weighted_sum(outputs, mask_BS)
 
-    return measure(model, call, mask_BS, gradients=torch.is_grad_enabled())
+    return measure(model, call, mask_BS, gradients=torch.is_grad_enabled() and not sharded)
 
 
 def _weighted_sum(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:

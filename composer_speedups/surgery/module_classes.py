@@ -9,6 +9,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,10 @@ class _Derived(type):
     """Metaclass of classes created at run time. Modules of such classes are pickled as their stock class."""
 
 
+class _DerivedABC(_Derived, ABCMeta):
+    """The same for classes with abstract methods, such as Composer's models."""
+
+
 _MADE: dict[Any, type[Any]] = {}
 
 
@@ -60,7 +65,8 @@ def derived_class(mixin: Any, stock: Any) -> type[Any]:
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
-        _MADE[mixin, stock] = _Derived(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+        metaclass = _DerivedABC if issubclass(type(stock), ABCMeta) else _Derived
+        _MADE[mixin, stock] = metaclass(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
     return _MADE[mixin, stock]
 
 
@@ -95,4 +101,5 @@ def _reduce(derived: Any) -> Any:
     return derived_class, derived._derived_from
 
 
-copyreg.pickle(_Derived, _reduce)
+for _metaclass in (_Derived, _DerivedABC):
+    copyreg.pickle(_metaclass, _reduce)

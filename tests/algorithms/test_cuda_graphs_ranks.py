@@ -90,7 +90,7 @@ def technique_on_ddp(microbatches: int, segments: int) -> dict[str, Any]:
     shared = ddp_of(model)
     technique: Any = CUDAGraphs()
     technique._calls = calls = graphed(model, segments=segments)
-    technique.engaged, calls.eager_first = True, 1
+    technique.engaged, technique.in_force, calls.eager_first = True, True, 1
     state: Any = SimpleNamespace(model=shared, algorithms=[])
     logger: Any = InMemoryLogger()
 

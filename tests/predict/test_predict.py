@@ -252,7 +252,6 @@ def test_a_run_that_cannot_predict_is_one_line(finished: Path) -> None:
             main([folder, "--input", "in.jsonl"])
 
 
-@pytest.mark.refuses("predict", task="mlm")
 def changed(text: str, *keys: str, to: Any) -> str:
     """A JSON text with another value at ``keys``."""
     whole = part = json.loads(text)
@@ -303,6 +302,7 @@ def test_labels_that_are_damaged_are_refused_in_one_line(finished: Path, labels:
         main(["copy", "--input", "in.jsonl"])
 
 
+@pytest.mark.refuses("predict", task="mlm")
 def test_a_masked_language_model_is_refused(finished: Path) -> None:
     save(TEXTS[:2])
     copy = Path("masked")

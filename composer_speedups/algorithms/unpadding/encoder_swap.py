@@ -85,6 +85,7 @@ def swap_encoders(
         if observe and encoder.padding_reader is None:
             encoder.padding_reader = PaddingReader()
     encoders = {id(each.encoder) for each in found.values()}
+    reads_real_tokens = getattr(model, "reads_real_tokens", False)  # as this package's tasks do
     around: Any
     for around in _around(model).values():
         paths = tuple(name for name, module in around.named_modules() if id(module) in encoders)
@@ -94,7 +95,7 @@ def swap_encoders(
             around.__class__ = derived_class(ModelAroundEncoder, type(around))
         around.encoder_paths = paths
         around.around_directly = any(around is base for each in found.values() for base in each.bases)
-        around.unknown_reader = observe and "For" not in type(around).__name__
+        around.unknown_reader = observe and "For" not in type(around).__name__ and not reads_real_tokens
         is_outermost = any(around is outer for each in found.values() for outer in each.outer)
         labelled = mlm_head == "labelled" and is_outermost
         around.labelled_head = around.labelled_head or LabelledHead(pad_to_multiple_of) if labelled else None

@@ -39,8 +39,8 @@ def compare_first_calls(model: nn.Module, check: Check, restore: Callable[[nn.Mo
     for name, outer in outermost_models(model).items():
         because = next(iter(model_differences(outer, name)), "") if check == "auto" else f"check={check!r}"
         outer.first_calls = _FirstCalls(model, name, because, restore)  # type: ignore[assignment]
-    wraps = type(model).__module__.startswith(("torch.", "composer."))  # such as DDP
-    if not isinstance(model, PreTrainedModel) and not wraps:
+    known = ("torch.", "composer.", "composer_speedups.")  # such as DDP, HuggingFaceModel and models of tasks
+    if not isinstance(model, PreTrainedModel) and not type(model).__module__.startswith(known):
         root: Any = model
         because = f"the model is a {type(model).__name__}, which is not one of transformers' classes"
         root.__class__ = derived_class(_Compared, type(model))
