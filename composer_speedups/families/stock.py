@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
-from transformers.initialization import no_init_weights
 from transformers.modeling_utils import AttentionInterface
 
 from composer_speedups.surgery.module_classes import is_derived
@@ -147,8 +146,9 @@ def changes_to(model: nn.Module) -> list[str]:
 
 
 def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
-    """Build a module without allocating or initializing its weights."""
-    with torch.device("meta"), no_init_weights():
+    """Build a module without allocating its weights."""
+    # Not with transformers' no_init_weights, which for all threads replaces the functions that initialize weights.
+    with torch.device("meta"):
         return kind(*arguments, **settings)
 
 

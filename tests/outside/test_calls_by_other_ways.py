@@ -18,6 +18,7 @@ from transformers import BertForPreTraining, BertModel, MPNetModel
 
 from composer_speedups import apply_fused_layers, apply_recommended, apply_unpadding, plan_unpadding, undo_unpadding
 from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.families.stock import built_on_meta
 from tests.helpers.common import Batch, batch, tiny_bert, without_labels
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import EVERY, FUSED, UNPADDED, Family, fit_batches, tiny_model
@@ -458,3 +459,18 @@ def test_feed_forward_chunks_are_refused_by_name() -> None:
     model.config.chunk_size_feed_forward = 2
     with pytest.raises(ValueError, match="chunk_size_feed_forward=0"):
         apply_unpadding(model)
+
+
+def test_looking_for_differences_leaves_other_threads_alone() -> None:
+    """transformers' way to build a model without initializing it replaces torch's functions for all threads."""
+    initialized: list[Tensor] = []
+
+    class Slow(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            other = threading.Thread(target=lambda: initialized.append(tiny_bert().classifier.weight))
+            other.start()
+            other.join()
+
+    built_on_meta(Slow)
+    torch.testing.assert_close(initialized[0], tiny_bert().classifier.weight, rtol=0, atol=0)
