@@ -9,8 +9,6 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination, MLFlowLogger, TensorboardLogger, WandBLogger
 from composer.utils import dist
 
-from composer_speedups.callbacks.guarded_logger import GuardedLogger
-
 __all__ = ["log_changing_hyperparameters"]
 
 
@@ -30,7 +28,7 @@ def log_changing_hyperparameters(state: State, logger: Logger, values: dict[str,
         values: Name → value.
     """
     for destination in logger.destinations:
-        with destination.guard() if isinstance(destination, GuardedLogger) else nullcontext():
+        with getattr(destination, "guard", nullcontext)():  # of a GuardedLogger
             _log(state, destination, values)
 
 

@@ -12,6 +12,7 @@ from composer.loggers import Logger, LoggerDestination
 from composer.utils import dist
 
 from composer_speedups.core.errors import failure_line, first_line
+from composer_speedups.distributed.gradient_readers import reads_no_gradients
 
 __all__ = ["GuardedLogger"]
 
@@ -55,6 +56,7 @@ class GuardedLogger(LoggerDestination):
             with self.guard():
                 getattr(super(), method)(*arguments, **named)
 
+    @reads_no_gradients
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.INIT:  # of a Trainer, which may be a second one
             self.failure, self._training, self._closing = None, None, False

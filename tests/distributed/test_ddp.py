@@ -11,7 +11,7 @@ from composer import Trainer, algorithms
 from composer.callbacks import SpeedMonitor
 from composer.core import Callback, DataSpec, Event, State
 from composer.distributed import dist_strategy
-from composer.loggers import Logger
+from composer.loggers import InMemoryLogger, Logger
 from composer.utils import dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +27,7 @@ from composer_speedups import (
     RunSummary,
     ThroughputMonitor,
 )
+from composer_speedups.callbacks.guarded_logger import GuardedLogger
 from composer_speedups.core.flags import Float32Matmuls
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed import composer_loop
@@ -203,10 +204,14 @@ def test_steps_do_not_overlap_if_something_may_read_gradients() -> None:
     ]
 
 
+class Guarded(GuardedLogger, InMemoryLogger):
+    """As the loggers and the progress bar of train.py."""
+
+
 def test_steps_overlap_if_nothing_reads_gradients() -> None:
     def found() -> list[tuple[int, str | None]]:
         watching = [MemoryAnatomy(interval=1), FiniteLoss(), EngagementReport(), ThroughputMonitor(), RunSummary()]
-        watching += [DivergenceGuard(), LossScaleMonitor(), Float32Matmuls(), SpeedMonitor(), Declared()]
+        watching += [DivergenceGuard(), LossScaleMonitor(), Float32Matmuls(), SpeedMonitor(), Declared(), Guarded()]
         return readers({"callbacks": watching, "cls": MicrobatchTrainer, "algorithms": [FusedOptimizer()]})
 
     assert on_ranks(found) == [[(3, None)]] * 2
