@@ -51,17 +51,34 @@ class _Derived(type):
 
 
 _MADE: dict[Any, type[Any]] = {}
+_METACLASSES: dict[type, type[_Derived]] = {type: _Derived}
 
 
 def derived_class(mixin: Any, stock: Any) -> type[Any]:
     """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
 
     Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
+    A mixin that is not a module is no base class, and completes the class itself: CPython refuses to assign a class
+    with another first base to an object of, for example, ``class Mine(ABC, nn.Module)``.
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
-        _MADE[mixin, stock] = _Derived(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+        is_base = issubclass(mixin, nn.Module)
+        bases = (mixin, stock) if is_base else (stock,)
+        made = _metaclass(type(stock))(f"{mixin.prefix}{stock.__name__}", bases, members)
+        if not is_base:
+            mixin.complete(made)
+        _MADE[mixin, stock] = made
     return _MADE[mixin, stock]
+
+
+def _metaclass(stock: type) -> type[_Derived]:
+    """:class:`_Derived`, or a subclass of it and of another metaclass, such as that of an abstract class."""
+    if stock not in _METACLASSES:
+        made = type("_Derived", (_Derived, stock), {})
+        copyreg.pickle(made, _reduce)
+        _METACLASSES[stock] = made
+    return _METACLASSES[stock]
 
 
 def stock_class(derived: type[nn.Module]) -> type[nn.Module]:
@@ -74,15 +91,17 @@ def wrap_forward(cls: Any, wrapper: Callable[[Any, tuple[Any, ...], dict[str, An
     """Make a derived class's ``forward`` call ``wrapper(module, args, kwargs)``, with the stock class's signature.
 
     The forward that it had is kept as its ``inner_forward``. The signature is read by Trainers, which remove what it
-    does not name from a batch.
+    does not name from a batch. A module whose class was restored gets its own forward from a reference to this one,
+    which accelerate keeps.
     """
     stock: Any = stock_class(cls).forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, args, kwargs)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, args, kwargs) if isinstance(self, cls) else stock(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, stock)
-    forward.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    forward: Any = functools.update_wrapper(made, stock)
+    del forward.__wrapped__  # accelerate would take it for the forward without its autocast
+    forward.__signature__ = inspect.signature(stock)
     cls.inner_forward, cls.forward = cls.forward, forward
 
 
