@@ -7,7 +7,7 @@ padding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -123,18 +123,22 @@ def measure(
     return Outcome(None if loss is None else float(loss.detach()), None if real is None else real.detach(), found)
 
 
-def outcome_of(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Outcome:
+def outcome_of(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], positional: Sequence[str] = ()
+) -> Outcome:
     """:func:`measure` for one call of a model. Gradients are computed if they are enabled.
 
     They are those of the loss that the model returns, alone or among outputs; without one, of a weighted sum of the
-    outputs that are compared. A sharded model's are not computed.
+    outputs that are compared. A sharded model's are not computed. ``positional`` names the arguments in ``kwargs`` that
+    are passed by position, after ``args``.
     """
     sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
     masks = [token_masks(batch).get("attention_mask") for batch in (kwargs, *args)]
     mask_BS = next((mask for mask in masks if mask is not None and mask.ndim == 2), None)
 
     def call() -> tuple[Any, Tensor | None]:
-        outputs = model(*args, **kwargs)
+        rest = {name: value for name, value in kwargs.items() if name not in positional}
+        outputs = model(*args, *(kwargs[name] for name in positional), **rest)
         loss = outputs[0] if isinstance(outputs, tuple) else outputs
         if not isinstance(loss, Tensor):
             loss = loss.get("loss") if isinstance(loss, Mapping) else getattr(loss, "loss", None)
@@ -238,7 +242,8 @@ def _quietly(model: nn.Module) -> Iterator[None]:
     norms = [
         module for module, training in modes.items() if training and isinstance(module, nn.modules.batchnorm._NormBase)
     ]
-    statistics = [(buffer, buffer.clone()) for norm in norms for buffer in norm.buffers()]
+    held = [(module, dict(module._buffers)) for module in modes if module._buffers]
+    values = [(buffer, buffer.clone()) for _, buffers in held for buffer in buffers.values() if buffer is not None]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     precision = torch.get_float32_matmul_precision()
     with torch.random.fork_rng(sorted(devices, key=str)), torch.compiler.set_stance("force_eager"):
@@ -256,6 +261,9 @@ def _quietly(model: nn.Module) -> Iterator[None]:
             torch.set_float32_matmul_precision(precision)
             for module, training in modes.items():
                 module.training = training
+            for module, buffers in held:
+                module._buffers.update(buffers)
             with torch.no_grad():
-                for buffer, before in statistics:
-                    buffer.copy_(before)
+                for buffer, before in values:
+                    if not torch.equal(buffer, before):
+                        buffer.copy_(before)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from composer_speedups.families.packed_call import Call, ModelAroundEncoder
-from composer_speedups.families.packed_tokens import COUNTED_ON_HOST, IGNORED, Plan, make_plan
+from composer_speedups.families.packed_tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan
 from composer_speedups.surgery.module_classes import stock_class
 
 __all__ = [
@@ -73,8 +73,7 @@ class LabelledHead:
 
 def count_labels(labels_BS: Tensor) -> list[int]:
     """Labelled tokens of each row, on the host. Synchronizes if the labels are on a GPU."""
-    # Not torch, which would wake all its threads for a few thousand numbers.
-    return [int(count) for count in (labels_BS.detach().cpu().numpy() != IGNORED).sum(-1)]
+    return [int(count) for count in (as_numpy(labels_BS) != IGNORED).sum(-1)]
 
 
 def plan_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> Plan:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -33,6 +33,7 @@ class Call:
 
     Attributes:
         encoders: The encoders inside the model.
+        outermost: The outermost model.
         labels: The labels that the outermost model was called with.
         mask: The attention mask that the innermost model around the encoder was called with.
         unknown_reader: Whether the code that reads the outermost model's result is unknown.
@@ -47,6 +48,7 @@ class Call:
     """
 
     encoders: tuple[Any, ...]
+    outermost: Any = None
     labels: Tensor | None = None
     mask: Tensor | None = None
     unknown_reader: bool = False
@@ -61,8 +63,9 @@ class Call:
 
 
 class _Current(threading.local):
-    call: Call | None = None
-    forced: Literal["padded", "packed"] | None = None
+    def __init__(self) -> None:  # for each thread; torch.compile takes a class's attribute for the thread's value
+        self.call: Call | None = None
+        self.forced: Literal["padded", "packed"] | None = None
 
 
 _current = _Current()
@@ -93,8 +96,11 @@ def is_replica(module: nn.Module) -> bool:
 class FirstCalls(Protocol):
     """Checks an outermost model in its first calls."""
 
-    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether this call must stay padded. Raises ValueError if the model cannot run packed."""
+    def before(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str] = ()) -> bool:
+        """Return whether this call must stay padded. Raises ValueError if the model cannot run packed.
+
+        ``positional`` names the arguments in ``kwargs`` that were passed by position, after ``args``.
+        """
 
 
 class ModelAroundEncoder(nn.Module):
@@ -133,29 +139,32 @@ class ModelAroundEncoder(nn.Module):
 
     def describe_call(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the class's own forward, with a :class:`Call` that describes it."""
-        if len(args) > len(self.argument_names):
+        positional = self.argument_names[: len(args)]
+        if len(args) > len(positional) or any(name in kwargs for name in positional):
             return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
-        inputs = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
         encoders = tuple(self.get_submodule(path) for path in self.encoder_paths)
         around = call_of(encoders[0])
-        call = self._outermost_call(encoders, inputs) if around is None else _call_inside(around)
+        call = self._outermost_call(encoders, positional, inputs) if around is None else _call_inside(around)
         before, _current.call = _current.call, call
         try:
             plan_call = getattr(encoders[0], "plan_call", None)  # None if its class was restored
             if self.around_directly and plan_call is not None:
                 inputs = plan_call(call, inputs)
-            output = type(self).inner_forward(self, **inputs)
+            # by position again, for a subclass whose forward takes *args or positional-only arguments
+            rest = {name: value for name, value in inputs.items() if name not in positional}
+            output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
         finally:
             _current.call = before
         if call.head_slots is not None and call.head_base is self:
             return selected_hidden_states(output, call.head_slots)
         return output
 
-    def _outermost_call(self: Any, encoders: tuple[Any, ...], inputs: dict[str, Any]) -> Call:
-        call = Call(encoders, unknown_reader=self.unknown_reader)
+    def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
+        call = Call(encoders, self, unknown_reader=self.unknown_reader)
         call.padded, call.unobserved = _current.forced == "padded" or _is_traced(), _current.forced == "packed"
         if self.first_calls is not None and _current.forced is None and not call.padded:
-            call.padded = self.first_calls.before(self, (), inputs)
+            call.padded = self.first_calls.before(self, (), inputs, positional)
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim > 0:
             call.labels = labels
@@ -172,7 +181,7 @@ def _argument_names(model_class: type[Any]) -> list[str]:
         if "forward" in vars(kind):
             parameters = [*inspect.signature(vars(kind)["forward"]).parameters.values()][1:]
             if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
-                return [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+                return [e.name for e in parameters if e.kind in (e.POSITIONAL_ONLY, e.POSITIONAL_OR_KEYWORD)]
     return []
 
 
@@ -180,6 +189,7 @@ def _call_inside(around: Call) -> Call:
     """The call of a model inside another model's call."""
     return Call(
         around.encoders,
+        around.outermost,
         labels=around.labels,
         unknown_reader=around.unknown_reader,
         first_tokens_only=around.first_tokens_only,

@@ -60,17 +60,25 @@ class PaddingReader:
         reads: None before a gradient was observed.
     """
 
-    def __init__(self) -> None:
-        self.reads: bool | None = None
+    def __init__(self, reads: bool | None = None) -> None:
+        self.reads = reads
 
     def observe(self, mask_BS: Tensor, grad_BSH: Tensor) -> None:
         """A hook of the encoder's padded result: look for a gradient at padding positions. Synchronizes."""
         padding = ~mask_BS.bool()
         if not bool(padding.any()) or self.reads:
             return
-        self.reads = bool(grad_BSH.detach()[padding].any())
-        if self.reads:
+        gradient = grad_BSH.detach()[padding]
+        if not bool(gradient.isfinite().all()):  # infinity times a zero mask is NaN, as when fp16 overflows
+            return
+        found = bool(gradient.any())
+        if found:
             warnings.warn(f"batches stay padded: {READS_PADDING}", UserWarning, stacklevel=2)
+        # after the backward pass, which may first recompute this forward pass and needs the same layout
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._conclude, found))
+
+    def _conclude(self, found: bool) -> None:
+        self.reads = bool(self.reads) or found
 
 
 class UnpaddedEncoder(nn.Module):
@@ -146,6 +154,8 @@ class UnpaddedEncoder(nn.Module):
         if call is not None and call.observed and call.mask is not None and self.padding_reader is not None:
             last = output[0]
             if not last.requires_grad:  # the encoder is frozen
+                if not any(p.requires_grad for p in call.outermost.parameters()):
+                    return output  # which the caller may use as a tensor without a gradient
                 last.requires_grad_()
             last.register_hook(functools.partial(self.padding_reader.observe, call.mask))
         return output

@@ -17,6 +17,7 @@ __all__ = [
     "IGNORED",
     "READS_PADDING",
     "Plan",
+    "as_numpy",
     "gather_tokens",
     "make_plan",
     "reads_padding",
@@ -35,7 +36,7 @@ COUNTED_ON_HOST = (
 )
 READS_PADDING = (
     "unpadding: the loss reads outputs at padding positions, which are zeros; give padding the label -100, pool with "
-    "the attention mask, or call undo_unpadding(model)"
+    "the attention mask, or remove unpadding (for a bare model: undo_unpadding)"
 )
 
 
@@ -96,11 +97,17 @@ def row_counts(mask_BS: Tensor) -> list[int]:
 
 def _on_host(mask: Tensor) -> Any:
     """Whether a mask's entries are nonzero, as a NumPy array. Synchronizes if the mask is on a GPU."""
-    mask = mask.detach().cpu()
-    if mask.dtype is torch.bfloat16:  # NumPy does not have it
-        mask = mask.float()
-    # Not torch, which would wake all its threads for a few thousand numbers, for milliseconds on hosts with many cores.
-    return mask.numpy() != 0
+    return as_numpy(mask) != 0
+
+
+def as_numpy(values: Tensor) -> Any:
+    """A tensor's values on the host. Synchronizes if it is on a GPU.
+
+    For work on a few thousand numbers, for which torch would wake all its threads: milliseconds on hosts with many
+    cores.
+    """
+    values = values.detach().cpu()
+    return (values.float() if values.dtype is torch.bfloat16 else values).numpy()  # NumPy has no bfloat16
 
 
 def rows_with_holes(mask_BS: Tensor) -> list[bool]:
@@ -121,13 +128,13 @@ def reads_padding(mask_BS: Tensor, labels: Tensor | None, *, by_token: bool, fir
     """
     rows = len(mask_BS)
     mask = _on_host(mask_BS)
-    known = None if labels is None or len(labels) != rows else labels.detach().cpu().numpy()
-    if known is not None and known.shape == mask.shape:
-        return [bool(row) for row in ((known != IGNORED) & ~mask).any(-1)] if by_token else [False] * rows
-    empty = ~mask.any(-1) if first_slot else mask[:, 0] & False
-    if known is not None and known.ndim == 1:
-        empty &= known != IGNORED
-    return [bool(row) for row in empty]
+    known = None if labels is None or len(labels) != rows else as_numpy(labels)
+    reads = ~mask.any(-1) & first_slot
+    if known is not None and known.ndim == 1 and known.dtype.kind != "f":  # a regression has no label to ignore
+        reads &= known != IGNORED
+    if known is not None and known.shape == mask.shape and by_token:
+        reads |= ((known != IGNORED) & ~mask).any(-1)
+    return [bool(row) for row in reads]
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -185,7 +192,9 @@ def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
 
 def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
     padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
-    return padded.index_copy_(0, indices_T, x_TH)[:slots]
+    padded.index_copy_(0, indices_T, x_TH)
+    # In eager code not a view, because autograd forbids changing a view that a function returns, and pooling may.
+    return padded[:slots] if torch.compiler.is_compiling() else padded.resize_(slots, x_TH.shape[1])
 
 
 class _Gather(torch.autograd.Function):
@@ -214,6 +223,7 @@ class _Scatter(torch.autograd.Function):
         slots = grad_NH.shape[0]
         if ctx.guarded:
             largest_N = F.pad(torch.linalg.vector_norm(grad_NH.detach(), float("inf"), dim=-1), (0, 1))
-            torch._assert_async(~largest_N.index_fill_(0, indices_T, 0).any(), READS_PADDING)
+            read_N = (largest_N > 0) & largest_N.isfinite()  # infinity times a zero mask is NaN, as when fp16 overflows
+            torch._assert_async(~read_N.index_fill_(0, indices_T, False).any(), READS_PADDING)
         unused_T = (indices_T == slots)[:, None]
         return _gather(grad_NH, indices_T).masked_fill_(unused_T, 0), None, None, None

@@ -6,6 +6,7 @@ valid if that code is known: a PEFT adapter, a hook or another activation would 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -31,6 +32,7 @@ _HOOKS = {
 }
 # transformers installs these hooks when hidden states or attentions are requested; they only observe.
 _RECORDERS = "transformers.utils.output_capturing"
+_CASTS = "accelerate.utils.operations"
 # Either read by the techniques themselves (rates and epsilons), or without effect on the result.
 _FREE = {"training", "layer_idx", "p", "eps", "inplace", "name_or_path", "warnings_issued"}
 _FREE |= {"is_gradient_checkpointing", "gradient_checkpointing", "attn_implementation"}
@@ -146,8 +148,11 @@ def changes_to(model: nn.Module) -> list[str]:
 
 
 def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
-    """Build a module without allocating its weights."""
-    # Not with transformers' no_init_weights, which for all threads replaces the functions that initialize weights.
+    """Build a module without allocating its weights.
+
+    Not under transformers' ``no_init_weights``, which replaces torch's functions in all threads: a model that is built
+    in another one would not be initialized.
+    """
     with torch.device("meta"):
         return kind(*arguments, **settings)
 
@@ -223,8 +228,19 @@ _MISSING = object()
 def _own_methods(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
     """Functions that were set on the instance instead of its class."""
     for attribute, value in vars(module).items():
-        if isinstance(getattr(type(module), attribute, None), FunctionType) and not (ours and _is_ours(value)):
+        if not isinstance(getattr(type(module), attribute, None), FunctionType) or (ours and _is_ours(value)):
+            continue
+        if not _is_forward_of(type(module), value):
             yield f"{name} has its own {attribute}"
+
+
+def _is_forward_of(kind: type[nn.Module], method: Any) -> bool:
+    """Whether a function is a class's ``forward``, alone or in accelerate's autocast, which mixed precision adds."""
+    known = {vars(c)["forward"] for c in kind.__mro__ if "forward" in vars(c) and not _is_ours(c)} | {kind.forward}
+    function = getattr(method, "__func__", method)
+    if getattr(function, "__module__", "") == _CASTS:
+        function = inspect.unwrap(function, stop=lambda each: getattr(each, "__func__", each) in known)
+    return getattr(function, "__func__", function) in known
 
 
 def _other_tensors(module: nn.Module, reference: nn.Module, name: str, added: Collection[str]) -> Iterator[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
-from abc import ABCMeta
 from collections.abc import Callable
 from typing import Any
 
@@ -51,23 +50,35 @@ class _Derived(type):
     """Metaclass of classes created at run time. Modules of such classes are pickled as their stock class."""
 
 
-class _DerivedABC(_Derived, ABCMeta):
-    """The same for classes with abstract methods, such as Composer's models."""
-
-
 _MADE: dict[Any, type[Any]] = {}
+_METACLASSES: dict[type, type[_Derived]] = {type: _Derived}
 
 
 def derived_class(mixin: Any, stock: Any) -> type[Any]:
     """A subclass of both classes, with ``mixin``'s methods first. Every call returns the same class.
 
     Its name is the stock class's name with ``mixin.prefix`` in front. It and its modules can be copied and pickled.
+    A mixin that is not a module is no base class, and completes the class itself: CPython refuses to assign a class
+    with another first base to an object of, for example, ``class Mine(ABC, nn.Module)``.
     """
     if (mixin, stock) not in _MADE:
         members = {"__module__": mixin.__module__, "_derived_from": (mixin, stock)}
-        metaclass = _DerivedABC if issubclass(type(stock), ABCMeta) else _Derived
-        _MADE[mixin, stock] = metaclass(f"{mixin.prefix}{stock.__name__}", (mixin, stock), members)
+        is_base = issubclass(mixin, nn.Module)
+        bases = (mixin, stock) if is_base else (stock,)
+        made = _metaclass(type(stock))(f"{mixin.prefix}{stock.__name__}", bases, members)
+        if not is_base:
+            mixin.complete(made)
+        _MADE[mixin, stock] = made
     return _MADE[mixin, stock]
+
+
+def _metaclass(stock: type) -> type[_Derived]:
+    """:class:`_Derived`, or a subclass of it and of another metaclass, such as that of an abstract class."""
+    if stock not in _METACLASSES:
+        made = type("_Derived", (_Derived, stock), {})
+        copyreg.pickle(made, _reduce)
+        _METACLASSES[stock] = made
+    return _METACLASSES[stock]
 
 
 def is_derived(thing: Any) -> bool:
@@ -85,15 +96,17 @@ def wrap_forward(cls: Any, wrapper: Callable[[Any, tuple[Any, ...], dict[str, An
     """Make a derived class's ``forward`` call ``wrapper(module, args, kwargs)``, with the stock class's signature.
 
     The forward that it had is kept as its ``inner_forward``. The signature is read by Trainers, which remove what it
-    does not name from a batch.
+    does not name from a batch. A module whose class was restored gets its own forward from a reference to this one,
+    which accelerate keeps.
     """
     stock: Any = stock_class(cls).forward
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return wrapper(self, args, kwargs)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return wrapper(self, args, kwargs) if isinstance(self, cls) else stock(self, *args, **kwargs)
 
-    functools.update_wrapper(forward, stock)
-    forward.__signature__ = inspect.signature(stock)  # type: ignore[attr-defined]
+    forward: Any = functools.update_wrapper(made, stock)
+    del forward.__wrapped__  # accelerate would take it for the forward without its autocast
+    forward.__signature__ = inspect.signature(stock)
     cls.inner_forward, cls.forward = cls.forward, forward
 
 
@@ -101,5 +114,4 @@ def _reduce(derived: Any) -> Any:
     return derived_class, derived._derived_from
 
 
-for _metaclass in (_Derived, _DerivedABC):
-    copyreg.pickle(_metaclass, _reduce)
+copyreg.pickle(_Derived, _reduce)

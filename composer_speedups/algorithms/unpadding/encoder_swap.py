@@ -48,6 +48,7 @@ def swap_encoders(
     owner: int | None = None,
     *,
     observe: bool = False,
+    guard: bool = False,
 ) -> list[str]:
     """Make every encoder in ``model`` run unpadded, and return the names of the newly changed ones.
 
@@ -57,6 +58,8 @@ def swap_encoders(
         owner: See :class:`UnpaddedEncoder`. Encoders of another owner get this one.
         observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
             reads padding.
+        guard: Whether that code is unknown, but was compared with the untouched model: batches are packed at once, and
+            a gradient at padding is an error.
 
     Raises:
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
@@ -72,18 +75,20 @@ def swap_encoders(
     for name, each in found.items():
         encoder: Any
         encoder, base, reads = each.encoder, each.bases[0], {*each.heads.values()}
-        if not isinstance(encoder, UnpaddedEncoder):
+        shared = isinstance(encoder, UnpaddedEncoder)  # perhaps with the head of an earlier call
+        if not shared:
             _change_classes(encoder)
             encoder.owner = owner
             changed.append(name)
         elif encoder.owner is not None:
             encoder.owner = owner
         encoder.model_config = base.config
-        encoder.by_token = bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
+        by_token, reads_first = (encoder.by_token, encoder.reads_first) if shared else (False, False)
+        encoder.by_token = by_token or bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
         encoder.pad_to_multiple_of = pad_to_multiple_of
-        encoder.reads_first = not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
-        if observe and encoder.padding_reader is None:
-            encoder.padding_reader = PaddingReader()
+        encoder.reads_first = reads_first or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
+        if (observe or guard) and encoder.padding_reader is None:
+            encoder.padding_reader = PaddingReader(reads=None if observe else False)
     encoders = {id(each.encoder) for each in found.values()}
     reads_real_tokens = getattr(model, "reads_real_tokens", False)  # as this package's tasks do
     around: Any
@@ -95,11 +100,17 @@ def swap_encoders(
             around.__class__ = derived_class(ModelAroundEncoder, type(around))
         around.encoder_paths = paths
         around.around_directly = any(around is base for each in found.values() for base in each.bases)
-        around.unknown_reader = observe and "For" not in type(around).__name__ and not reads_real_tokens
+        around.unknown_reader = (observe or guard) and not _has_known_head(around) and not reads_real_tokens
         is_outermost = any(around is outer for each in found.values() for outer in each.outer)
         labelled = mlm_head == "labelled" and is_outermost
         around.labelled_head = around.labelled_head or LabelledHead(pad_to_multiple_of) if labelled else None
     return changed
+
+
+def _has_known_head(around: ModelAroundEncoder) -> bool:
+    """Whether a model is one of transformers' own with a head, whose code reads what :class:`Reads` says."""
+    kind = stock_class(type(around))
+    return "For" in kind.__name__ and kind.__module__.startswith("transformers.models.")
 
 
 def _change_classes(encoder: Any) -> None:

@@ -7,14 +7,22 @@ class's, or the module of one's own around it. That module gets a class derived 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from composer_speedups.core.comparison import Check, compare, outcome_of, tolerance_of, with_padding
+from composer_speedups.core.comparison import (
+    SIXTEEN_BITS,
+    Check,
+    Tolerance,
+    compare,
+    outcome_of,
+    tolerance_of,
+    with_padding,
+)
 from composer_speedups.families.packed_call import forced, is_replica
 from composer_speedups.families.stock import model_differences, outermost_models
 from composer_speedups.surgery.module_classes import derived_class, stock_class, wrap_forward
@@ -40,7 +48,8 @@ def compare_first_calls(model: nn.Module, check: Check, restore: Callable[[nn.Mo
         because = next(iter(model_differences(outer, name)), "") if check == "auto" else f"check={check!r}"
         outer.first_calls = _FirstCalls(model, name, because, restore)  # type: ignore[assignment]
     known = ("torch.", "composer.", "composer_speedups.")  # such as DDP, HuggingFaceModel and models of tasks
-    if not isinstance(model, PreTrainedModel) and not type(model).__module__.startswith(known):
+    wraps = type(model).__module__.startswith(known)
+    if not isinstance(model, PreTrainedModel) and not wraps and not _is_compared(model):
         root: Any = model
         because = f"the model is a {type(model).__name__}, which is not one of transformers' classes"
         root.__class__ = derived_class(_Compared, type(model))
@@ -50,28 +59,32 @@ def compare_first_calls(model: nn.Module, check: Check, restore: Callable[[nn.Mo
 def stop_comparing(model: nn.Module) -> None:
     """Undo :func:`compare_first_calls`."""
     for module in model.modules():
-        if isinstance(module, _Compared):
+        if _is_compared(module):
             module.__class__ = stock_class(type(module))  # type: ignore[assignment]
         vars(module).pop("first_calls", None)
 
 
-class _Compared(nn.Module):
-    """The methods of a module of one's own until it is compared, mixed into its class."""
+class _Compared:
+    """Makes the class of a module of one's own until it is compared; see :func:`.derived_class`."""
 
     prefix = "Compared"
-    first_calls: Any
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if "_derived_from" in vars(cls):
-            wrap_forward(cls, _Compared._compare_and_run)
+    @staticmethod
+    def complete(cls: Any) -> None:
+        wrap_forward(cls, _compare_and_run)
 
-    def _compare_and_run(self: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inner = type(self).inner_forward
-        if self.first_calls.before(self, args, kwargs):
-            with forced("padded"):
-                return inner(self, *args, **kwargs)
-        return inner(self, *args, **kwargs)
+
+def _is_compared(module: nn.Module) -> bool:
+    mixin, _ = getattr(type(module), "_derived_from", (None, None))
+    return mixin is _Compared
+
+
+def _compare_and_run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    inner = type(module).inner_forward
+    if module.first_calls.before(module, args, kwargs):
+        with forced("padded"):
+            return inner(module, *args, **kwargs)
+    return inner(module, *args, **kwargs)
 
 
 class _FirstCalls:
@@ -88,14 +101,16 @@ class _FirstCalls:
         self._model, self._name, self._because, self._restore = model, name, because, restore
         self._due = {False, True}  # without and with gradients
 
-    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def before(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str] = ()
+    ) -> bool:
         """Compare a call if that is due. Returns whether it must stay padded, since it cannot be compared."""
         if torch.is_grad_enabled() not in self._due or (torch.compiler.is_dynamo_compiling() and not self._because):
             return False
-        return self._compare(module, args, kwargs)  # type: ignore[no-any-return]
+        return self._compare(module, args, kwargs, positional)  # type: ignore[no-any-return]
 
     @torch.compiler.disable(reason=_COMPARED_EAGERLY)  # type: ignore[misc]
-    def _compare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _compare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str]) -> bool:
         gradients = torch.is_grad_enabled()
         self._because = self._because or next(iter(model_differences(module, self._name)), "")
         if not self._because:
@@ -105,10 +120,10 @@ class _FirstCalls:
             return True
         due, self._due = self._due, set()  # the comparison calls the module too
         with forced("packed"):
-            changed = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs))
+            changed = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs), positional)
         with forced("padded"):
-            untouched = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs))
-        difference = compare(untouched, changed, tolerance_of(module))
+            untouched = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs), positional)
+        difference = compare(untouched, changed, _tolerance(module))
         if difference.beyond is not None:
             stop_comparing(self._model)
             self._restore(self._model)
@@ -118,8 +133,14 @@ class _FirstCalls:
             )
         self._due = due - {gradients, False}
         if not self._due:
-            stop_comparing(module) if isinstance(module, _Compared) else vars(module).pop("first_calls", None)
+            stop_comparing(module) if _is_compared(module) else vars(module).pop("first_calls", None)
         return False
+
+
+def _tolerance(module: nn.Module) -> Tolerance:
+    """As :func:`tolerance_of`; a larger one in the autocast of the module's own ``forward``, as accelerate sets it."""
+    device = next((p.device.type for p in module.parameters()), "cpu")
+    return SIXTEEN_BITS if "forward" in vars(module) and torch.is_autocast_enabled(device) else tolerance_of(module)
 
 
 def _own_copy(argument: Any) -> Any:

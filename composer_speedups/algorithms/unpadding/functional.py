@@ -11,6 +11,7 @@ from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders
 from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
 from composer_speedups.core.comparison import Check
 from composer_speedups.families.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
+from composer_speedups.families.packed_call import ModelAroundEncoder
 from composer_speedups.families.packed_encoder import Planned, unpadded_encoders
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
@@ -44,7 +45,8 @@ def apply_unpadding(
     Padding slots of the last hidden state are zeros. Where the code that reads them is unknown (a model without a head,
     or token labels that the model does not get), batches stay padded until a backward pass has shown that no gradient
     arrives at padding; if one does, they stay padded for good, with a warning. A later gradient at padding is an error.
-    ``check="never"`` skips this too.
+    ``check="never"`` skips this too. A frozen model without a head has no gradients: its batches stay padded except
+    under ``torch.no_grad()``.
 
     Each forward pass counts its tokens, which synchronizes with the GPU. :func:`plan_unpadding` avoids that by counting
     in a mask on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
@@ -55,10 +57,15 @@ def apply_unpadding(
         raise ValueError(f"check must be 'auto', 'always' or 'never', not {check!r}")
     if not 1 <= pad_to_multiple_of <= LARGEST_MULTIPLE:
         raise ValueError(f"pad_to_multiple_of must be 1 to {LARGEST_MULTIPLE}, not {pad_to_multiple_of}")
+    before = _models_around(model)
     names = swap_encoders(model, pad_to_multiple_of, mlm_head, observe=check != "never")
-    if names:
+    if names or _models_around(model) != before:  # a further head of an encoder that already runs unpadded
         compare_first_calls(model, check, restore_encoders)
     return names
+
+
+def _models_around(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, ModelAroundEncoder)]
 
 
 def plan_unpadding(

@@ -60,12 +60,14 @@ class Unpadding(ParityCheckedTechnique):
         self._encoders: list[UnpaddedEncoder] = []
         self._heads: list[LabelledHead] = []
         self._host: HostCounts | None = None
+        self._guard = False
         self._counted_on_device = 0  # masks of micro-batches whose tokens were counted on the device
         self._labelled = 0  # labelled tokens of the training batches
         self._first = FirstForward()
         self._tokens = self._slots = self._padded = 0  # totals of the training batches
 
     def engage(self, state: State) -> dict[str, Any]:
+        self._guard = self._because is not None  # the first batch is compared; later ones may read padding
         with self.refusals():
             self.reapply(state)
         if self._heads and getattr(state.model, "get_metrics", lambda **_: {})(is_train=True):
@@ -79,7 +81,7 @@ class Unpadding(ParityCheckedTechnique):
         return {"encoders": len(self._encoders)}
 
     def reapply(self, state: State) -> None:
-        swap_encoders(state.model, self.pad_to_multiple_of, self.mlm_head, self.owner)
+        swap_encoders(state.model, self.pad_to_multiple_of, self.mlm_head, self.owner, guard=self._guard)
         self._encoders, self._heads = unpadded_encoders(state.model), labelled_heads(state.model)
 
     def withdraw(self, state: State) -> None:

@@ -1,0 +1,410 @@
+"""Subclasses, wrappers and Trainers of one's own around an unpadded encoder compute what they compute without it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from abc import ABC
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from composer.models import ComposerModel
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import (
+    BertForPreTraining,
+    BertForSequenceClassification,
+    BertForTokenClassification,
+    BertModel,
+    BertPreTrainedModel,
+)
+
+from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.families.stock import built_on_meta
+from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
+from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
+from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran
+from tests.reference.tolerance import assert_near
+
+pytestmark = pytest.mark.outside
+
+
+def config(**settings: Any) -> Any:
+    return tiny_config(initializer_range=0.2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **settings)
+
+
+def of(kind: Any, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return kind._from_config(config(**settings), attn_implementation="eager")
+
+
+def pair(model: Any, **settings: Any) -> tuple[Any, Any]:
+    changed = copy.deepcopy(model)
+    apply_unpadding(changed, 8, **settings)
+    return model, changed
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.view(-1, 2), labels.view(-1))
+
+
+def tokens(*, padding: bool = False) -> Batch:
+    inputs = labelled_padding(tiny_model("bert", "tokens"))
+    if not padding:
+        inputs["labels"] = inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)
+    return inputs
+
+
+# The arguments of a forward of one's own.
+
+
+class AnyArguments(BertForTokenClassification):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        ids, mask, labels = args
+        return token_loss(self.classifier(self.bert(ids, mask)[0]), labels)
+
+
+class PositionalOnly(BertForTokenClassification):
+    def forward(self, input_ids: Tensor, /, attention_mask: Any = None, tags: Any = None) -> Any:
+        return super().forward(input_ids, attention_mask, labels=tags).loss
+
+
+class TheRest(BertForTokenClassification):
+    def forward(self, input_ids: Tensor, *rest: Any) -> Any:
+        mask, labels = rest
+        return super().forward(input_ids, mask, labels=labels).loss
+
+
+@pytest.mark.parametrize("kind", [AnyArguments, PositionalOnly, TheRest])
+def test_positional_arguments_stay_positional(kind: Any) -> None:
+    reference, model = pair(of(kind))
+    inputs = tokens()
+    given = [inputs[name] for name in ("input_ids", "attention_mask", "labels")]
+    for _ in range(3):
+        compared(reference, model, lambda each: each(*given))
+    assert ran(model) == ["unpadded"]
+
+
+def test_an_argument_that_is_given_twice_is_an_error() -> None:
+    model = tiny_bert()
+    apply_unpadding(model)
+    ids = batch([3, 5])["input_ids"]
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(ids, input_ids=ids)
+
+
+# Several heads of one encoder.
+
+
+@pytest.mark.parametrize("order", [["tokens", "rows"], ["rows", "tokens"]])
+def test_two_heads_of_one_encoder(order: list[str]) -> None:
+    reference = nn.ModuleDict({"tokens": tiny_model("bert", "tokens"), "rows": tiny_bert()})
+    reference["tokens"].bert = reference["rows"].bert
+    model = copy.deepcopy(reference)
+    for name in order:
+        apply_unpadding(model[name], 8)
+    for name, inputs in (("tokens", tokens(padding=True)), ("tokens", tokens()), ("rows", batch([5, 12, 9]))):
+        compared(reference[name], model[name], lambda each, inputs=inputs: each(**inputs).loss)  # type: ignore[misc]
+    assert ran(model) == ["unpadded"]
+
+
+class MeanOfAll(BertForSequenceClassification):
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return self.bert(input_ids, attention_mask)[0].mean(1).square().sum()
+
+
+def test_a_later_head_is_compared_too() -> None:
+    first, second = tiny_bert(), of(MeanOfAll)
+    second.bert = first.bert
+    apply_unpadding(first, 8)
+    apply_unpadding(second, 8)
+    inputs = batch([5, 12, 9])
+    with pytest.raises(ValueError, match="the model is restored"):
+        second(inputs["input_ids"], inputs["attention_mask"])
+
+
+# What a head reads.
+
+
+class BertForBoth(BertPreTrainedModel):
+    """Its loss reads padding in training only, which no comparison in eval mode can see."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert, self.head = BertModel(config), nn.Linear(32, 2)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.bert(input_ids, attention_mask)[0]
+        loss = nn.functional.cross_entropy(self.head(hidden[:, 0]), labels)
+        return loss + hidden.square().mean() if self.training else loss
+
+
+@pytest.mark.filterwarnings("ignore:batches stay padded")
+def test_a_head_of_ones_own_is_observed_whatever_its_name() -> None:
+    reference, model = pair(of(BertForBoth).train())
+    for _ in range(2):
+        compared(reference, model, lambda each: each(**batch([5, 12, 9])))
+    assert ran(model) == ["padded"]
+
+
+@pytest.mark.parametrize("head", ["pretraining", "as many labels as slots", "regression"])
+def test_a_row_without_tokens_stays_padded_if_its_first_slot_is_read(head: str) -> None:
+    inputs = without_labels(batch([5, 0, 9], 12))
+    if head == "pretraining":
+        model: Any = of(BertForPreTraining)
+        inputs["labels"] = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+        inputs["next_sentence_label"] = torch.tensor([0, 1, 0])
+    elif head == "regression":
+        model, inputs["labels"] = of(BertForSequenceClassification, num_labels=1), torch.tensor([1.0, -100.0, 2.0])
+    else:
+        model = of(BertForSequenceClassification, num_labels=12, problem_type="multi_label_classification")
+        inputs["labels"] = torch.arange(36.0).view(3, 12) % 2
+    reference, model = pair(model)
+    compared(reference, model, lambda each: each(**inputs).loss)
+    assert ran(model) == ["padded"]
+
+
+def test_labels_in_bfloat16() -> None:
+    for labels in (torch.ones(3), torch.ones(3, 2)):
+        kind = {"num_labels": 1} if labels.ndim == 1 else {"problem_type": "multi_label_classification"}
+        reference, model = pair(of(BertForSequenceClassification, **kind).bfloat16())
+        inputs = {**batch([5, 12, 9]), "labels": labels.bfloat16()}
+        assert_near([model(**inputs).loss.float()], [reference(**inputs).loss.float()], torch.bfloat16)
+
+
+def test_a_gradient_that_overflows_is_no_reading_of_padding() -> None:
+    _, model = pair(tiny_bert().bert)
+    inputs = without_labels(batch([5, 12, 9]))
+    mask = inputs["attention_mask"][..., None]
+    for scale in (float("inf"), 1.0, float("inf")):  # fp16 overflows at first, and now and then
+        ((model(**inputs).last_hidden_state * mask).sum() * scale).backward()
+    assert ran(model) == ["unpadded"]
+
+
+# The caller's code around a model.
+
+
+def recomputed(model: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    return checkpoint(lambda i, m: model(i, m).last_hidden_state, ids, mask, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_whole_model_that_is_recomputed() -> None:
+    reference, model = pair(tiny_bert().bert)
+    inputs = batch([5, 12, 9])
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    for expected in ("padded", "unpadded"):
+        compared(reference, model, lambda each: (recomputed(each, ids, mask) * mask[..., None]).square().mean())
+        assert ran(model) == [expected]
+
+
+def test_results_of_a_frozen_model_are_plain_tensors() -> None:
+    inputs = without_labels(batch([5, 12, 9]))
+    for frozen, name in ((tiny_bert().bert, "last_hidden_state"), (tiny_model("bert", "tokens"), "logits")):
+        reference, model = pair(frozen.requires_grad_(False))
+        for _ in range(2):
+            found, expected = (each(**inputs)[name] for each in (model, reference))
+            assert not found.requires_grad
+            assert_near([torch.from_numpy(found.numpy())], [expected])
+
+
+def test_hidden_states_can_be_changed_in_place() -> None:
+    reference, model = pair(tiny_bert().bert)
+    inputs = without_labels(batch([5, 12, 9]))
+
+    def loss(each: Any) -> Tensor:
+        hidden = each(**inputs).last_hidden_state
+        hidden[inputs["attention_mask"] == 0] = -1e9  # as max pooling does
+        return hidden.max(1).values.square().sum()  # type: ignore[no-any-return]
+
+    for expected in ("padded", "unpadded"):
+        compared(reference, model, loss)
+        assert ran(model) == [expected]
+
+
+class Counts(nn.Module):
+    """Keeps a running mean and a number of calls, both in place and by assignment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = tiny_bert().bert
+        self.calls: Tensor
+        self.mean: Tensor
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(32))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None) -> Tensor:
+        pooled = self.bert(input_ids, attention_mask)[1]
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * pooled.detach().mean(0)
+        return (pooled - self.mean).square().sum() * self.calls  # type: ignore[no-any-return]
+
+
+def test_a_comparison_leaves_buffers_as_they_were() -> None:
+    reference, model = pair(Counts())
+    for _ in range(3):
+        compared(reference, model, lambda each: each(**batch([5, 12, 9])))
+    assert_near([model.calls, model.mean], [reference.calls, reference.mean])
+
+
+class AbstractLast(nn.Module, ABC):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = tiny_bert().bert
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Any = None) -> Tensor:
+        return self.bert(input_ids, attention_mask)[1].square().sum()  # type: ignore[no-any-return]
+
+
+class AbstractFirst(ABC, nn.Module):  # as the modules of sentence-transformers
+    __init__, forward = AbstractLast.__init__, AbstractLast.forward  # type: ignore[assignment]
+
+
+class AbstractModel(BertForSequenceClassification, ABC):
+    pass
+
+
+def test_abstract_classes() -> None:
+    inputs = batch([5, 12, 9])
+    own = of(AbstractModel)
+    for made, loss in (
+        (_with_bert(AbstractLast), lambda each: each(**inputs)),
+        (_with_bert(AbstractFirst), lambda each: each(**inputs)),
+        (own, lambda each: each(**inputs).loss),
+    ):
+        reference, model = pair(made)
+        loaded = pickle.loads(pickle.dumps(model))
+        for each in (model, loaded):
+            compared(reference, each, loss)
+            compared(reference, each, loss)
+            assert ran(each) == ["unpadded"]
+        assert undo_unpadding(model)
+        assert type(model) is type(reference)
+
+
+def _with_bert(kind: Any) -> Any:
+    made: Any = kind.__new__(kind)
+    nn.Module.__init__(made)
+    made.bert = tiny_bert().bert
+    return made
+
+
+def test_building_a_reference_does_not_change_other_threads() -> None:
+    """transformers' ``no_init_weights`` would: a layer built meanwhile, or after two at once, held garbage."""
+    functions = dict(vars(nn.init))
+    seen: list[Any] = []
+
+    def build() -> nn.Module:
+        seen.append(dict(vars(nn.init)))
+        return nn.Identity()
+
+    built_on_meta(build)
+    assert seen == [functions]
+
+
+# accelerate, and Composer's Trainer.
+
+
+@pytest.mark.parametrize("order", ["apply, prepare", "prepare, apply"])
+@pytest.mark.parametrize("own", [False, True])
+def test_mixed_precision_of_accelerate(order: str, own: bool) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    reference, model = of(AbstractModel) if own else tiny_bert(), of(AbstractModel) if own else tiny_bert()
+    accelerator.prepare_model(reference)
+    for step in order.split(", "):
+        apply_unpadding(model, 8) if step == "apply" else accelerator.prepare_model(model)
+    inputs = batch([5, 12, 9])
+    for _ in range(2):
+        found, expected = model(**inputs), reference(**inputs)
+        found.loss.backward()
+        assert_near([found.logits], [expected.logits], torch.bfloat16)
+    assert ran(model) == ["unpadded"]
+    undo_unpadding(model)
+    assert_near([model(**inputs).logits], [expected.logits], torch.bfloat16)
+
+
+def test_a_model_that_accelerate_gives_back_still_sees_its_labels() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    reference, model = pair(tiny_model("bert", "tokens"))
+    model = accelerator.unwrap_model(accelerator.prepare_model(model), keep_fp32_wrapper=False)
+    inputs = tokens(padding=True)
+    with torch.no_grad():
+        assert_near([model(**inputs).loss], [reference(**inputs).loss])
+    assert ran(model) == ["padded"]
+
+
+class Tagger(ComposerModel):
+    """Its labels have another name, so only its loss knows them."""
+
+    def __init__(self, reads: str) -> None:
+        super().__init__()
+        self.model, self.reads = tiny_model("bert", "tokens"), reads
+
+    def forward(self, batch: Batch) -> Any:
+        return self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+
+    def loss(self, outputs: Any, batch: Batch, *args: Any, **kwargs: Any) -> Any:
+        loss = token_loss(outputs, batch["tags"])
+        return loss + outputs.square().mean() if self.reads == "in training" and self.training else loss
+
+
+@pytest.mark.parametrize("reads", ["never", "in a later batch", "in training"])
+def test_a_composer_model_that_reads_padding_after_its_comparison(reads: str) -> None:
+    batches = [batch([9, 4, 12], seed=seed) for seed in range(3)]
+    for i, each in enumerate(batches):
+        tags = each["input_ids"] % 2
+        every = i and reads == "in a later batch"
+        each["tags"] = tags if every else tags.masked_fill(each["attention_mask"] == 0, -100)
+
+    def losses(algorithms: list[Any]) -> list[float]:
+        recorder = Recorder()
+        trainer = make_trainer(algorithms, model=Tagger(reads), batches=batches, callbacks=[recorder])
+        try:
+            trainer.fit()
+        finally:
+            trainer.close()
+        return recorder.losses
+
+    if reads == "never":
+        assert_near(losses([Unpadding(8)]), losses([]))
+        return
+    with pytest.raises(RuntimeError, match="the loss reads outputs at padding positions"):
+        losses([Unpadding(8)])
+
+
+# torch.compile.
+
+
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "deberta_v2", "mpnet"])
+def test_a_compiled_model_with_and_without_a_plan(family: Family, fused: bool, planned: bool) -> None:
+    if fused and family not in FUSED:
+        pytest.skip(f"fused_layers does not support {family}")
+    head: Any = "classification" if planned else "tokens"
+    reference, model = pair(tiny_model(family, head, layers=1))
+    if fused:
+        apply_fused_layers(model)
+    torch.compiler.reset()
+    call: Callable[..., Any] = torch.compile(model, backend="eager")
+    for lengths in ([5, 12, 9], [7, 3, 12]):
+        inputs = labelled_padding(reference) if head == "tokens" else batch(lengths)
+        (inputs,) = [inputs] if head == "tokens" else fit_batches(reference, [inputs])
+        given = [inputs]
+        if head == "tokens":
+            given.append({**inputs, "labels": inputs["labels"].masked_fill(inputs["attention_mask"] == 0, -100)})
+        for each in given:
+
+            def loss(called: Any, each: Batch = each) -> Tensor:
+                if called is model and planned:
+                    plan_unpadding(model, each["attention_mask"])
+                return (call if called is model else called)(**each).loss  # type: ignore[no-any-return]
+
+            compared(reference, model, loss)
+    assert ran(model) == ["unpadded"]
+    assert len(unpadded_encoders(model)) == 1
