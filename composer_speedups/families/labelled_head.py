@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from composer_speedups.families.packed_call import Call, ModelAroundEncoder
-from composer_speedups.families.packed_tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan
+from composer_speedups.families.packed_tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan, run_eagerly
 from composer_speedups.surgery.module_classes import stock_class
 
 __all__ = [
@@ -66,7 +66,7 @@ class LabelledHead:
         torch._assert_async((self.plan.mask_BS == (labels_BS != IGNORED)).all(), _STALE)
         return self.plan
 
-    @torch.compiler.disable(reason=COUNTED_ON_HOST)  # type: ignore[misc]
+    @run_eagerly(COUNTED_ON_HOST)
     def _own_plan(self, labels_BS: Tensor) -> Plan:
         return plan_labels(labels_BS, sum(count_labels(labels_BS)), self.pad_to_multiple_of)
 

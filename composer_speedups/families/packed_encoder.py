@@ -27,6 +27,7 @@ from composer_speedups.families.packed_tokens import (
     make_plan,
     reads_padding,
     row_counts,
+    run_eagerly,
     scatter_tokens,
 )
 
@@ -222,7 +223,7 @@ class UnpaddedEncoder(nn.Module):
             return None
         return self._own_plan(values, mask_BS, call.labels)
 
-    @torch.compiler.disable(reason=COUNTED_ON_HOST)  # type: ignore[misc]
+    @run_eagerly(COUNTED_ON_HOST)
     def _own_plan(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
         counts = self._known_counts(mask_BS)
         if counts is not None and mask_BS is not None and (labels is None or not self.by_token):

@@ -5,7 +5,9 @@ Shapes: B rows, S slots per row, N = B·S slots, T packed tokens, H hidden units
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +26,7 @@ __all__ = [
     "round_up",
     "row_counts",
     "rows_with_holes",
+    "run_eagerly",
     "scatter_tokens",
     "token_masks",
 ]
@@ -38,6 +41,16 @@ READS_PADDING = (
     "unpadding: the loss reads outputs at padding positions, which are zeros; give padding the label -100, pool with "
     "the attention mask, or remove unpadding (for a bare model: undo_unpadding)"
 )
+
+
+def run_eagerly(reason: str) -> Callable[[Any], Any]:
+    """torch.compiler.disable as a decorator that states a reason, which the error about a full graph contains.
+
+    torch 2.7.0 does not take one.
+    """
+    if "reason" in inspect.signature(torch.compiler.disable).parameters:
+        return functools.partial(torch.compiler.disable, reason=reason)
+    return torch.compiler.disable  # type: ignore[no-any-return]
 
 
 class Plan(NamedTuple):

@@ -24,6 +24,7 @@ from composer_speedups.core.comparison import (
     with_padding,
 )
 from composer_speedups.families.packed_call import forced, is_replica
+from composer_speedups.families.packed_tokens import run_eagerly
 from composer_speedups.families.stock import model_differences, outermost_models
 from composer_speedups.surgery.module_classes import derived_class, stock_class, wrap_forward
 
@@ -109,7 +110,7 @@ class _FirstCalls:
             return False
         return self._compare(module, args, kwargs, positional)  # type: ignore[no-any-return]
 
-    @torch.compiler.disable(reason=_COMPARED_EAGERLY)  # type: ignore[misc]
+    @run_eagerly(_COMPARED_EAGERLY)
     def _compare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str]) -> bool:
         gradients = torch.is_grad_enabled()
         self._because = self._because or next(iter(model_differences(module, self._name)), "")
