@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from abc import ABC
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -30,6 +30,15 @@ from tests.outside.test_calls_by_other_ways import compared, labelled_padding, r
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.outside
+
+
+@pytest.fixture(autouse=True)
+def _own_accelerator() -> Iterator[None]:
+    """accelerate keeps one state per process, which an earlier test's Trainer may have set."""
+    state = pytest.importorskip("accelerate.state")
+    state.AcceleratorState._reset_state(True)
+    yield
+    state.AcceleratorState._reset_state(True)
 
 
 def config(**settings: Any) -> Any:
