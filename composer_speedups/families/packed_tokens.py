@@ -206,8 +206,10 @@ def _gather(x_NH: Tensor, indices_T: Tensor) -> Tensor:
 def _scatter(x_TH: Tensor, indices_T: Tensor, slots: int) -> Tensor:
     padded = x_TH.new_zeros(slots + 1, x_TH.shape[1])  # the last row receives the unused entries
     padded.index_copy_(0, indices_T, x_TH)
-    # In eager code not a view, because autograd forbids changing a view that a function returns, and pooling may.
-    return padded[:slots] if torch.compiler.is_compiling() else padded.resize_(slots, x_TH.shape[1])
+    # In eager code not a view, because autograd forbids changing a view that a function returns, and pooling may. In a
+    # backward pass that is itself differentiated, the result requires grad and cannot be resized.
+    is_view = torch.compiler.is_compiling() or padded.requires_grad
+    return padded[:slots] if is_view else padded.resize_(slots, x_TH.shape[1])
 
 
 class _Gather(torch.autograd.Function):
