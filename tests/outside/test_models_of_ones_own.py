@@ -19,6 +19,7 @@ from transformers import (
     BertForTokenClassification,
     BertModel,
     BertPreTrainedModel,
+    DynamicCache,
 )
 
 from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, plan_unpadding, undo_unpadding
@@ -27,6 +28,7 @@ from composer_speedups.families.stock import built_on_meta
 from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
 from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran
+from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.outside
@@ -124,6 +126,50 @@ def test_a_later_head_is_compared_too() -> None:
     inputs = batch([5, 12, 9])
     with pytest.raises(ValueError, match="the model is restored"):
         second(inputs["input_ids"], inputs["attention_mask"])
+
+
+# Another model that is called inside a forward of one's own.
+
+TEACHERS: dict[str, Any] = {}  # not submodules of their student
+
+
+class Student(BertForTokenClassification):
+    """It has labels, and reads its teacher's logits at padding; the teacher gets no labels."""
+
+    teacher = ""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
+        loss = super().forward(input_ids, attention_mask, labels=labels).loss
+        if self.training:
+            loss = loss + TEACHERS[self.teacher](input_ids, attention_mask).logits.square().mean()
+        return loss  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore:batches stay padded")
+def test_a_model_called_inside_another_has_its_own_call() -> None:
+    reference, model = pair(of(Student).train())
+    reference.teacher, model.teacher = "reference", "model"
+    TEACHERS["reference"], TEACHERS["model"] = pair(tiny_model("bert", "tokens"))
+    for _ in range(2):
+        TEACHERS["reference"].zero_grad(), TEACHERS["model"].zero_grad()
+        compared(reference, model, lambda each: each(**tokens()))
+        assert_near(*(gradients(TEACHERS[name]) for name in ("model", "reference")))
+    assert (ran(model), ran(TEACHERS["model"])) == (["unpadded"], ["padded"])
+
+
+def test_cached_keys_without_a_mask() -> None:
+    reference, model = pair(tiny_bert().bert.eval())
+    ids = batch([5, 12, 9])["input_ids"]
+    found = []
+    for each in (model, reference):
+        cache = DynamicCache(config=each.config)
+        torch.manual_seed(0)
+        for layer in range(2):
+            cache.update(torch.randn(3, 2, 2, 16), torch.randn(3, 2, 2, 16), layer)
+        with torch.no_grad():
+            found.append(each(ids, past_key_values=cache).last_hidden_state)
+    assert_near([found[0]], [found[1]])
+    assert ran(model) == ["padded"]
 
 
 # What a head reads.
