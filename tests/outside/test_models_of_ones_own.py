@@ -130,31 +130,25 @@ def test_a_later_head_is_compared_too() -> None:
 
 # Another model that is called inside a forward of one's own.
 
-TEACHERS: dict[str, Any] = {}  # not submodules of their student
-
-
-class Student(BertForTokenClassification):
-    """It has labels, and reads its teacher's logits at padding; the teacher gets no labels."""
-
-    teacher = ""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Tensor:
-        loss = super().forward(input_ids, attention_mask, labels=labels).loss
-        if self.training:
-            loss = loss + TEACHERS[self.teacher](input_ids, attention_mask).logits.square().mean()
-        return loss  # type: ignore[no-any-return]
-
 
 @pytest.mark.filterwarnings("ignore:batches stay padded")
 def test_a_model_called_inside_another_has_its_own_call() -> None:
-    reference, model = pair(of(Student).train())
-    reference.teacher, model.teacher = "reference", "model"
-    TEACHERS["reference"], TEACHERS["model"] = pair(tiny_model("bert", "tokens"))
+    """The student has labels; its teacher gets none, and its logits are read at padding."""
+    reference, model = pair(tiny_model("bert", "tokens").train())
+    inputs = tokens()
+    teachers = dict(zip((reference, model), pair(tiny_model("bert", "tokens")), strict=True))
+    for student, teacher in teachers.items():
+
+        def add(module: Any, _: Any, logits: Tensor, teacher: Any = teacher) -> Tensor:
+            return logits + teacher(**without_labels(inputs)).logits.mean(1, True) if module.training else logits
+
+        student.classifier.register_forward_hook(add)
     for _ in range(2):
-        TEACHERS["reference"].zero_grad(), TEACHERS["model"].zero_grad()
-        compared(reference, model, lambda each: each(**tokens()))
-        assert_near(*(gradients(TEACHERS[name]) for name in ("model", "reference")))
-    assert (ran(model), ran(TEACHERS["model"])) == (["unpadded"], ["padded"])
+        for teacher in teachers.values():
+            teacher.zero_grad()
+        compared(reference, model, lambda each: each(**inputs).loss)
+        assert_near(gradients(teachers[model]), gradients(teachers[reference]))
+    assert (ran(model), ran(teachers[model])) == (["unpadded"], ["padded"])
 
 
 def test_cached_keys_without_a_mask() -> None:
