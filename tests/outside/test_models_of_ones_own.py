@@ -27,7 +27,7 @@ from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import built_on_meta
 from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
-from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran
+from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
 from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
@@ -330,6 +330,18 @@ def _with_bert(kind: Any) -> Any:
     nn.Module.__init__(made)
     made.bert = tiny_bert().bert
     return made
+
+
+def test_a_replica_stays_padded_until_its_model_is_compared() -> None:
+    """A replica's parameters have no gradients of their own, so a comparison would see none."""
+    reference, model = pair(of(AbstractModel))
+    inputs = batch([5, 12, 9])
+    for expected in ("padded", "unpadded"):
+        replica = replica_of(model)
+        assert_near([replica(**inputs).loss], [reference(**inputs).loss])
+        assert ran(replica) == [expected]
+        for _ in range(2):  # the first is compared, and observed
+            compared(reference, model, lambda each: each(**inputs).loss)
 
 
 def test_building_a_reference_does_not_change_other_threads() -> None:
