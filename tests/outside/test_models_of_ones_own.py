@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import DataSpec
 from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from transformers import (
     BertForPreTraining,
     BertForSequenceClassification,
@@ -23,9 +25,10 @@ from transformers import (
 )
 
 from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import built_on_meta
-from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
+from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
 from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
 from tests.reference.loop import gradients
@@ -332,16 +335,15 @@ def _with_bert(kind: Any) -> Any:
     return made
 
 
-def test_a_replica_stays_padded_until_its_model_is_compared() -> None:
+def test_a_replica_is_not_compared() -> None:
     """A replica's parameters have no gradients of their own, so a comparison would see none."""
-    reference, model = pair(of(AbstractModel))
+    reference, model = pair(tiny_bert(), check="always")
     inputs = batch([5, 12, 9])
     for expected in ("padded", "unpadded"):
         replica = replica_of(model)
         assert_near([replica(**inputs).loss], [reference(**inputs).loss])
         assert ran(replica) == [expected]
-        for _ in range(2):  # the first is compared, and observed
-            compared(reference, model, lambda each: each(**inputs).loss)
+        compared(reference, model, lambda each: each(**inputs).loss)
 
 
 def test_building_a_reference_does_not_change_other_threads() -> None:
@@ -427,6 +429,33 @@ def test_a_composer_model_that_reads_padding_after_its_comparison(reads: str) ->
         return
     with pytest.raises(RuntimeError, match="the loss reads outputs at padding positions"):
         losses([Unpadding(8)])
+
+
+def test_a_comparison_in_an_evaluation_is_repeated_with_the_loss() -> None:
+    """Evaluation compares only outputs at real tokens; the loss of training reads padding."""
+    batches = [batch([9, 4, 12], seed=seed) for seed in range(2)]
+    for each in batches:
+        each["tags"] = each["input_ids"] % 2
+    loader = DataSpec(DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: 3)
+    trainer = make_trainer([Unpadding(8)], model=Tagger("in every batch"), batches=batches)
+    trainer.predict(loader)
+    with pytest.raises(TechniqueError, match="its result differs from the untouched model's"):
+        trainer.fit()
+    trainer.close()
+
+
+# Rows with holes.
+
+
+@pytest.mark.parametrize("width", [5, 6, 9])
+@pytest.mark.parametrize("family", ["modernbert", "deberta_v2"])
+def test_a_hole_that_changes_distances_keeps_a_batch_padded(family: Family, width: int) -> None:
+    """ModernBERT's window is 4 tokens on either side: in rows of up to 5, every token sees every other."""
+    reference, model = pair(tiny_model(family))
+    (inputs,) = fit_batches(reference, [batch([width, width - 1])])
+    inputs["attention_mask"][0, 2:-2] = 0
+    compared(reference, model, lambda each: each(**inputs).loss)
+    assert ran(model) == ["unpadded" if family == "modernbert" and width == 5 else "padded"]
 
 
 # torch.compile.
