@@ -34,13 +34,13 @@ class _UnpaddedModernBert(UnpaddedModel):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
     padding.
 
-    In addition to the batches that :class:`UnpaddedEncoder` leaves padded, these stay padded: rows with holes that are
-    wider than the window of the local layers, and separate masks for each kind of layer.
+    In addition to the batches that :class:`UnpaddedEncoder` leaves padded, these stay padded: batches wider than the
+    window of the local layers if one of their rows has a hole, and batches with a separate mask for each kind of layer.
     """
 
     padded_because = (
-        "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which move "
-        "tokens into others' windows",
+        "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which bring "
+        "tokens into each other's attention windows",
         "pad on the right, without holes, and give padding the label -100",
     )
 

@@ -160,7 +160,7 @@ def real_keys(plan: Plan) -> Tensor:
 
 
 def _distances(width: int, device: torch.device) -> Tensor:
-    """(S, S): the distance between two slots plus one."""
+    """(S, S): the distances between slots."""
     slots = torch.arange(width, device=device)
     return (slots[:, None] - slots).abs()
 

@@ -1,10 +1,10 @@
 """What a forward pass of a model tells the unpadded encoder inside it.
 
-An encoder decides by things that transformers does not pass on to it: the caller's attention mask, the labels, and
-which code reads the result. Each model around an encoder (``BertModel`` and ``BertForSequenceClassification`` around
-``BertEncoder``) therefore gets a class derived from its own, whose ``forward`` describes the call in a :class:`Call`
-for as long as it runs. Calls are kept per thread, and a model finds its encoder by name, so that replicas, threads and
-direct calls of ``forward`` each have their own.
+Whether an encoder may pack a batch depends on what transformers does not pass to it: the caller's attention mask, the
+labels, and which code reads the result. Each model around an encoder (``BertModel`` and
+``BertForSequenceClassification`` around ``BertEncoder``) therefore gets a class derived from its own, whose ``forward``
+describes the call in a :class:`Call` for as long as it runs. Calls are kept per thread, and a model finds its encoder
+by name, so that replicas, threads and direct calls of ``forward`` each have their own.
 
 Shapes: B rows, S slots per row.
 """
@@ -108,7 +108,7 @@ class ModelAroundEncoder(nn.Module):
 
     Attributes:
         encoder_paths: The names of the encoders inside it.
-        around_directly: Whether no further model lies between it and its encoder.
+        around_directly: Whether it calls its encoder itself, not through another model.
         unknown_reader: See :class:`Call`; applies when it is the outermost model.
         first_calls: A check of its first calls; None for no check.
         first_token_readers: The modules that read the encoder's result. As long as they do not change, the last layer

@@ -10,23 +10,28 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import DataSpec
 from composer.models import ComposerModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
 from transformers import (
     BertForPreTraining,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
     BertPreTrainedModel,
+    DynamicCache,
 )
 
 from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, plan_unpadding, undo_unpadding
+from composer_speedups.core.errors import TechniqueError
 from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.families.stock import built_on_meta
-from tests.helpers.common import Batch, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
+from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
-from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran
+from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of
+from tests.reference.loop import gradients
 from tests.reference.tolerance import assert_near
 
 pytestmark = pytest.mark.outside
@@ -133,6 +138,44 @@ def test_a_later_head_is_compared_too() -> None:
     inputs = batch([5, 12, 9])
     with pytest.raises(ValueError, match="the model is restored"):
         second(inputs["input_ids"], inputs["attention_mask"])
+
+
+# Another model that is called inside a forward of one's own.
+
+
+@pytest.mark.filterwarnings("ignore:batches stay padded")
+def test_a_model_called_inside_another_has_its_own_call() -> None:
+    """The student has labels; its teacher gets none, and its logits are read at padding."""
+    reference, model = pair(tiny_model("bert", "tokens").train())
+    inputs = tokens()
+    teachers = dict(zip((reference, model), pair(tiny_model("bert", "tokens")), strict=True))
+    for student, teacher in teachers.items():
+
+        def add(module: Any, _: Any, logits: Tensor, teacher: Any = teacher) -> Tensor:
+            return logits + teacher(**without_labels(inputs)).logits.mean(1, True) if module.training else logits
+
+        student.classifier.register_forward_hook(add)
+    for _ in range(2):
+        for teacher in teachers.values():
+            teacher.zero_grad()
+        compared(reference, model, lambda each: each(**inputs).loss)
+        assert_near(gradients(teachers[model]), gradients(teachers[reference]))
+    assert (ran(model), ran(teachers[model])) == (["unpadded"], ["padded"])
+
+
+def test_cached_keys_without_a_mask() -> None:
+    reference, model = pair(tiny_bert().bert.eval())
+    ids = batch([5, 12, 9])["input_ids"]
+    found = []
+    for each in (model, reference):
+        cache = DynamicCache(config=each.config)
+        torch.manual_seed(0)
+        for layer in range(2):
+            cache.update(torch.randn(3, 2, 2, 16), torch.randn(3, 2, 2, 16), layer)
+        with torch.no_grad():
+            found.append(each(ids, past_key_values=cache).last_hidden_state)
+    assert_near([found[0]], [found[1]])
+    assert ran(model) == ["padded"]
 
 
 # What a head reads.
@@ -301,6 +344,17 @@ def _with_bert(kind: Any) -> Any:
     return made
 
 
+def test_a_replica_is_not_compared() -> None:
+    """A replica's parameters have no gradients of their own, so a comparison would see none."""
+    reference, model = pair(tiny_bert(), check="always")
+    inputs = batch([5, 12, 9])
+    for expected in ("padded", "unpadded"):
+        replica = replica_of(model)
+        assert_near([replica(**inputs).loss], [reference(**inputs).loss])
+        assert ran(replica) == [expected]
+        compared(reference, model, lambda each: each(**inputs).loss)
+
+
 def test_building_a_reference_does_not_change_other_threads() -> None:
     """transformers' ``no_init_weights`` would: a layer built meanwhile, or after two at once, held garbage."""
     functions = dict(vars(nn.init))
@@ -384,6 +438,33 @@ def test_a_composer_model_that_reads_padding_after_its_comparison(reads: str) ->
         return
     with pytest.raises(RuntimeError, match="the loss reads outputs at padding positions"):
         losses([Unpadding(8)])
+
+
+def test_a_comparison_in_an_evaluation_is_repeated_with_the_loss() -> None:
+    """Evaluation compares only outputs at real tokens; the loss of training reads padding."""
+    batches = [batch([9, 4, 12], seed=seed) for seed in range(2)]
+    for each in batches:
+        each["tags"] = each["input_ids"] % 2
+    loader = DataSpec(DataLoader(Batches(batches), batch_size=None), get_num_samples_in_batch=lambda b: 3)
+    trainer = make_trainer([Unpadding(8)], model=Tagger("in every batch"), batches=batches)
+    trainer.predict(loader)
+    with pytest.raises(TechniqueError, match="its result differs from the untouched model's"):
+        trainer.fit()
+    trainer.close()
+
+
+# Rows with holes.
+
+
+@pytest.mark.parametrize("width", [5, 6, 9])
+@pytest.mark.parametrize("family", ["modernbert", "deberta_v2"])
+def test_a_hole_that_changes_distances_keeps_a_batch_padded(family: Family, width: int) -> None:
+    """ModernBERT's window is 4 tokens on either side: in rows of up to 5, every token sees every other."""
+    reference, model = pair(tiny_model(family))
+    (inputs,) = fit_batches(reference, [batch([width, width - 1])])
+    inputs["attention_mask"][0, 2:-2] = 0
+    compared(reference, model, lambda each: each(**inputs).loss)
+    assert ran(model) == ["unpadded" if family == "modernbert" and width == 5 else "padded"]
 
 
 # torch.compile.

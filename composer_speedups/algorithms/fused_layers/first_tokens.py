@@ -16,7 +16,7 @@ from composer_speedups.families.stock import Untouched, model_differences, outer
 
 
 def compute_first_tokens(model: nn.Module) -> None:
-    """Let the models in a module whose head reads only each row's first token compute no others in the last layer."""
+    """Compute only each row's first token in the last layer of every model whose head reads no others."""
     for name, outer in outermost_models(model).items():
         encoders, family = unpadded_encoders(outer), family_of(type(outer))
         if len(encoders) != 1 or family is None or not isinstance(outer, ModelAroundEncoder):

@@ -145,5 +145,5 @@ def _tolerance(module: nn.Module) -> Tolerance:
 
 
 def _own_copy(argument: Any) -> Any:
-    """A batch as the comparison may change it: some models add their results to it."""
+    """A copy of a batch, to which some models add their results."""
     return with_padding(copy.copy(argument)) if isinstance(argument, Mapping) else argument

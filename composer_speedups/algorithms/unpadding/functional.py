@@ -49,7 +49,7 @@ def apply_unpadding(
     under ``torch.no_grad()``.
 
     Each forward pass counts its tokens, which synchronizes with the GPU. :func:`plan_unpadding` avoids that by counting
-    in a mask on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
+    a mask that is on the CPU. Source: padding-free batches of Zeng et al., arXiv 2208.08124.
     """
     if mlm_head not in ("all", "labelled"):
         raise ValueError(f"mlm_head must be 'all' or 'labelled', not {mlm_head!r}")
