@@ -112,13 +112,13 @@ class _FirstCalls:
 
     @run_eagerly(_COMPARED_EAGERLY)
     def _compare(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], positional: Sequence[str]) -> bool:
+        if is_replica(module):  # DataParallel's, whose parameters have no gradients of their own
+            return bool(self._because)
         gradients = torch.is_grad_enabled()
         self._because = self._because or next(iter(model_differences(module, self._name)), "")
         if not self._because:
             self._due.clear()
             return False
-        if is_replica(module):  # DataParallel's, whose parameters have no gradients of their own
-            return True
         due, self._due = self._due, set()  # the comparison calls the module too
         with forced("packed"):
             changed = outcome_of(module, tuple(map(_own_copy, args)), with_padding(kwargs), positional)
@@ -133,8 +133,8 @@ class _FirstCalls:
                 "model is restored; if the difference is intended, apply it with check='never'"
             )
         self._due = due - {gradients, False}
-        if not self._due:
-            stop_comparing(module) if _is_compared(module) else vars(module).pop("first_calls", None)
+        if not self._due and _is_compared(module):
+            stop_comparing(module)
         return False
 
 
