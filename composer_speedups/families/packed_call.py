@@ -29,7 +29,7 @@ __all__ = ["Call", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_
 
 @dataclass
 class Call:
-    """One forward pass of a model around an encoder.
+    """One forward pass of an outermost model around an encoder, through all models inside it.
 
     Attributes:
         encoders: The encoders inside the model.
@@ -145,7 +145,7 @@ class ModelAroundEncoder(nn.Module):
         inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
         encoders = tuple(self.get_submodule(path) for path in self.encoder_paths)
         around = call_of(encoders[0])
-        call = self._outermost_call(encoders, positional, inputs) if around is None else _call_inside(around)
+        call = self._outermost_call(encoders, positional, inputs) if around is None else around
         before, _current.call = _current.call, call
         try:
             plan_call = getattr(encoders[0], "plan_call", None)  # None if its class was restored
@@ -155,7 +155,8 @@ class ModelAroundEncoder(nn.Module):
             rest = {name: value for name, value in inputs.items() if name not in positional}
             output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
         finally:
-            _current.call = before
+            # A later call of the encoder itself, which has no plan, is not this one.
+            _current.call, call.plan, call.observed = before, None, False
         if call.head_slots is not None and call.head_base is self:
             return selected_hidden_states(output, call.head_slots)
         return output
@@ -183,21 +184,6 @@ def _argument_names(model_class: type[Any]) -> list[str]:
             if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
                 return [e.name for e in parameters if e.kind in (e.POSITIONAL_ONLY, e.POSITIONAL_OR_KEYWORD)]
     return []
-
-
-def _call_inside(around: Call) -> Call:
-    """The call of a model inside another model's call."""
-    return Call(
-        around.encoders,
-        around.outermost,
-        labels=around.labels,
-        unknown_reader=around.unknown_reader,
-        first_tokens_only=around.first_tokens_only,
-        head_base=around.head_base,
-        head_slots=around.head_slots,
-        padded=around.padded,
-        unobserved=around.unobserved,
-    )
 
 
 def _is_traced() -> bool:

@@ -172,7 +172,7 @@ class UnpaddedEncoder(nn.Module):
         """
         ids = inputs.get("input_ids")
         values, mask = inputs.get("inputs_embeds") if ids is None else ids, inputs.get("attention_mask")
-        call.mask = mask if isinstance(mask, Tensor) else None
+        call.mask, call.guarded = mask if isinstance(mask, Tensor) else None, False
         if not call.padded and isinstance(values, Tensor) and self._can_unpad(mask, inputs) and self._may_pack(call):
             call.plan = self._plan_of(values, call)
         return inputs if call.plan is None else self._inputs_of_packed(inputs, call.plan)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertForPreTraining, BertModel, MPNetModel
+from transformers import BertForPreTraining, BertForSequenceClassification, BertModel, MPNetModel
 
 from composer_speedups import apply_fused_layers, apply_recommended, apply_unpadding, plan_unpadding, undo_unpadding
 from composer_speedups.families.packed_encoder import unpadded_encoders
@@ -287,6 +287,27 @@ def test_replicas_use_their_own_batch(family: Family) -> None:
     assert_near(gradients(model), gradients(reference))
 
 
+def test_replicas_of_a_model_that_was_not_called_before_run_unpadded() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    apply_unpadding(model, 8)
+    apply_fused_layers(model)
+    replica, inputs = replica_of(model), batch([5, 12, 9])
+    assert_near([replica(**inputs).loss], [reference(**inputs).loss])
+    assert ran(replica) == ["unpadded"]
+    model(**inputs).loss.backward()
+    assert ran(model) == ["unpadded"], "a replica's call does not have the model compared"
+
+
+def test_replicas_of_a_model_that_is_not_compared_yet_stay_padded() -> None:
+    reference, model = tiny_bert(), tiny_bert()
+    for each in (reference, model):
+        each.bert.pooler = MeanPooler()
+    apply_unpadding(model, 8)
+    replica, inputs = replica_of(model), batch([5, 12, 9])
+    assert_near([replica(**inputs).loss], [reference(**inputs).loss])
+    assert ran(replica) == ["padded"]
+
+
 def test_threads_that_call_the_head_and_the_base_get_their_own_results() -> None:
     reference, model = tiny_bert().eval(), tiny_bert().eval()
     apply_unpadding(model, 8)
@@ -474,3 +495,23 @@ def test_looking_for_differences_leaves_other_threads_alone() -> None:
 
     built_on_meta(Slow)
     torch.testing.assert_close(initialized[0], tiny_bert().classifier.weight, rtol=0, atol=0)
+
+
+def test_a_model_that_calls_its_encoder_again_gets_the_untouched_result() -> None:
+    class Twice(BertForSequenceClassification):
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            hidden = self.bert(input_ids, attention_mask).last_hidden_state
+            again = self.bert.encoder(torch.ones_like(hidden), attention_mask[:, None, None].to(hidden.dtype))
+            return hidden[attention_mask.bool()], again.last_hidden_state
+
+    found = []
+    for changed in (False, True):
+        torch.manual_seed(0)
+        model = Twice._from_config(tiny_bert().config, attn_implementation="eager").eval()
+        if changed:
+            apply_unpadding(model, 8, check="never")
+        inputs = batch([5, 12, 9])
+        with torch.no_grad():
+            found.append(model(inputs["input_ids"], inputs["attention_mask"]))
+    assert_near([*found[1]], [*found[0]])
+    assert ran(model) == ["padded"]
