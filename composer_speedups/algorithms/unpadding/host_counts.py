@@ -1,4 +1,4 @@
-"""What the host knows of a batch's tokens: counted just before Composer moves the batch to the device.
+"""Token counts of a batch, taken on the host just before Composer moves it to the device.
 
 Reading counts from the device would make the host wait for it. Composer moves each micro-batch with
 ``state.device.batch_to_device``, after the batch was split and before anything can change it there. The counts are kept
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from composer.devices import Device
 from torch import Tensor
 
-from composer_speedups.families.labelled_head import count_labels
 from composer_speedups.families.packed_tokens import token_masks
 
 __all__ = ["HostCounts", "MaskFacts"]
@@ -61,7 +60,7 @@ class HostCounts:
         }
         labels = batch.get("labels") if isinstance(batch, Mapping) else None
         if isinstance(labels, Tensor) and labels.device.type == "cpu":
-            facts["labels"] = count_labels(labels) if labels.ndim == 2 else []
+            facts["labels"] = labels
         moved = self._move(batch)
         self._known.clear()
         for name, fact in facts.items():
@@ -70,8 +69,8 @@ class HostCounts:
         return moved
 
     def of(self, tensor: Tensor) -> Any:
-        """The facts about a tensor: :class:`MaskFacts`, or for labels the number of each row. None if it was changed
-        since, or was on the device from the start."""
+        """What is known of a tensor: :class:`MaskFacts` of a mask, or the labels on the host. None if it was changed
+        after it was moved, or never was on the host."""
         held, version, fact = self._known.get(id(tensor), (None, 0, None))
         return fact if held is tensor and version == tensor._version else None
 

@@ -24,7 +24,7 @@ from composer_speedups.families.labelled_head import (
     plan_labels,
 )
 from composer_speedups.families.packed_encoder import Layout, Planned, UnpaddedEncoder, unpadded_encoders
-from composer_speedups.families.packed_tokens import row_counts, token_masks
+from composer_speedups.families.packed_tokens import token_masks
 
 
 class Unpadding(ParityCheckedTechnique):
@@ -95,8 +95,8 @@ class Unpadding(ParityCheckedTechnique):
         self._padded += sum(each.layout == "padded" for each in planned)
         labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.ndim == 2:
-            counted = self._host_counts().of(labels)
-            total = sum(count_labels(labels) if counted is None else counted)
+            on_host = self._host_counts().of(labels)
+            total = sum(count_labels(labels if on_host is None else on_host))
             self._labelled += total
             for head in self._heads:
                 head.plan = plan_labels(labels, total, self.pad_to_multiple_of)
@@ -117,6 +117,8 @@ class Unpadding(ParityCheckedTechnique):
     def _plan(self, state: State) -> dict[str, MaskFacts]:
         """Plan the packing of the micro-batch on its device, and return what is known of its masks, by name."""
         encoders = self._unpadded()
+        if not encoders:
+            return {}
         facts = {name: self._facts(name, mask, state.batch) for name, mask in token_masks(state.batch).items()}
         for encoder in encoders:
             planned, known = [], []
@@ -130,7 +132,7 @@ class Unpadding(ParityCheckedTechnique):
                         known.append((mask, fact.counts))
                 planned.append(Planned(mask, labels if isinstance(labels, torch.Tensor) else None, layout))
             encoder.planned, encoder.known_counts = tuple(planned), tuple(known)
-        return facts if encoders else {}
+        return facts
 
     def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
         host = self._host_counts()
@@ -150,7 +152,7 @@ class Unpadding(ParityCheckedTechnique):
         return [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
 
     def _count(self, mask: torch.Tensor) -> list[int]:
-        return next((encoder.count(mask) for encoder in self._unpadded()), None) or row_counts(mask)
+        return next((encoder.count(mask) for encoder in self._unpadded()), [])
 
     def _reads_padding(self, mask: torch.Tensor, labels: torch.Tensor | None) -> list[bool]:
         return next((encoder.reads_padding(mask, labels) for encoder in self._unpadded()), [])
