@@ -117,8 +117,8 @@ def test_an_interrupted_call_resumes_and_ends_with_the_same_file(
     assert not partial.exists()
 
 
-def test_a_changed_input_does_not_resume(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = [str(finished), "--input", save(TEXTS)]
+def start_and_kill(call: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """End a call when it would predict its first batch."""
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -127,6 +127,12 @@ def test_a_changed_input_does_not_resume(finished: Path, monkeypatch: pytest.Mon
         patch.setattr(FinishedModel, "predict", killed)
         with pytest.raises(KeyboardInterrupt):
             main(call)
+
+
+def test_a_changed_input_does_not_resume(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = [str(finished), "--input", save(TEXTS)]
+
+    start_and_kill(call, monkeypatch)
     save(TEXTS[1:])
     with pytest.raises(
         ConfigError, match=r"^output: in\.predictions\.jsonl\.partial belongs to another run, input or columns"
@@ -183,13 +189,7 @@ def test_a_call_that_was_killed_before_its_first_line_starts_over(
 ) -> None:
     call, partial = [str(finished), "--input", save(TEXTS[:3])], Path("in.predictions.jsonl.partial")
 
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FinishedModel, "predict", killed)
-        with pytest.raises(KeyboardInterrupt):
-            main(call)
+    start_and_kill(call, monkeypatch)
     head = partial.read_bytes()
     for written in (b"", head[:20], head):
         partial.write_bytes(written)
