@@ -19,7 +19,7 @@ from composer_speedups.callbacks.peaks import Peak, device_peak, precision_in_fo
 from composer_speedups.core.operator_recorder import capture_seconds
 from composer_speedups.core.trainer_state import device_of, model_of
 from composer_speedups.families.flops import batch_lengths, training_flops
-from composer_speedups.families.labelled_head import head_tokens
+from composer_speedups.packing.labelled_head import head_tokens
 
 __all__ = ["Batch", "PhaseClock", "ThroughputMonitor"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer_speedups.families.packed_tokens import token_masks
+from composer_speedups.packing.tokens import token_masks
 
 __all__ = [
     "FLOAT32",

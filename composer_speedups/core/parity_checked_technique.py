@@ -27,11 +27,11 @@ from composer_speedups.core.comparison import (
     with_padding,
 )
 from composer_speedups.core.errors import CannotRunError, first_line
+from composer_speedups.core.stock import changes_to
 from composer_speedups.core.technique import Technique, techniques_of
 from composer_speedups.core.trainer_state import loss_of_this_rank, max_over_ranks, model_of, world_size
-from composer_speedups.families.packed_call import forced
-from composer_speedups.families.packed_tokens import token_masks
-from composer_speedups.families.stock import changes_to
+from composer_speedups.packing.call import forced
+from composer_speedups.packing.tokens import token_masks
 
 __all__ = ["ParityCheckedTechnique"]
 

@@ -23,7 +23,7 @@ from composer_speedups.data.tokens import load_tokenizer, tokenize
 from composer_speedups.data.worker_timeout import WorkerTimeoutLoader
 from composer_speedups.distributed.balanced_sampling import BalancedSampler
 from composer_speedups.families.flops import batch_lengths
-from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.task import Task
 
 __all__ = ["Data", "Pad", "build_data", "real_tokens"]

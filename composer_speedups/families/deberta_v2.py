@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.flops import block_flops
-from composer_speedups.families.packed_call import call_of
-from composer_speedups.families.packed_encoder import Layout, UnpaddedEncoder
-from composer_speedups.families.packed_tokens import Plan, make_plan, rows_with_holes
+from composer_speedups.packing.call import call_of
+from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.encoder import Layout, UnpaddedEncoder
+from composer_speedups.packing.tokens import Plan, make_plan, rows_with_holes
 
 __all__ = ["FAMILY"]
 

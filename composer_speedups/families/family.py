@@ -143,7 +143,7 @@ class Family:
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
         reads: Name of a model's class and its config → what its head reads.
         packed_encoder: The class that runs the encoder on packed tokens; None for
-            :class:`~.packed_encoder.UnpaddedEncoder`.
+            :class:`~.encoder.UnpaddedEncoder`.
         packed_attention: The class that runs an attention module on packed tokens; None if the module uses
             transformers' attention interface.
         block_flops: Config and real tokens of each row, int64 (rows,) → FLOPs of one forward pass through all blocks;

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Family
-from composer_speedups.families.packed_attention import unpadded_attention
-from composer_speedups.families.packed_encoder import UnpaddedEncoder
-from composer_speedups.families.packed_tokens import Plan
+from composer_speedups.packing.attention import unpadded_attention
+from composer_speedups.packing.encoder import UnpaddedEncoder
+from composer_speedups.packing.tokens import Plan
 
 __all__ = ["FAMILY"]
 

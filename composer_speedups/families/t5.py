@@ -17,9 +17,9 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
-from composer_speedups.families.packed_call import call_of
-from composer_speedups.families.packed_encoder import UnpaddedEncoder, UnpaddedModel
-from composer_speedups.families.packed_tokens import Plan, gather_tokens
+from composer_speedups.packing.call import call_of
+from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
+from composer_speedups.packing.tokens import Plan, gather_tokens
 
 __all__ = ["FAMILY"]
 

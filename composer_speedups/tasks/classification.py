@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.metrics import BinaryF1, MacroF1, Matthews, MeanLoss
 from composer_speedups.tasks.task import Labels, Task
 

@@ -14,7 +14,7 @@ from torchmetrics.functional import pearson_corrcoef
 from torchmetrics.utilities import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
-from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.packing.tokens import IGNORED
 
 __all__ = [
     "REPORTED_NAMES",

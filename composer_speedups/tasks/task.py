@@ -20,7 +20,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.packing.tokens import IGNORED
 
 __all__ = ["Example", "Labels", "Task", "build_task", "joined", "number", "shown", "task_class"]
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from composer_speedups.core.errors import ConfigError, DataError
-from composer_speedups.families.packed_tokens import IGNORED
+from composer_speedups.packing.tokens import IGNORED
 from composer_speedups.tasks.metrics import EntityF1
 from composer_speedups.tasks.task import Labels, Task, shown
 

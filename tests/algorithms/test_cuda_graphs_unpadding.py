@@ -10,7 +10,7 @@ import torch
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.technique import refuse_conflicts
-from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import Rerun
 from tests.reference.loop import gradients, train_plainly

@@ -12,8 +12,8 @@ from torch import nn
 from composer_speedups import FastLayerNorm, MixedPrecision, apply_fast_layernorm
 from composer_speedups.algorithms.fast_layernorm.layers import LowPrecisionLayerNorm
 from composer_speedups.core.errors import TechniqueError
+from composer_speedups.packing.derived_classes import swap_class
 from composer_speedups.surgery.already_applied import NoEffectWarning
-from composer_speedups.surgery.module_classes import swap_class
 from tests.helpers.common import make_trainer, tiny_bert
 from tests.reference.tolerance import assert_near
 

@@ -17,7 +17,7 @@ from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile
 from composer_speedups.algorithms.fast_layernorm import functional, outputs
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, ApexLayerNorm, TritonLayerNorm
 from composer_speedups.core.errors import NotEngagedError
-from composer_speedups.surgery.module_classes import swap_class
+from composer_speedups.packing.derived_classes import swap_class
 from tests.helpers.common import awkward_batches, batch, final_weights, make_trainer, plain_batches, tiny_bert
 from tests.helpers.forks import Fork
 from tests.reference import apex

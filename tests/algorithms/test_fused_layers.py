@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, BertConfig
 from composer_speedups import FusedLayers, TF32Matmul, Unpadding, apply_fused_layers, apply_unpadding, recommended
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.families import packed_encoder
+from composer_speedups.packing import encoder as packed_encoder
 from composer_speedups.recommendation import RECOMMENDED
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT

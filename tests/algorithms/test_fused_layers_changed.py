@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.functional import unfused_layers
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.families.stock import Untouched
+from composer_speedups.core.stock import Untouched
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.models import FUSED, Family, tiny_model
 from tests.reference.tolerance import assert_near

@@ -14,7 +14,7 @@ from composer_speedups import FusedLayers, Unpadding, apply_fused_layers, apply_
 from composer_speedups.algorithms.fused_layers import functional
 from composer_speedups.algorithms.fused_layers.functional import float8_scales, load_float8_scales
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.families.stock import model_differences
+from composer_speedups.core.stock import model_differences
 from composer_speedups.train.checkpoints.structure import conforming
 from tests.helpers.common import batch, make_trainer, plain_batches, tiny_bert, tiny_config
 from tests.helpers.models import tiny_model

@@ -12,9 +12,9 @@ from transformers import BertConfig, BertForQuestionAnswering, BertLMHeadModel
 
 from composer_speedups import Unpadding, apply_unpadding, plan_unpadding, undo_unpadding
 from composer_speedups.core.operator_recorder import OperatorRecorder
-from composer_speedups.families.packed_attention import unpadded_attention
-from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
-from composer_speedups.families.packed_tokens import make_plan
+from composer_speedups.packing.attention import unpadded_attention
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.tokens import make_plan
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.masks import masked_batch, random_masks, real_logits
 from tests.helpers.models import HEADS, UNPADDED, tiny_model

@@ -13,8 +13,8 @@ from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, p
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.families.flops import training_flops
-from composer_speedups.families.labelled_head import LabelledHead, head_tokens, labelled_heads
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.labelled_head import LabelledHead, head_tokens, labelled_heads
 from tests.helpers.common import VOCABULARY, Batch, Recorder, batch, make_trainer, plain_batches
 from tests.helpers.jobs import run
 from tests.helpers.models import UNPADDED, Family, fit_batches, tiny_model

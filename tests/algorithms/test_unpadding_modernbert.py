@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composer_speedups import Unpadding, apply_torch_compile, apply_unpadding, plan_unpadding
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.core.operator_recorder import compile_counts
-from composer_speedups.families.packed_attention import unpadded_attention
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.packed_tokens import Plan
+from composer_speedups.packing.attention import unpadded_attention
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.tokens import Plan
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import Recorder, batch, make_trainer
 from tests.helpers.masks import draw_mask, masked_batch
@@ -147,7 +147,7 @@ class Windows(TorchDispatchMode):
 
 def test_the_flash_kernel_gets_the_window_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is needed: torch's meta kernel checks the call."""
-    monkeypatch.setattr("composer_speedups.families.packed_attention.supports_flash_attention", lambda *_: True)
+    monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
     plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from composer_speedups.families.packed_attention import supports_flash_attention, unpadded_attention
-from composer_speedups.families.packed_tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
+from composer_speedups.packing.attention import supports_flash_attention, unpadded_attention
+from composer_speedups.packing.tokens import Plan, gather_tokens, make_plan, row_counts, scatter_tokens
 from tests.helpers.masks import random_masks
 
 
@@ -41,7 +41,7 @@ def test_gathering_and_scattering_have_the_right_gradients() -> None:
 
 def test_the_flash_call_has_the_right_signature_and_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No GPU is needed: torch's meta kernel checks the call and returns tensors of the right shapes."""
-    monkeypatch.setattr("composer_speedups.families.packed_attention.supports_flash_attention", lambda *_: True)
+    monkeypatch.setattr("composer_speedups.packing.attention.supports_flash_attention", lambda *_: True)
     meta: dict[str, Any] = {"device": "meta"}
     mask, indices = torch.empty(3, 9, dtype=torch.bool, **meta), torch.empty(64, dtype=torch.long, **meta)
     plan = Plan(mask, indices, torch.empty(5, dtype=torch.int32, **meta), 128)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer_speedups import apply_unpadding, plan_unpadding
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch
 from tests.helpers.masks import KINDS, draw_mask, masked_batch, real_logits
 from tests.helpers.models import HEADS, UNPADDED, Family, Head, tiny_model

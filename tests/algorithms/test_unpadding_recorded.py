@@ -10,7 +10,7 @@ import transformers
 from packaging.version import Version
 
 from composer_speedups import apply_unpadding
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
 from tests.helpers.models import UNPADDED, tiny_model
 from tests.reference.tolerance import assert_near

@@ -21,7 +21,7 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
 from composer_speedups.core.operator_recorder import compile_counts
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import Batches, Recorder, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.models import UNPADDED, Family, tiny_model

@@ -17,7 +17,7 @@ from transformers.models.bert.modeling_bert import BertEncoder
 from composer_speedups import SDPAAttention, TorchCompile, Unpadding, apply_unpadding
 from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch

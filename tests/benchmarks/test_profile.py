@@ -18,7 +18,7 @@ from benchmarks.profile import KINDS, Kernel, busy, by_kind, by_name, exposed, k
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
 from composer_speedups.core.errors import ConfigError
-from composer_speedups.families.packed_tokens import make_plan
+from composer_speedups.packing.tokens import make_plan
 from tests.conftest import ROOT
 from tests.helpers.common import tiny_bert
 from tests.helpers.jobs import SHORT

@@ -47,9 +47,9 @@ from composer_speedups.algorithms.unpadding.functional import plan_unpadding
 from composer_speedups.core import parity_checked_technique
 from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
-from composer_speedups.families.packed_encoder import Planned, unpadded_encoders
-from composer_speedups.families.packed_tokens import make_plan
-from composer_speedups.families.stock import changes_to
+from composer_speedups.core.stock import changes_to
+from composer_speedups.packing.encoder import Planned, unpadded_encoders
+from composer_speedups.packing.tokens import make_plan
 from tests.helpers.common import (
     Batch,
     Batches,

@@ -19,7 +19,7 @@ from composer_speedups import apply_gradient_checkpointing, apply_unpadding
 from composer_speedups.algorithms.gradient_checkpointing.recompute import recomputations
 from composer_speedups.families.blocks import blocks_of, repeated_blocks
 from composer_speedups.families.family import Reads, config_value, families, family_named, family_of, kernel_shape
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.algorithms.test_unpadding_properties import values
 from tests.helpers.common import batch
 from tests.helpers.masks import draw_mask, masked_batch

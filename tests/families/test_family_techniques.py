@@ -35,7 +35,7 @@ from composer_speedups.algorithms.torch_compile.torch_compile import _has_compil
 from composer_speedups.core.operator_recorder import OperatorRecorder, compile_counts
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import family_named
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import NoEffectWarning
 from tests.helpers.common import VOCABULARY, Batch
 from tests.helpers.models import ENCODERS, EVERY, Family, tiny_model

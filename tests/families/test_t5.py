@@ -11,7 +11,7 @@ from transformers import T5EncoderModel, T5ForConditionalGeneration, T5ForQuesti
 from composer_speedups import apply_unpadding, plan_unpadding, undo_unpadding
 from composer_speedups.families.blocks import repeated_blocks
 from composer_speedups.families.family import config_value
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.families.test_family_techniques import _one_thread, applied, check, draw, outcome, untouched
 from tests.helpers.models import tiny_model
 from tests.helpers.refusals import INPUTS, TECHNIQUES

@@ -9,8 +9,8 @@ import torch
 
 from composer_speedups import CUDAGraphs, FusedLayers, MixedPrecision, Unpadding, apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
-from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
-from composer_speedups.families.packed_tokens import make_plan
+from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.tokens import make_plan
 from tests.helpers.common import batch, make_trainer, plain_batches
 from tests.helpers.models import tiny_model
 from tests.reference.loop import gradients

@@ -19,8 +19,8 @@ from composer_speedups import (
 )
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer
 from composer_speedups.core.errors import CannotRunError, TechniqueError
-from composer_speedups.families.packed_encoder import unpadded_encoders
 from composer_speedups.kernels import Shape
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.core.test_custom_models import (
     INPUTS,
     BiEncoder,

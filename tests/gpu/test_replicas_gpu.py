@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from composer_speedups import apply_fused_layers, apply_unpadding
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch
 from tests.helpers.models import FUSED, UNPADDED, Family, fit_batches, tiny_model
 from tests.reference.loop import gradients

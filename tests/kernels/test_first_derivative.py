@@ -12,8 +12,8 @@ from torch import Tensor
 
 import composer_speedups
 from composer_speedups.algorithms.cuda_graphs.capture import _Link, _Replay
-from composer_speedups.families.packed_tokens import gather_tokens, make_plan, scatter_tokens
 from composer_speedups.kernels.first_derivative import FirstDerivative
+from composer_speedups.packing.tokens import gather_tokens, make_plan, scatter_tokens
 
 
 class Square(FirstDerivative):

@@ -12,7 +12,7 @@ from composer.loggers import Logger
 from torch.utils.data import DataLoader
 
 from composer_speedups import FusedLayers, Unpadding
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, Batches, Recorder, batch, final_weights, make_trainer
 from tests.helpers.models import Head, tiny_model
 from tests.reference.tolerance import assert_near

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import BertForPreTraining, BertForSequenceClassification, BertModel, MPNetModel
 
 from composer_speedups import apply_fused_layers, apply_recommended, apply_unpadding, plan_unpadding, undo_unpadding
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.stock import built_on_meta
+from composer_speedups.core.stock import built_on_meta
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, batch, tiny_bert, without_labels
 from tests.helpers.masks import masked_batch
 from tests.helpers.models import EVERY, FUSED, UNPADDED, Family, fit_batches, tiny_model

@@ -26,8 +26,8 @@ from transformers import (
 
 from composer_speedups import Unpadding, apply_fused_layers, apply_unpadding, plan_unpadding, undo_unpadding
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.stock import built_on_meta
+from composer_speedups.core.stock import built_on_meta
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, Batches, Recorder, batch, make_trainer, tiny_bert, tiny_config, without_labels
 from tests.helpers.models import FUSED, Family, fit_batches, tiny_model
 from tests.outside.test_calls_by_other_ways import compared, labelled_padding, ran, replica_of

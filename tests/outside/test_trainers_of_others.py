@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import BertForSequenceClassification, Trainer, TrainingArguments
 
 from composer_speedups import FusedLayers, Unpadding, apply_recommended, recommended
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import Batch, Batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.models import tiny_model
 from tests.reference.tolerance import assert_near

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.families.family import DropoutRates, LayerModules
-from composer_speedups.families.packed_tokens import Plan
 from composer_speedups.kernels.embeddings import embed
+from composer_speedups.packing.tokens import Plan
 from tests.reference.fused_kernels import DEVICE, near, random
 from tests.reference.masked_layer import (
     HIDDEN,

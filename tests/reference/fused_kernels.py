@@ -68,7 +68,6 @@ from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer
 from composer_speedups.algorithms.fused_layers.layer import fused_layer
 from composer_speedups.algorithms.fused_layers.modules import plain_layer
 from composer_speedups.families.family import DropoutRates, GatedLayerModules, LayerModules
-from composer_speedups.families.packed_tokens import Plan, make_plan
 from composer_speedups.kernels.adamw import AdamWTables, adamw_step
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.embeddings import embed
@@ -89,6 +88,7 @@ from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
 from composer_speedups.kernels.rotary import rotate
 from composer_speedups.kernels.sums import partial_sums, totals
+from composer_speedups.packing.tokens import Plan, make_plan
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 LENGTHS = [5, 0, 70, 1, 37]

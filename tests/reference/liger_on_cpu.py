@@ -17,7 +17,7 @@ from torch import nn
 
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.algorithms.fast_layernorm.layers import TritonLayerNorm
-from composer_speedups.surgery.module_classes import swap_class
+from composer_speedups.packing.derived_classes import swap_class
 from tests.reference import fused_kernels  # noqa: F401  (makes the interpreter twice as fast)
 from tests.reference.tolerance import assert_near
 

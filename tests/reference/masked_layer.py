@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from composer_speedups.families.family import DropoutRates, LayerModules
-from composer_speedups.families.packed_tokens import Plan, make_plan
+from composer_speedups.packing.tokens import Plan, make_plan
 
 LENGTHS = [4, 0, 11, 1]  # below 16: see masks_of
 HEADS, HIDDEN, INNER = 2, 64, 64

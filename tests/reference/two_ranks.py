@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups import apply_unpadding, plan_unpadding
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from tests.helpers.common import batch, tiny_bert
 from tests.reference.loop import EPS, train_plainly
 from tests.reference.tolerance import assert_near

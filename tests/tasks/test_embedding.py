@@ -37,7 +37,7 @@ from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data
-from composer_speedups.families.packed_encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.models import FinetuneModel, _from_config

@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.trainer_state import world_size
 from composer_speedups.families.blocks import repeated_blocks
-from composer_speedups.families.labelled_head import labelled_heads
-from composer_speedups.families.packed_encoder import unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.labelled_head import labelled_heads
 
 __all__ = ["apply_cuda_graphs"]
 

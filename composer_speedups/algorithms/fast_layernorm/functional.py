@@ -19,8 +19,8 @@ from composer_speedups.core.requirements import (
     needs_package,
     require,
 )
+from composer_speedups.packing.derived_classes import swap_class
 from composer_speedups.surgery.already_applied import NoEffectWarning, refuse_other_settings
-from composer_speedups.surgery.module_classes import swap_class
 
 __all__ = ["apply_fast_layernorm"]
 

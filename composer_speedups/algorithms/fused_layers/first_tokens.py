@@ -8,11 +8,11 @@ from __future__ import annotations
 from torch import nn
 
 from composer_speedups.algorithms.fused_layers.modules import FusedLayer
+from composer_speedups.core.stock import Untouched, model_differences, outermost_models
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Reads, family_of
-from composer_speedups.families.packed_call import ModelAroundEncoder
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.stock import Untouched, model_differences, outermost_models
+from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.encoder import unpadded_encoders
 
 
 def compute_first_tokens(model: nn.Module) -> None:

@@ -17,12 +17,12 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedLayer,
 )
 from composer_speedups.core.requirements import needs_triton, require
+from composer_speedups.core.stock import Untouched, built_on_meta, differences
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.stock import Untouched, built_on_meta, differences
+from composer_speedups.packing.derived_classes import derived_class, stock_class
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
-from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
 _SIZES = (16, 32, 64, 128)

@@ -1,6 +1,6 @@
 """Layers and embeddings that compute with fused kernels.
 
-Their classes are derived from transformers' (see :func:`~...surgery.module_classes.derived_class`); parameters, names
+Their classes are derived from transformers' (see :func:`~...packing.derived_classes.derived_class`); parameters, names
 and settings do not change. If a kernel cannot run (CPU, float32, a batch that is not packed, a changed module), they
 use torch's operators or the original forward.
 
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from composer_speedups.core.stock import Untouched
 from composer_speedups.core.trainer_state import autocast_dtype
-from composer_speedups.families.disentangled_attention import Relative, first_tokens_attention
 from composer_speedups.families.family import DropoutRates, Family, GatedLayerModules, LayerModules, family_of
-from composer_speedups.families.packed_attention import real_keys, repad
-from composer_speedups.families.packed_tokens import Plan, gather_tokens
-from composer_speedups.families.stock import Untouched
 from composer_speedups.kernels import Shape
+from composer_speedups.packing.attention import real_keys, repad
+from composer_speedups.packing.disentangled_attention import Relative, first_tokens_attention
+from composer_speedups.packing.tokens import Plan, gather_tokens
 
 
 class FusedLayer(nn.Module):

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
+from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.family import family_of
-from composer_speedups.families.stock import outermost_models
 
 ADAPTER = "default"  # PEFT's name for a single adapter
 _SETTINGS = "_lora_settings"  # attribute of the model

@@ -12,8 +12,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.families.packed_encoder import unpadded_encoders
-from composer_speedups.families.stock import outermost_models
+from composer_speedups.core.stock import outermost_models
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import NoEffectWarning
 
 __all__ = ["apply_sdpa_attention"]

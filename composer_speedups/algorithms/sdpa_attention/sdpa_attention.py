@@ -18,10 +18,10 @@ from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.operator_recorder import OperatorRecorder, cannot_run
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
+from composer_speedups.core.stock import outermost_models
 from composer_speedups.core.technique import Stage
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.family import config_value
-from composer_speedups.families.stock import outermost_models
 
 _CHANGED_BY = "_sdpa_attention_of"  # attribute of a model: owner of the change, and the attention before it
 

@@ -8,8 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.algorithms.sparse_upcycling.experts import Routing, SparseFeedForward
+from composer_speedups.core.stock import outermost_models
 from composer_speedups.families.family import families, family_of
-from composer_speedups.families.stock import outermost_models
 
 
 class Block(NamedTuple):

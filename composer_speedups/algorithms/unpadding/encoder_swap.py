@@ -11,15 +11,15 @@ from transformers import PreTrainedModel
 
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import Reads, family_of, family_titles
-from composer_speedups.families.labelled_head import (
+from composer_speedups.packing.attention import PackedAttentionConfig
+from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.derived_classes import derived_class, stock_class
+from composer_speedups.packing.encoder import PaddingReader, UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.labelled_head import (
     LabelledHead,
     MLMHead,
     check_labelled_head,
 )
-from composer_speedups.families.packed_attention import PackedAttentionConfig
-from composer_speedups.families.packed_call import ModelAroundEncoder
-from composer_speedups.families.packed_encoder import PaddingReader, UnpaddedEncoder, unpadded_encoders
-from composer_speedups.surgery.module_classes import derived_class, stock_class
 
 _REFUSED = {
     Reads.PADDING: "whose loss includes padding positions",

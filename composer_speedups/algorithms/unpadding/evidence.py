@@ -12,11 +12,11 @@ from composer.core import State, get_precision_context
 from composer_speedups.core.operator_recorder import OperatorRecorder
 from composer_speedups.core.trainer_state import compute_dtype, device_of, is_compiled
 from composer_speedups.families.blocks import blocks_of
-from composer_speedups.families.disentangled_attention import Relative, disentangled_attention
 from composer_speedups.families.family import family_of
-from composer_speedups.families.packed_attention import operators_among, unpadded_attention
-from composer_speedups.families.packed_encoder import UnpaddedEncoder
-from composer_speedups.families.packed_tokens import Plan, make_plan
+from composer_speedups.packing.attention import operators_among, unpadded_attention
+from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
+from composer_speedups.packing.encoder import UnpaddedEncoder
+from composer_speedups.packing.tokens import Plan, make_plan
 
 
 class FirstForward:

@@ -23,10 +23,10 @@ from composer_speedups.core.comparison import (
     tolerance_of,
     with_padding,
 )
-from composer_speedups.families.packed_call import forced, is_replica
-from composer_speedups.families.packed_tokens import run_eagerly
-from composer_speedups.families.stock import model_differences, outermost_models
-from composer_speedups.surgery.module_classes import derived_class, stock_class, wrap_forward
+from composer_speedups.core.stock import model_differences, outermost_models
+from composer_speedups.packing.call import forced, is_replica
+from composer_speedups.packing.derived_classes import derived_class, stock_class, wrap_forward
+from composer_speedups.packing.tokens import run_eagerly
 
 __all__ = ["compare_first_calls", "stop_comparing"]
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders, swap_encoders
 from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
 from composer_speedups.core.comparison import Check
-from composer_speedups.families.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
-from composer_speedups.families.packed_call import ModelAroundEncoder
-from composer_speedups.families.packed_encoder import Planned, unpadded_encoders
+from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.encoder import Planned, unpadded_encoders
+from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
 LARGEST_MULTIPLE = 65536

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from composer.devices import Device
 from torch import Tensor
 
-from composer_speedups.families.packed_tokens import token_masks
+from composer_speedups.packing.tokens import token_masks
 
 __all__ = ["HostCounts", "MaskFacts"]
 

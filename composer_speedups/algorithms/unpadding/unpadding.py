@@ -16,15 +16,15 @@ from composer_speedups.algorithms.unpadding.host_counts import HostCounts, MaskF
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.technique import Conflict, Stage
-from composer_speedups.families.labelled_head import (
+from composer_speedups.packing.encoder import Layout, Planned, UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.labelled_head import (
     LabelledHead,
     MLMHead,
     count_labels,
     labelled_heads,
     plan_labels,
 )
-from composer_speedups.families.packed_encoder import Layout, Planned, UnpaddedEncoder, unpadded_encoders
-from composer_speedups.families.packed_tokens import token_masks
+from composer_speedups.packing.tokens import token_masks
 
 
 class Unpadding(ParityCheckedTechnique):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.families.packed_tokens import Plan, gather_tokens, scatter_tokens
+from composer_speedups.packing.tokens import Plan, gather_tokens, scatter_tokens
 
 __all__ = [
     "DISENTANGLED",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from composer_speedups.families.packed_attention import real_keys, repad
-from composer_speedups.families.packed_tokens import Plan, gather_tokens
 from composer_speedups.kernels.compiler import missing_c_compiler
+from composer_speedups.packing.attention import real_keys, repad
+from composer_speedups.packing.tokens import Plan, gather_tokens
 
 __all__ = ["Relative", "disentangled_attention", "first_tokens_attention", "position_scores"]
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from composer_speedups.families.packed_call import Call, ModelAroundEncoder
-from composer_speedups.families.packed_tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan, run_eagerly
-from composer_speedups.surgery.module_classes import stock_class
+from composer_speedups.packing.call import Call, ModelAroundEncoder
+from composer_speedups.packing.derived_classes import stock_class
+from composer_speedups.packing.tokens import COUNTED_ON_HOST, IGNORED, Plan, as_numpy, make_plan, run_eagerly
 
 __all__ = [
     "LabelledHead",

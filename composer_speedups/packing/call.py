@@ -21,8 +21,8 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from composer_speedups.families.packed_tokens import Plan, gather_tokens
-from composer_speedups.surgery.module_classes import stock_class, wrap_forward
+from composer_speedups.packing.derived_classes import stock_class, wrap_forward
+from composer_speedups.packing.tokens import Plan, gather_tokens
 
 __all__ = ["Call", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_replica"]
 

@@ -1,8 +1,8 @@
 """transformers encoders that compute only the real tokens of a padded batch.
 
-The class of an encoder is derived from its original class (see :func:`~..surgery.module_classes.derived_class`). It
+The class of an encoder is derived from its original class (see :func:`~..packing.derived_classes.derived_class`). It
 packs the tokens, calls the original forward on one long row with variable-length attention, and scatters the result to
-the padded slots. The models around it (:class:`~.packed_call.ModelAroundEncoder`) tell it about each call, and it lays
+the padded slots. The models around it (:class:`~.call.ModelAroundEncoder`) tell it about each call, and it lays
 out the call's tokens before they embed them.
 """
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutput
 
-from composer_speedups.families.packed_call import Call, ModelAroundEncoder, call_of
-from composer_speedups.families.packed_tokens import (
+from composer_speedups.packing.call import Call, ModelAroundEncoder, call_of
+from composer_speedups.packing.tokens import (
     COUNTED_ON_HOST,
     IGNORED,
     READS_PADDING,

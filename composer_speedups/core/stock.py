@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.modeling_utils import AttentionInterface
 
-from composer_speedups.surgery.module_classes import is_derived
+from composer_speedups.packing.derived_classes import is_derived
 
 __all__ = ["Untouched", "built_on_meta", "changes_to", "differences", "model_differences", "outermost_models"]
 
