@@ -65,11 +65,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if claims := claims_of(item):
             item.user_properties.append(("supports", [list(claim) for claim in claims]))
     items.sort(key=lambda item: "slow" not in item.keywords)  # so that no worker is alone with one at the end
-    if "long" not in str(config.getoption("markexpr")):
-        ask = pytest.mark.skip(reason="takes minutes; -m long runs it")
-        for item in items:
-            if "long" in item.keywords:
-                item.add_marker(ask)
     import torch  # not where xdist's controller has only to start the workers
 
     if torch.cuda.is_available():
