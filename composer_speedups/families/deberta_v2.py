@@ -9,7 +9,6 @@ relative positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from composer_speedups.families.family import Family, LayerModules
 from composer_speedups.families.flops import block_flops
-from composer_speedups.packing.call import call_of
 from composer_speedups.packing.disentangled_attention import Relative, disentangled_attention
-from composer_speedups.packing.encoder import Layout, UnpaddedEncoder
-from composer_speedups.packing.tokens import Plan, make_plan, rows_with_holes
+from composer_speedups.packing.encoder import UnpaddedEncoder
+from composer_speedups.packing.tokens import Plan
 
 __all__ = ["FAMILY"]
 
@@ -62,17 +60,11 @@ class _UnpaddedAttention(nn.Module):
 
 
 class _UnpaddedDeberta(UnpaddedEncoder):
-    """As :class:`UnpaddedEncoder`; rows with holes stay padded too.
+    """As :class:`UnpaddedEncoder`, with relative positions of packed tokens.
 
     The surrounding model always requests all hidden states, and reads the last. It receives only the last one, unless
     all hidden states were requested from the model itself.
     """
-
-    padded_because = (
-        "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which change "
-        "the distances between packed tokens",
-        "pad on the right, without holes, and give padding the label -100",
-    )
 
     layer: nn.ModuleList
     max_relative_positions: int
@@ -80,8 +72,7 @@ class _UnpaddedDeberta(UnpaddedEncoder):
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(hidden_states, attention_mask, **kwargs)
-        call = call_of(self)
-        if call is None or call.plan is None:
+        if self._call_plan().tokens is None:
             return output
         last = output.last_hidden_state
         output = BaseModelOutput(last_hidden_state=last, hidden_states=(last,))
@@ -90,10 +81,10 @@ class _UnpaddedDeberta(UnpaddedEncoder):
     def _inputs_of_packed(self, inputs: dict[str, Any], plan: Plan) -> dict[str, Any]:
         return inputs  # the embeddings are multiplied by the mask
 
-    def _packed(self, packed: Tensor, plan: Plan, first_tokens_only: bool = False, **kwargs: Any) -> Any:
+    def _packed(self, packed: Tensor, tokens: Plan, first_tokens_only: bool = False, **kwargs: Any) -> Any:
         buckets, furthest = self.position_buckets, self.max_relative_positions
-        entries = _entries(plan.longest, buckets, furthest, packed.device)
-        relative = Relative(plan, entries, first_tokens_only)
+        entries = _entries(tokens.longest, buckets, furthest, packed.device)
+        relative = Relative(tokens, entries, first_tokens_only)
         rel_embeddings = self.get_rel_embedding()  # type: ignore[operator]
         for layer in self.layer:
             if not torch.compiler.is_compiling():
@@ -101,18 +92,6 @@ class _UnpaddedDeberta(UnpaddedEncoder):
             packed = layer(packed, None, relative_pos=relative, rel_embeddings=rel_embeddings)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
-
-    def count(self, mask_BS: Tensor) -> list[int]:
-        """As :meth:`UnpaddedEncoder.count`; also negative for rows with a hole."""
-        counts = super().count(mask_BS)
-        if not self.reads_first:
-            counts = [abs(count) for count in counts]
-        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(mask_BS), strict=True)]
-
-    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
-        if any(count < 0 for count in counts):
-            return "padded"
-        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
 
 
 @torch.compiler.disable  # transformers' function copies a constant to the device
@@ -195,6 +174,7 @@ FAMILY = Family(
     layer_modules=_modules,
     position_table=_table,
     dropouts=_dropouts,
+    widest_with_holes=lambda _: 0,
     refuses=_refuses,
     packed_encoder=_UnpaddedDeberta,
     packed_attention=_UnpaddedAttention,

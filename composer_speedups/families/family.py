@@ -142,6 +142,8 @@ class Family:
             probability, or None if there is no dropout.
         positions: Embeddings and ids (B, S) → position ids (B, S) or (1, S).
         reads: Name of a model's class and its config → what its head reads.
+        widest_with_holes: Config → the largest width of a batch in whose rows padding between real tokens does not
+            matter; None if it never does. Wider batches with such rows stay padded.
         packed_encoder: The class that runs the encoder on packed tokens; None for
             :class:`~.encoder.UnpaddedEncoder`.
         packed_attention: The class that runs an attention module on packed tokens; None if the module uses
@@ -170,6 +172,7 @@ class Family:
     dropouts: Callable[[Any], list[tuple[nn.Module, nn.Dropout] | None]] | None = None
     positions: Callable[[Any, Tensor], Tensor] = _buffered_positions
     reads: Callable[[str, Any], Reads] = default_head_reads
+    widest_with_holes: Callable[[Any], int | None] = lambda _: None
     packed_encoder: type[Any] | None = None
     packed_attention: type[Any] | None = None
     block_flops: Callable[[Any, Tensor], int] | None = None
@@ -203,9 +206,9 @@ def family_named(name: str) -> Family | None:
 
 def family_of(kind: type) -> Family | None:
     """The family of a transformers class, or of the first base class that has one."""
-    for each in kind.__mro__:
-        if each.__module__.startswith("transformers.models."):
-            return family_named(each.__module__.split(".")[2])
+    for base in kind.__mro__:
+        if base.__module__.startswith("transformers.models."):
+            return family_named(base.__module__.split(".")[2])
     return None
 
 

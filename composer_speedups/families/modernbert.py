@@ -7,7 +7,6 @@ packed tokens only in rows without holes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,32 +16,15 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, GatedLayerModules, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
-from composer_speedups.packing.call import call_of
-from composer_speedups.packing.encoder import Layout, UnpaddedEncoder, UnpaddedModel
-from composer_speedups.packing.tokens import (
-    Plan,
-    gather_tokens,
-    make_plan,
-    row_counts,
-    rows_with_holes,
-)
+from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
+from composer_speedups.packing.tokens import Plan, gather_tokens
 
 __all__ = ["FAMILY"]
 
 
 class _UnpaddedModernBert(UnpaddedModel):
     """Token ids (B, S) or embeddings (B, S, H) → transformers' output with the last hidden state (B, S, H), zeros at
-    padding.
-
-    In addition to the batches that :class:`UnpaddedEncoder` leaves padded, these stay padded: batches wider than the
-    window of the local layers if one of their rows has a hole, and batches with a separate mask for each kind of layer.
-    """
-
-    padded_because = (
-        "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which bring "
-        "tokens into each other's attention windows",
-        "pad on the right, without holes, and give padding the label -100",
-    )
+    padding."""
 
     config: Any
     embeddings: nn.Module
@@ -59,24 +41,22 @@ class _UnpaddedModernBert(UnpaddedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        call = call_of(self)
-        if call is None or call.plan is None:
-            self.ran = "padded"
+        plan = self._call_plan()
+        if plan.tokens is None:
             stock: Any = super(UnpaddedEncoder, self)
-            return self._observed(
-                call, stock.forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
-            )
-        plan = call.plan
+            output = stock.forward(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds, **kwargs)
+            return self._padded(plan, output)
         if inputs_embeds is None:
             assert input_ids is not None
-            hidden = self.embeddings(input_ids=_pick(input_ids, plan))
+            hidden = self.embeddings(input_ids=_pick(input_ids, plan.tokens))
         else:
-            packed = gather_tokens(inputs_embeds.flatten(0, 1), plan.indices_T)
+            packed = gather_tokens(inputs_embeds.flatten(0, 1), plan.tokens.indices_T)
             hidden = self.embeddings(inputs_embeds=packed.unsqueeze(0))
-        if call.first_tokens_only:
+        if plan.first_tokens_only:
             # a keyword argument, so that it is also passed when a layer is recomputed
             kwargs["first_tokens_only"] = True
-        return self._output(self._packed_layers(hidden, self._positions(position_ids, plan), plan, kwargs), call)
+        positions = self._positions(position_ids, plan.tokens)
+        return self._output(self._packed_layers(hidden, positions, plan.tokens, kwargs), plan)
 
     def _packed_layers(self, hidden: Tensor, positions: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the layers and the last norm."""
@@ -84,8 +64,8 @@ class _UnpaddedModernBert(UnpaddedModel):
         angles = {kind: self.rotary_emb(hidden, positions, kind) for kind in sorted(set(kinds))}
         for layer, kind in zip(self.layers, kinds, strict=True):
             if not torch.compiler.is_compiling():  # for layers compiled separately
-                for each in (hidden, *angles[kind]):
-                    torch._dynamo.maybe_mark_dynamic(each, 1)
+                for packed in (hidden, *angles[kind]):
+                    torch._dynamo.maybe_mark_dynamic(packed, 1)
             hidden = layer(
                 hidden,
                 attention_mask=None,
@@ -102,24 +82,6 @@ class _UnpaddedModernBert(UnpaddedModel):
             return (plan.indices_T % plan.mask_BS.shape[1]).unsqueeze(0)
         return _pick(position_ids.expand(plan.mask_BS.shape), plan)
 
-    def count(self, mask_BS: Tensor) -> list[int]:
-        """As :meth:`UnpaddedEncoder.count`; also negative if a hole would move tokens into another token's window."""
-        real = mask_BS.bool()
-        counts = row_counts(real)
-        if not self.reads_first:
-            counts = [abs(count) for count in counts]
-        if (
-            "sliding_attention" not in (self.config.layer_types or ())
-            or real.shape[1] <= self.config.sliding_window + 1
-        ):
-            return counts
-        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(real), strict=True)]
-
-    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
-        if any(count < 0 for count in counts):
-            return "padded"
-        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
-
 
 def _pick(values_BS: Tensor, plan: Plan) -> Tensor:
     """Integers per slot, (B, S) → per packed token, (1, T)."""
@@ -132,6 +94,11 @@ def _reads(model_class: str, config: Any) -> Reads:
     if pools_real_tokens and model_class.endswith(("ForSequenceClassification", "ForMultipleChoice")):
         return Reads.REAL_TOKENS
     return default_head_reads(model_class, config)
+
+
+def _widest_with_holes(config: Any) -> int | None:
+    """Up to this width, every slot is in every other's window, with or without holes between them."""
+    return config.sliding_window + 1 if "sliding_attention" in (config.layer_types or ()) else None
 
 
 def _modules(layer: Any) -> GatedLayerModules:
@@ -170,6 +137,7 @@ FAMILY = Family(
     gated=True,
     dropouts=_dropouts,
     reads=_reads,
+    widest_with_holes=_widest_with_holes,
     packed_encoder=_UnpaddedModernBert,
     block_flops=_block_flops,
     activation="hidden_activation",

@@ -70,12 +70,12 @@ class _UnpaddedMPNet(UnpaddedEncoder):
         output = super().forward(hidden_states, attention_mask, return_dict=True, **kwargs)
         return output if return_dict else output.to_tuple()
 
-    def _packed(self, packed: Tensor, plan: Plan, return_dict: bool = True, **kwargs: Any) -> Any:
-        bias_1ASS = self.compute_position_bias(packed.new_empty(1, plan.mask_BS.shape[1]))  # type: ignore[operator]
+    def _packed(self, packed: Tensor, tokens: Plan, return_dict: bool = True, **kwargs: Any) -> Any:
+        bias_1ASS = self.compute_position_bias(packed.new_empty(1, tokens.mask_BS.shape[1]))  # type: ignore[operator]
         for layer in self.layer:
             if not torch.compiler.is_compiling():
                 torch._dynamo.maybe_mark_dynamic(packed, 1)  # for layers compiled separately
-            packed = layer(packed, None, _PackedBias(bias_1ASS, plan), unpadding=plan, **kwargs)[0]
+            packed = layer(packed, None, _PackedBias(bias_1ASS, tokens), unpadding=tokens, **kwargs)[0]
         last: Any = packed
         return BaseModelOutput(last_hidden_state=last)
 

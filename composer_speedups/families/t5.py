@@ -17,7 +17,6 @@ from transformers.utils.generic import can_return_tuple
 
 from composer_speedups.families.family import Family, Reads, default_head_reads
 from composer_speedups.families.flops import block_flops
-from composer_speedups.packing.call import call_of
 from composer_speedups.packing.encoder import UnpaddedEncoder, UnpaddedModel
 from composer_speedups.packing.tokens import Plan, gather_tokens
 
@@ -43,16 +42,14 @@ class _UnpaddedT5(UnpaddedModel):
         inputs_embeds: Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
-        call = call_of(self)
-        if call is None or call.plan is None:
-            self.ran = "padded"
+        plan = self._call_plan()
+        if plan.tokens is None:
             stock: Any = super(UnpaddedEncoder, self)
-            return self._observed(
-                call, stock.forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-            )
+            output = stock.forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+            return self._padded(plan, output)
         embedded: Any = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        packed = gather_tokens(embedded.flatten(0, 1), call.plan.indices_T).unsqueeze(0)
-        return self._output(self._packed_blocks(self.dropout(packed), call.plan, kwargs), call)
+        packed = gather_tokens(embedded.flatten(0, 1), plan.tokens.indices_T).unsqueeze(0)
+        return self._output(self._packed_blocks(self.dropout(packed), plan.tokens, kwargs), plan)
 
     def _packed_blocks(self, packed: Tensor, plan: Plan, kwargs: dict[str, Any]) -> Tensor:
         """(1, T, H) → (1, T, H), through the blocks and the last norm."""

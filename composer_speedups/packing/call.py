@@ -24,7 +24,24 @@ from torch import Tensor, nn
 from composer_speedups.packing.derived_classes import stock_class, wrap_forward
 from composer_speedups.packing.tokens import Plan, gather_tokens
 
-__all__ = ["Call", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_replica"]
+__all__ = ["Call", "CallPlan", "CallRules", "FirstCalls", "ModelAroundEncoder", "call_of", "forced", "is_replica"]
+
+
+@dataclass
+class CallPlan:
+    """What an encoder computes in one call. :meth:`.planning.Packing.plan_call` makes it.
+
+    Attributes:
+        tokens: The layout of the packed tokens; None if the batch stays padded.
+        first_tokens_only: Whether only each row's first token of the encoder's result is read.
+        guarded: Whether a gradient at padding positions of the result is an error.
+        observe: Called with the padded result, to see whether padding is read; None if that is known.
+    """
+
+    tokens: Plan | None = None
+    first_tokens_only: bool = False
+    guarded: bool = False
+    observe: Callable[[Any], Any] | None = None
 
 
 @dataclass
@@ -35,31 +52,48 @@ class Call:
         encoders: The encoders inside the model.
         outermost: The outermost model.
         labels: The labels that the outermost model was called with.
-        mask: The attention mask that the innermost model around the encoder was called with.
         unknown_reader: Whether the code that reads the outermost model's result is unknown.
         first_tokens_only: Whether only each row's first token of the encoder's result is read.
         head_base: The model whose hidden states the masked-LM head reads, if it reads only ``head_slots``.
         head_slots: The slots for which the masked-LM head computes logits, int64 (M,); None for all.
         padded: Whether the encoder must compute the batch as the untouched model does.
         unobserved: Whether to pack without knowing if padding is read.
-        plan: The layout of the packed tokens; None if the batch stays padded.
-        observed: Whether to observe if a gradient arrives at padding positions of the encoder's result.
-        guarded: Whether such a gradient is an error.
+        plan: What the encoder computes; None while no model directly around it runs.
     """
 
     encoders: tuple[Any, ...]
     outermost: Any = None
     labels: Tensor | None = None
-    mask: Tensor | None = None
     unknown_reader: bool = False
     first_tokens_only: bool = False
     head_base: nn.Module | None = None
     head_slots: Tensor | None = None
     padded: bool = False
     unobserved: bool = False
-    plan: Plan | None = None
-    observed: bool = False
-    guarded: bool = False
+    plan: CallPlan | None = None
+
+
+@dataclass
+class CallRules:
+    """What is known beforehand of the calls of a model around an encoder.
+
+    Attributes:
+        encoder_paths: The names of the encoders inside it.
+        around_directly: Whether it calls its encoder itself, not through another model.
+        unknown_reader: See :class:`Call`; applies when it is the outermost model.
+        first_calls: A check of its first calls; None for no check.
+        first_token_readers: The modules that read the encoder's result. As long as they do not change, the last layer
+            computes first tokens only. None if the head may read other tokens.
+        labelled_head: The :class:`~.labelled_head.LabelledHead` of a masked-LM head that computes labelled tokens
+            only; None for other heads.
+    """
+
+    encoder_paths: tuple[str, ...] = ()
+    around_directly: bool = False
+    unknown_reader: bool = False
+    first_calls: FirstCalls | None = None
+    first_token_readers: Any = None
+    labelled_head: Any = None
 
 
 class _Current(threading.local):
@@ -74,7 +108,7 @@ _current = _Current()
 def call_of(encoder: nn.Module) -> Call | None:
     """This thread's call of a model around the encoder; None if the encoder is called directly."""
     call = _current.call
-    return call if call is not None and any(each is encoder for each in call.encoders) else None
+    return call if call is not None and any(inside is encoder for inside in call.encoders) else None
 
 
 @contextlib.contextmanager
@@ -104,27 +138,12 @@ class FirstCalls(Protocol):
 
 
 class ModelAroundEncoder(nn.Module):
-    """The methods of a model around an unpadded encoder, mixed into the model's own class.
-
-    Attributes:
-        encoder_paths: The names of the encoders inside it.
-        around_directly: Whether it calls its encoder itself, not through another model.
-        unknown_reader: See :class:`Call`; applies when it is the outermost model.
-        first_calls: A check of its first calls; None for no check.
-        first_token_readers: The modules that read the encoder's result. As long as they do not change, the last layer
-            computes first tokens only. None if the head may read other tokens.
-        labelled_head: The state of a masked-LM head that computes labelled tokens only; None for other heads.
-    """
+    """The methods of a model around an unpadded encoder, mixed into the model's own class."""
 
     prefix = "Unpadded"
     inner_forward: ClassVar[Callable[..., Any]]
     argument_names: ClassVar[list[str]]
-    encoder_paths: tuple[str, ...] = ()
-    around_directly: bool = False
-    unknown_reader: bool = False
-    first_calls: FirstCalls | None = None
-    first_token_readers: Any = None
-    labelled_head: Any = None  # a LabelledHead; transformers evaluates the annotations of its models
+    call_rules: CallRules
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,36 +162,37 @@ class ModelAroundEncoder(nn.Module):
         if len(args) > len(positional) or any(name in kwargs for name in positional):
             return type(self).inner_forward(self, *args, **kwargs)  # raises the usual TypeError
         inputs = {**dict(zip(positional, args, strict=True)), **kwargs}
-        encoders = tuple(self.get_submodule(path) for path in self.encoder_paths)
+        encoders = tuple(self.get_submodule(path) for path in self.call_rules.encoder_paths)
         around = call_of(encoders[0])
         call = self._outermost_call(encoders, positional, inputs) if around is None else around
         before, _current.call = _current.call, call
         try:
             plan_call = getattr(encoders[0], "plan_call", None)  # None if its class was restored
-            if self.around_directly and plan_call is not None:
+            if self.call_rules.around_directly and plan_call is not None:
                 inputs = plan_call(call, inputs)
             # by position again, for a subclass whose forward takes *args or positional-only arguments
             rest = {name: value for name, value in inputs.items() if name not in positional}
             output = type(self).inner_forward(self, *(inputs[name] for name in positional), **rest)
         finally:
             # A later call of the encoder itself, which has no plan, is not this one.
-            _current.call, call.plan, call.observed = before, None, False
+            _current.call, call.plan = before, None
         if call.head_slots is not None and call.head_base is self:
             return selected_hidden_states(output, call.head_slots)
         return output
 
     def _outermost_call(self: Any, encoders: tuple[Any, ...], positional: list[str], inputs: dict[str, Any]) -> Call:
-        call = Call(encoders, self, unknown_reader=self.unknown_reader)
+        rules = self.call_rules
+        call = Call(encoders, self, unknown_reader=rules.unknown_reader)
         call.padded, call.unobserved = _current.forced == "padded" or _is_traced(), _current.forced == "packed"
-        if self.first_calls is not None and _current.forced is None and not call.padded:
-            call.padded = self.first_calls.before(self, (), inputs, positional)
+        if rules.first_calls is not None and _current.forced is None and not call.padded:
+            call.padded = rules.first_calls.before(self, (), inputs, positional)
         labels = inputs.get("labels")
         if isinstance(labels, Tensor) and labels.ndim > 0:
             call.labels = labels
-        if self.first_token_readers is not None:
-            call.first_tokens_only = self.first_token_readers.still()
-        if self.labelled_head is not None and not call.padded:
-            self.labelled_head.select(self, call, inputs)
+        if rules.first_token_readers is not None:
+            call.first_tokens_only = rules.first_token_readers.still()
+        if rules.labelled_head is not None and not call.padded:
+            rules.labelled_head.select(self, call, inputs)
         return call
 
 
@@ -181,8 +201,8 @@ def _argument_names(model_class: type[Any]) -> list[str]:
     for kind in model_class.__mro__:
         if "forward" in vars(kind):
             parameters = [*inspect.signature(vars(kind)["forward"]).parameters.values()][1:]
-            if not any(each.kind is each.VAR_POSITIONAL for each in parameters):
-                return [e.name for e in parameters if e.kind in (e.POSITIONAL_ONLY, e.POSITIONAL_OR_KEYWORD)]
+            if not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+                return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return []
 
 

@@ -83,8 +83,8 @@ def plan_labels(labels_BS: Tensor, total: int, pad_to_multiple_of: int) -> Plan:
 
 def labelled_heads(model: nn.Module) -> list[LabelledHead]:
     """The masked-LM heads in a model that compute labelled tokens only."""
-    heads = (vars(module).get("labelled_head") for module in model.modules())
-    return [head for head in heads if head is not None]
+    models = (module for module in model.modules() if isinstance(module, ModelAroundEncoder))
+    return [model.call_rules.labelled_head for model in models if model.call_rules.labelled_head is not None]
 
 
 def head_tokens(model: nn.Module, batch: Any) -> int | None:

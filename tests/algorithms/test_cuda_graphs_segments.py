@@ -60,7 +60,7 @@ def test_an_unpadded_model_is_cut_too(segments: int) -> None:
     reference, model = bert(), bert()
     apply_unpadding(model, 16)
     calls = graphed(model, max_graphs=3, segments=segments)
-    calls.carries = [(encoder, "planned") for encoder in unpadded_encoders(model)]
+    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 16]]):
         inputs = batch(lengths, 16, seed=seed)
         plan_unpadding(model, inputs["attention_mask"])

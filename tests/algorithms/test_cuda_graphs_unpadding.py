@@ -23,7 +23,7 @@ def graphed(max_graphs: int = 3) -> tuple[Any, Any, GraphedCalls]:
         each.config.problem_type = "single_label_classification"
     apply_unpadding(model, 16)
     calls = GraphedCalls(model, model.forward, max_graphs, recorder=Rerun)
-    calls.carries = [(encoder, "planned") for encoder in unpadded_encoders(model)]
+    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
     calls.install("forward")
     return reference, model, calls
 
@@ -50,7 +50,7 @@ def test_each_number_of_packed_tokens_is_captured_once_and_replayed_with_other_m
     (encoder,) = unpadded_encoders(model)
     assert encoder.ran == "unpadded"
     given = batch([1, 1, 1], 16)["attention_mask"].bool()
-    assert torch.equal(encoder.planned[0].layout.mask_BS, given)  # type: ignore[union-attr]
+    assert torch.equal(encoder.packing.planned[0].layout.mask_BS, given)  # type: ignore[union-attr]
     assert not counted
 
 
@@ -93,7 +93,7 @@ def test_composers_batches_are_planned_before_their_replays() -> None:
     trainer = make_trainer([technique], model=model, batches=batches, callbacks=[recorder])
     composer_model: Any = trainer.state.model
     calls = GraphedCalls(composer_model, composer_model.forward, 2, recorder=Rerun)
-    calls.carries = [(encoder, "planned") for encoder in unpadded_encoders(composer_model)]
+    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(composer_model)]
     calls.eager_first = 1
     calls.install("forward")
     trainer.fit()

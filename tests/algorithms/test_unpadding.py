@@ -90,7 +90,7 @@ def test_unused_entries_and_padding_have_no_influence(multiple: int) -> None:
     assert len(packed) % multiple == 0
     hidden = torch.randn(*inputs["input_ids"].shape, 32, requires_grad=True)
     mask = inputs["attention_mask"].bool()
-    encode, encoder_of(model).padding_reader = model.eval().bert, None  # nothing reads padding
+    encode, encoder_of(model).packing.padding_reader = model.eval().bert, None  # nothing reads padding
     output = encode(inputs_embeds=hidden, attention_mask=mask).last_hidden_state
     assert_near(output[~mask], torch.zeros_like(output[~mask]))
     noise = torch.where(mask[..., None], hidden, 100.0).detach()

@@ -171,7 +171,7 @@ def test_graphs_replay_it_with_other_labels() -> None:
     apply_unpadding(model, 8, "labelled")
     calls = GraphedCalls(model, model.forward, 3, recorder=Rerun)
     (encoder,), (head,) = unpadded_encoders(model), labelled_heads(model)
-    calls.carries = [(encoder, "planned"), (head, "plan")]
+    calls.carries = [(encoder.packing, "planned"), (head, "plan")]
     calls.install("forward")
     for inputs in batches:
         plan_unpadding(model, inputs["attention_mask"], labels=inputs["labels"])

@@ -94,7 +94,7 @@ def test_predictions_match_the_untouched_model() -> None:
     assert_near([output["logits"] for output in predicted], expected)
     (encoder,) = unpadded_encoders(trainer.state.model)
     assert encoder.ran == "unpadded"
-    assert encoder.planned == ()
+    assert encoder.packing.planned == ()
     trainer.close()
 
 

@@ -48,7 +48,8 @@ from composer_speedups.core import parity_checked_technique
 from composer_speedups.core.comparison import FLOAT32, Outcome, compare
 from composer_speedups.core.errors import CannotRunError, TechniqueError
 from composer_speedups.core.stock import changes_to
-from composer_speedups.packing.encoder import Planned, unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.planning import PlannedBatch
 from composer_speedups.packing.tokens import make_plan
 from tests.helpers.common import (
     Batch,
@@ -748,7 +749,7 @@ def test_bi_encoders_match_the_untouched_model_with_a_plan_per_mask(encoders: in
         [Unpadding(8), *([FusedLayers()] if fuse else [])], model=BiEncoder(encoders), batches=pairs()
     )
     trainer.fit()
-    assert [each.counted for each in unpadded_encoders(trainer.state.model)] == [0] * encoders, (
+    assert [each.packing.counted for each in unpadded_encoders(trainer.state.model)] == [0] * encoders, (
         "the forward passes must use the plans"
     )
     trainer.close()
@@ -760,11 +761,11 @@ def test_a_mask_without_a_plan_is_planned_in_the_forward_pass() -> None:
     planned, another = batch([9, 16, 3, 12]), batch([4, 4, 16, 1])
     (encoder,) = unpadded_encoders(model)
     mask = planned["attention_mask"]
-    encoder.planned = (Planned(mask, None, make_plan(mask, int(mask.sum()), 8)),)
+    encoder.packing.planned = (PlannedBatch(mask, None, make_plan(mask, int(mask.sum()), 8)),)
     assert_same(model, reference, planned)
-    assert encoder.counted == 0
+    assert encoder.packing.counted == 0
     assert_same(model, reference, another)
-    assert encoder.counted == 1
+    assert encoder.packing.counted == 1
 
 
 def test_training_after_no_grad_and_inference_mode() -> None:

@@ -49,7 +49,7 @@ def test_planned_batches_with_both_kinds_of_feed_forward(gated: bool) -> None:
     apply_unpadding(model, 8)
     plan_unpadding(model, inputs["attention_mask"])
     found = outcome(model, inputs, "right padding")
-    assert [(each.ran, each.counted) for each in unpadded_encoders(model)] == [("unpadded", 0)]
+    assert [(each.ran, each.packing.counted) for each in unpadded_encoders(model)] == [("unpadded", 0)]
     assert_near(found[0], expected[0])
     assert_near(found[1], expected[1])
 

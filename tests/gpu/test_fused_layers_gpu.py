@@ -181,7 +181,7 @@ def test_bi_encoders_train_with_a_plan_for_each_mask(encoders: int, with_graphs:
     algorithms = [FusedLayers(), unpadding, MixedPrecision("bf16"), *([graphs] if with_graphs else [])]
     trainer = make_trainer(algorithms, model=BiEncoder(encoders), batches=pairs(4), gpu=True)
     trainer.fit()
-    counted = [encoder.counted for encoder in unpadded_encoders(trainer.state.model)]
+    counted = [encoder.packing.counted for encoder in unpadded_encoders(trainer.state.model)]
     trainer.close()
     assert counted == [0] * encoders  # no encoder had to count its own tokens in a training batch
     if with_graphs:

@@ -70,7 +70,7 @@ def test_the_model_runs_unpadded(finished: Path) -> None:
     model.predict(encoded, 16)
     assert model.engaged == ["unpadding: 1 modules", "fused_layers: 3 modules"]
     (encoder,) = [m for m in model.model.modules() if type(m).__name__.endswith("Encoder")]
-    assert encoder.planned, "each batch was laid out before its forward pass"
+    assert encoder.packing.planned, "each batch was laid out before its forward pass"
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

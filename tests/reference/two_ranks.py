@@ -53,7 +53,7 @@ def train(parallelism: str) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         assert encoder.ran == "unpadded"
-        packed.append(len(encoder.planned[0].layout.indices_T))  # type: ignore[union-attr]
+        packed.append(len(encoder.packing.planned[0].layout.indices_T))  # type: ignore[union-attr]
         mean = loss.detach().clone()
         dist.all_reduce(mean)
         losses.append(float(mean) / 2)

@@ -146,9 +146,11 @@ class Kept(Callback):
 
     def run_event(self, event: Event, state: State, logger: Logger) -> None:
         if event == Event.BATCH_END:
-            self.counted += [encoder.counted for encoder in unpadded_encoders(state.model)]
-            assert all(encoder.ran == "unpadded" for encoder in unpadded_encoders(state.model))
-            assert not any(encoder.planned or encoder.known_counts for encoder in unpadded_encoders(state.model))
+            for encoder in unpadded_encoders(state.model):
+                self.counted.append(encoder.packing.counted)
+                assert encoder.ran == "unpadded"
+                assert not encoder.packing.planned
+                assert not encoder.packing.known_counts
 
 
 def trained(
@@ -238,7 +240,7 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
     trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
     calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
-    calls.carries = [(encoder, "planned") for encoder in unpadded_encoders(model)]
+    calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
     calls.eager_first = 1
     calls.install("forward")
     trainer.fit()

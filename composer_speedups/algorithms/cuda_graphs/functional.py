@@ -61,7 +61,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
         current.install(attribute)
     current.max_graphs = max_graphs
     current.cut_behind = blocks_to_cut(model, segments) if segments is not None or world_size() > 1 else ()
-    current.carries = [(encoder, "planned") for encoder in unpadded_encoders(model)]
+    current.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]
     current.carries += [(head, "plan") for head in labelled_heads(model)]
     return current
 

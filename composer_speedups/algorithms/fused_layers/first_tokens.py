@@ -22,17 +22,18 @@ def compute_first_tokens(model: nn.Module) -> None:
         if len(encoders) != 1 or family is None or not isinstance(outer, ModelAroundEncoder):
             continue
         blocks, reads = blocks_of(encoders[0]), family.reads(type(outer).__name__, outer.config)
-        if outer.first_token_readers is not None or reads is not Reads.FIRST_TOKEN:
+        if outer.call_rules.first_token_readers is not None or reads is not Reads.FIRST_TOKEN:
             continue
         if isinstance(blocks[-1], FusedLayer) and not model_differences(outer, name, skip=[blocks]):
             inside = {*blocks.modules(), *outer.get_input_embeddings().modules()}
             # Hooks of these modules could read the last layer's output. Other layers and the input embeddings, which
             # transformers hooks for gradient checkpointing, do not have it.
             readers = [module for module in outer.modules() if module is not outer and module not in inside]
-            outer.first_token_readers = Untouched([*readers, blocks, blocks[-1]], outer)
+            outer.call_rules.first_token_readers = Untouched([*readers, blocks, blocks[-1]], outer)
 
 
 def compute_all_tokens(model: nn.Module) -> None:
     """Undo :func:`compute_first_tokens`."""
     for module in model.modules():
-        vars(module).pop("first_token_readers", None)
+        if isinstance(module, ModelAroundEncoder):
+            module.call_rules.first_token_readers = None

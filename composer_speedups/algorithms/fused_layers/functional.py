@@ -205,7 +205,7 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
     encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
     found, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
-        config = encoders[id(layer)].model_config
+        config = encoders[id(layer)].packing.config
         if isinstance(layer, FusedLayer):
             reason = None if layer.untouched.still() else _why_not(layer, name, config, built) or f"{name} was changed"
         else:

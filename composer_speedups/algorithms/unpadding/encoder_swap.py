@@ -10,16 +10,17 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from composer_speedups.families.blocks import blocks_of
-from composer_speedups.families.family import Reads, family_of, family_titles
+from composer_speedups.families.family import Family, Reads, family_of, family_titles
 from composer_speedups.packing.attention import PackedAttentionConfig
-from composer_speedups.packing.call import ModelAroundEncoder
+from composer_speedups.packing.call import CallRules, ModelAroundEncoder
 from composer_speedups.packing.derived_classes import derived_class, stock_class
-from composer_speedups.packing.encoder import PaddingReader, UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.packing.labelled_head import (
     LabelledHead,
     MLMHead,
     check_labelled_head,
 )
+from composer_speedups.packing.planning import Packing, PaddingReader
 
 _REFUSED = {
     Reads.PADDING: "whose loss includes padding positions",
@@ -27,18 +28,17 @@ _REFUSED = {
 }
 
 
-class _Found(NamedTuple):
-    encoder: Any
+class _Encoder(NamedTuple):
+    module: Any
+    family: Family
     bases: list[PreTrainedModel]  # the models directly around the encoder; ModernBERT's encoder is itself one
     outer: list[PreTrainedModel]  # the outermost models; several heads may share an encoder
 
     @property
     def heads(self) -> dict[str, Reads]:
         """Map the class name of each outermost model to what it reads of the encoder's result."""
-        family = family_of(type(self.encoder))
-        assert family is not None
         config = self.bases[0].config
-        return {name: family.reads(name, config) for name in (type(model).__name__ for model in self.outer)}
+        return {name: self.family.reads(name, config) for name in (type(model).__name__ for model in self.outer)}
 
 
 def swap_encoders(
@@ -55,7 +55,7 @@ def swap_encoders(
     Args:
         model: The model; changed in place.
         pad_to_multiple_of, mlm_head: See :func:`apply_unpadding`.
-        owner: See :class:`UnpaddedEncoder`. Encoders of another owner get this one.
+        owner: See :class:`.Packing`. Encoders of another owner get this one.
         observe: Whether the code that reads the model's outputs is unknown, so that gradients must show whether it
             reads padding.
         guard: Whether that code is unknown, but was compared with the untouched model: batches are packed at once, and
@@ -65,45 +65,37 @@ def swap_encoders(
         ValueError: The model has no encoder, one that cannot run unpadded, or a head that does not support
             ``mlm_head``. Nothing is changed.
     """
-    found = _find(model)
-    for each in found.values():
-        _check(each)
+    encoders = _find_encoders(model)
+    for encoder in encoders.values():
+        _check(encoder)
         if mlm_head == "labelled":
-            for outer in each.outer:
+            for outer in encoder.outer:
                 check_labelled_head(outer)
     changed = []
-    for name, each in found.items():
-        encoder: Any
-        encoder, base, reads = each.encoder, each.bases[0], {*each.heads.values()}
-        shared = isinstance(encoder, UnpaddedEncoder)  # perhaps with the head of an earlier call
-        if not shared:
-            _change_classes(encoder)
-            encoder.owner = owner
+    for name, encoder in encoders.items():
+        if not isinstance(encoder.module, UnpaddedEncoder):
+            _change_classes(encoder, owner, pad_to_multiple_of)
             changed.append(name)
-        elif encoder.owner is not None:
-            encoder.owner = owner
-        encoder.model_config = base.config
-        by_token, reads_first = (encoder.by_token, encoder.reads_first) if shared else (False, False)
-        encoder.by_token = by_token or bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
-        encoder.pad_to_multiple_of = pad_to_multiple_of
-        encoder.reads_first = reads_first or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
-        if (observe or guard) and encoder.padding_reader is None:
-            encoder.padding_reader = PaddingReader(reads=None if observe else False)
-    encoders = {id(each.encoder) for each in found.values()}
+        _update_packing(encoder, owner, pad_to_multiple_of)
+        packing = encoder.module.packing
+        if (observe or guard) and packing.padding_reader is None:
+            packing.padding_reader = PaddingReader(reads=None if observe else False)
     reads_real_tokens = getattr(model, "reads_real_tokens", False)  # as this package's tasks do
     around: Any
-    for around in _around(model).values():
-        paths = tuple(name for name, module in around.named_modules() if id(module) in encoders)
+    for around in _models_around(model).values():
+        paths = tuple(name for name, module in around.named_modules() if isinstance(module, UnpaddedEncoder))
         if not paths:
             continue
         if not isinstance(around, ModelAroundEncoder):
             around.__class__ = derived_class(ModelAroundEncoder, type(around))
-        around.encoder_paths = paths
-        around.around_directly = any(around is base for each in found.values() for base in each.bases)
-        around.unknown_reader = (observe or guard) and not _has_known_head(around) and not reads_real_tokens
-        is_outermost = any(around is outer for each in found.values() for outer in each.outer)
+        rules = vars(around).get("call_rules") or CallRules()
+        rules.encoder_paths = paths
+        rules.around_directly = any(around is base for encoder in encoders.values() for base in encoder.bases)
+        rules.unknown_reader = (observe or guard) and not _has_known_head(around) and not reads_real_tokens
+        is_outermost = any(around is outer for encoder in encoders.values() for outer in encoder.outer)
         labelled = mlm_head == "labelled" and is_outermost
-        around.labelled_head = around.labelled_head or LabelledHead(pad_to_multiple_of) if labelled else None
+        rules.labelled_head = rules.labelled_head or LabelledHead(pad_to_multiple_of) if labelled else None
+        around.call_rules = rules
     return changed
 
 
@@ -113,16 +105,27 @@ def _has_known_head(around: ModelAroundEncoder) -> bool:
     return "For" in kind.__name__ and kind.__module__.startswith("transformers.models.")
 
 
-def _change_classes(encoder: Any) -> None:
-    family = family_of(type(encoder))
-    assert family is not None
-    encoder.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(encoder))
-    for module in encoder.modules():
+def _change_classes(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
+    module, family = encoder.module, encoder.family
+    module.__class__ = derived_class(family.packed_encoder or UnpaddedEncoder, type(module))
+    config = encoder.bases[0].config
+    module.packing = Packing(config, pad_to_multiple_of, family.widest_with_holes(config), owner=owner)
+    for inside in module.modules():
         if family.packed_attention is not None:
-            if family.has("attention", type(module)):
-                module.__class__ = derived_class(family.packed_attention, type(module))
-        elif "config" in vars(module) and module is not encoder and (eager := _eager_attention(type(module))):
-            module.config = PackedAttentionConfig(module.config, eager)
+            if family.has("attention", type(inside)):
+                inside.__class__ = derived_class(family.packed_attention, type(inside))
+        elif "config" in vars(inside) and inside is not module and (eager := _eager_attention(type(inside))):
+            inside.config = PackedAttentionConfig(inside.config, eager)
+
+
+def _update_packing(encoder: _Encoder, owner: int | None, pad_to_multiple_of: int) -> None:
+    """Add what the heads around an encoder read, to what those of an earlier call read."""
+    packing, reads = encoder.module.packing, {*encoder.heads.values()}
+    if packing.owner is not None:
+        packing.owner = owner
+    packing.config, packing.pad_to_multiple_of = encoder.bases[0].config, pad_to_multiple_of
+    packing.by_token = packing.by_token or bool(reads & {Reads.LABELLED_TOKENS, Reads.UNKNOWN})
+    packing.reads_first = packing.reads_first or not reads <= {Reads.LABELLED_TOKENS, Reads.REAL_TOKENS}
 
 
 def _eager_attention(kind: type[nn.Module]) -> Callable[..., Any] | None:
@@ -140,7 +143,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
     """
     names = []
     for name, encoder in list(model.named_modules()):
-        if not isinstance(encoder, UnpaddedEncoder) or (owner is not None and encoder.owner != owner):
+        if not isinstance(encoder, UnpaddedEncoder) or (owner is not None and encoder.packing.owner != owner):
             continue
         for module in encoder.modules():
             if _is_packed_attention(module):
@@ -149,7 +152,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
                 module.config = config.config
         _restore_class(encoder)
         names.append(name)
-    for around in _around(model).values():
+    for around in _models_around(model).values():
         if isinstance(around, ModelAroundEncoder) and not unpadded_encoders(around):
             _restore_class(around)
     return names
@@ -157,7 +160,7 @@ def restore_encoders(model: nn.Module, owner: int | None = None) -> list[str]:
 
 def _restore_class(module: nn.Module) -> None:
     module.__class__ = stock_class(type(module))  # type: ignore[assignment]
-    for attribute in (*UnpaddedEncoder.__annotations__, *ModelAroundEncoder.__annotations__):
+    for attribute in ("packing", "ran", "call_rules"):
         vars(module).pop(attribute, None)
 
 
@@ -167,57 +170,54 @@ def _is_packed_attention(module: nn.Module) -> bool:
     return kind is not None and isinstance(module, kind)
 
 
-def _around(model: nn.Module) -> dict[str, PreTrainedModel]:
+def _models_around(model: nn.Module) -> dict[str, PreTrainedModel]:
     modules = model.named_modules(remove_duplicate=False)
     return {name: module for name, module in modules if isinstance(module, PreTrainedModel)}
 
 
-def _bases(around: dict[str, PreTrainedModel], name: str, encoder: nn.Module) -> list[PreTrainedModel]:
-    """Return the models around an encoder, outermost first; ModernBERT's encoder is itself the last one."""
-    return [m for n, m in around.items() if m is encoder or n == "" or name.startswith(f"{n}.")]
-
-
-def _find(model: nn.Module) -> dict[str, _Found]:
-    around = _around(model)
-    found: dict[str, _Found] = {}
+def _find_encoders(model: nn.Module) -> dict[str, _Encoder]:
+    """The encoders, by the first of their names."""
+    around = _models_around(model)
+    encoders: dict[str, _Encoder] = {}
     names: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         family = family_of(type(module))
-        if isinstance(module, UnpaddedEncoder) or (family is not None and family.has("encoder", type(module))):
-            bases = _bases(around, name, module)
-            if not bases:
-                raise ValueError(
-                    f"unpadding needs the model around an encoder, and {name or type(module).__name__} is only the "
-                    "encoder; pass the whole model"
-                )
-            first = names.setdefault(module, name)
-            each = found.setdefault(first, _Found(module, [], []))
-            for models, model_around in ((each.bases, bases[-1]), (each.outer, bases[0])):
-                if model_around not in models:
-                    models.append(model_around)
-    if not found:
+        if family is None or not (isinstance(module, UnpaddedEncoder) or family.has("encoder", type(module))):
+            continue
+        # outermost first; ModernBERT's encoder is itself the last one
+        bases = [m for n, m in around.items() if m is module or n == "" or name.startswith(f"{n}.")]
+        if not bases:
+            raise ValueError(
+                f"unpadding needs the model around an encoder, and {name or type(module).__name__} is only the "
+                "encoder; pass the whole model"
+            )
+        first = names.setdefault(module, name)
+        encoder = encoders.setdefault(first, _Encoder(module, family, [], []))
+        for models, model_around in ((encoder.bases, bases[-1]), (encoder.outer, bases[0])):
+            if model_around not in models:
+                models.append(model_around)
+    if not encoders:
         kinds = sorted({str(m.config.model_type) for m in around.values()}) or ["a model without transformers' modules"]
         raise ValueError(f"unpadding supports {family_titles()}, and this is {', '.join(kinds)}")
-    return found
+    return encoders
 
 
-def _check(found: _Found) -> None:
-    config = found.bases[0].config
-    for head, reads in found.heads.items():
+def _check(encoder: _Encoder) -> None:
+    config, family = encoder.bases[0].config, encoder.family
+    for head, reads in encoder.heads.items():
         if reads in _REFUSED:
             raise ValueError(f"unpadding does not support {head}, {_REFUSED[reads]}")
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
         raise ValueError("unpadding does not support decoders, whose attention is causal or has a second input")
-    family = family_of(type(found.encoder))
-    if family is not None and family.packed_attention is not None:
-        kind, modules = family.packed_attention, [*found.encoder.modules()]
+    if family.packed_attention is not None:
+        kind, modules = family.packed_attention, [*encoder.module.modules()]
         known = [m for m in modules if isinstance(m, kind) or family.has("attention", type(m))]
-        if len(known) != len(blocks_of(found.encoder)) or any("forward" in vars(module) for module in known):
+        if len(known) != len(blocks_of(encoder.module)) or any("forward" in vars(module) for module in known):
             raise ValueError(
                 f"unpadding does not support {family.title} with another attention than {family.attention}"
             )
-    reason = None if family is None else family.refuses(found.encoder)
-    if family is not None and reason is not None:
+    reason = family.refuses(encoder.module)
+    if reason is not None:
         raise ValueError(f"unpadding does not support {family.title} with {reason}")
     if getattr(config, "chunk_size_feed_forward", 0):
         raise ValueError("unpadding needs chunk_size_feed_forward=0: chunks need a fixed number of tokens")

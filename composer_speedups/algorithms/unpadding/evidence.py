@@ -42,7 +42,7 @@ class FirstForward:
         if self._done:
             return
         self._done, self._encoders = True, encoders
-        self._plan = next((planned.layout for planned in getattr(encoders[0], "planned", ())), None)
+        self._plan = next((planned.layout for encoder in encoders for planned in encoder.packing.planned), None)
         for encoder in encoders:
             encoder.ran = None
         self._compiled = is_compiled(state.model)
@@ -56,7 +56,7 @@ class FirstForward:
 
     def _see(self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         candidates = (kwargs.get("unpadding"), getattr(kwargs.get("relative_pos"), "plan", None))
-        plan = next((each for each in candidates if isinstance(each, Plan)), None)
+        plan = next((plan for plan in candidates if isinstance(plan, Plan)), None)
         if plan is not None and args[0].shape[:2] == (1, len(plan.indices_T)):
             self._plan = plan
             self._layers += 1
@@ -75,7 +75,7 @@ class FirstForward:
     def failure(self) -> tuple[str, str] | None:
         """Return the reason and the fix if the encoder did not run on packed tokens, else None."""
         if self._plan == "padded":
-            return self._encoders[0].padded_because
+            return self._encoders[0].packing.padded_because
         if self._ran != {"unpadded"}:
             how = "padded" if "padded" in self._ran else "without its encoder"
             return f"the first forward pass ran {how}", "do not change attention and output settings"
@@ -88,7 +88,7 @@ class FirstForward:
 
     def evidence(self) -> dict[str, Any]:
         """Return the evidence for report.json."""
-        found: dict[str, Any] = {
+        evidence: dict[str, Any] = {
             "layers": sum(len(blocks_of(encoder)) for encoder in self._encoders),
             "attention": ", ".join(self._operators),
             "attention_seen_in": "probe" if self._compiled else "forward pass",
@@ -96,15 +96,15 @@ class FirstForward:
         if isinstance(self._plan, Plan):
             slots, packed = self._plan.mask_BS.numel(), len(self._plan.indices_T)
             tokens = int(self._plan.mask_BS.sum())
-            found |= {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
+            evidence |= {"first_batch_slots": slots, "first_batch_tokens": tokens, "first_batch_packed": packed}
             if tokens == slots:
-                found["note"] = "the first batch has no padding to remove"
-        return found
+                evidence["note"] = "the first batch has no padding to remove"
+        return evidence
 
 
 def _probe_attention(state: State, encoder: UnpaddedEncoder) -> list[str]:
     """Return the operators of attention over a few tokens, in the run's precision and with the model's head size."""
-    config, device = encoder.model_config, device_of(state)
+    config, device = encoder.packing.config, device_of(state)
     heads = config.num_attention_heads
     plan = make_plan(torch.ones(2, 4, dtype=torch.bool, device=device), 8)
     recorder = OperatorRecorder()

@@ -24,7 +24,7 @@ from composer_speedups.core.comparison import (
     with_padding,
 )
 from composer_speedups.core.stock import model_differences, outermost_models
-from composer_speedups.packing.call import forced, is_replica
+from composer_speedups.packing.call import ModelAroundEncoder, forced, is_replica
 from composer_speedups.packing.derived_classes import derived_class, stock_class, wrap_forward
 from composer_speedups.packing.tokens import run_eagerly
 
@@ -47,7 +47,8 @@ def compare_first_calls(model: nn.Module, check: Check, restore: Callable[[nn.Mo
         return
     for name, outer in outermost_models(model).items():
         because = next(iter(model_differences(outer, name)), "") if check == "auto" else f"check={check!r}"
-        outer.first_calls = _FirstCalls(model, name, because, restore)  # type: ignore[assignment]
+        if isinstance(outer, ModelAroundEncoder):
+            outer.call_rules.first_calls = _FirstCalls(model, name, because, restore)
     known = ("torch.", "composer.", "composer_speedups.")  # such as DDP, HuggingFaceModel and models of tasks
     wraps = type(model).__module__.startswith(known)
     if not isinstance(model, PreTrainedModel) and not wraps and not _is_compared(model):
@@ -62,7 +63,9 @@ def stop_comparing(model: nn.Module) -> None:
     for module in model.modules():
         if _is_compared(module):
             module.__class__ = stock_class(type(module))  # type: ignore[assignment]
-        vars(module).pop("first_calls", None)
+            vars(module).pop("first_calls", None)
+        elif isinstance(module, ModelAroundEncoder):
+            module.call_rules.first_calls = None
 
 
 class _Compared:

@@ -11,8 +11,9 @@ from composer_speedups.algorithms.unpadding.encoder_swap import restore_encoders
 from composer_speedups.algorithms.unpadding.first_calls import compare_first_calls, stop_comparing
 from composer_speedups.core.comparison import Check
 from composer_speedups.packing.call import ModelAroundEncoder
-from composer_speedups.packing.encoder import Planned, unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.packing.labelled_head import MLMHead, count_labels, labelled_heads, plan_labels
+from composer_speedups.packing.planning import PlannedBatch
 
 __all__ = ["apply_unpadding", "plan_unpadding", "undo_unpadding"]
 LARGEST_MULTIPLE = 65536
@@ -82,7 +83,7 @@ def plan_unpadding(
         model: A model with one encoder that :func:`apply_unpadding` changed.
         attention_mask: (B, S), or (B, texts, S) if the model gets the texts as rows; preferably on the CPU. None
             removes the plan.
-        counts: The result of the encoder's ``count`` for the mask, if already known.
+        counts: The result of the encoder's ``packing.count`` for the mask, if already known.
         labels: For ``mlm_head="labelled"``: the batch's labels (B, S), preferably on the CPU.
 
     Raises:
@@ -91,20 +92,20 @@ def plan_unpadding(
     encoders = unpadded_encoders(model)
     if len(encoders) != 1:
         raise ValueError(f"the model has {len(encoders)} unpadded encoders, not one; call apply_unpadding first")
-    encoder, device = encoders[0], next(encoders[0].parameters()).device
+    packing, device = encoders[0].packing, next(encoders[0].parameters()).device
     for head in labelled_heads(model):
         head.plan = None
         if labels is not None:
             total = sum(count_labels(labels))
-            head.plan = plan_labels(labels.to(device, non_blocking=True), total, encoder.pad_to_multiple_of)
+            head.plan = plan_labels(labels.to(device, non_blocking=True), total, packing.pad_to_multiple_of)
     if attention_mask is None:
-        encoder.planned = ()
+        packing.planned = ()
         return
     attention_mask = attention_mask.flatten(0, -2)
     if counts is None:
-        counts = encoder.count(attention_mask)
-    layout = encoder.layout(attention_mask.bool().to(device, non_blocking=True), counts)
-    encoder.planned = (Planned(None, None, layout),)
+        counts = packing.count(attention_mask)
+    layout = packing.layout(attention_mask.bool().to(device, non_blocking=True), counts)
+    packing.planned = (PlannedBatch(None, None, layout),)
 
 
 def undo_unpadding(model: nn.Module) -> list[str]:

@@ -33,14 +33,14 @@ class HostCounts:
     Args:
         device: The Trainer's device, whose ``batch_to_device`` this object replaces until :meth:`close`.
         count: A mask (rows, S) on the host → the signed real tokens of each row.
-        reads_padding: A mask (B, S) and its labels on the host → for each row, whether the head reads padding.
+        reads_padding: A mask (B, S) and its labels on the host → whether the head reads padding.
     """
 
     def __init__(
         self,
         device: Device,
         count: Callable[[Tensor], list[int]],
-        reads_padding: Callable[[Tensor, Tensor | None], list[bool]],
+        reads_padding: Callable[[Tensor, Tensor | None], bool],
     ) -> None:
         self._device, self._count, self._reads_padding = device, count, reads_padding
         self._move = device.batch_to_device
@@ -77,7 +77,7 @@ class HostCounts:
     def facts(self, mask: Tensor, labels: Tensor | None) -> MaskFacts:
         """Count a mask. Synchronizes if it is on a GPU."""
         rows = mask.flatten(0, -2)
-        return MaskFacts(self._count(rows), mask.ndim == 2 and any(self._reads_padding(rows, labels)))
+        return MaskFacts(self._count(rows), mask.ndim == 2 and self._reads_padding(rows, labels))
 
     @staticmethod
     def labels_of(name: str, mask: Tensor, batch: Mapping[str, Any]) -> Tensor | None:

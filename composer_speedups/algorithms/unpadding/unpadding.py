@@ -16,7 +16,7 @@ from composer_speedups.algorithms.unpadding.host_counts import HostCounts, MaskF
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.parity_checked_technique import ParityCheckedTechnique
 from composer_speedups.core.technique import Conflict, Stage
-from composer_speedups.packing.encoder import Layout, Planned, UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
 from composer_speedups.packing.labelled_head import (
     LabelledHead,
     MLMHead,
@@ -24,6 +24,7 @@ from composer_speedups.packing.labelled_head import (
     labelled_heads,
     plan_labels,
 )
+from composer_speedups.packing.planning import Layout, Packing, PlannedBatch
 from composer_speedups.packing.tokens import token_masks
 
 
@@ -91,8 +92,7 @@ class Unpadding(ParityCheckedTechnique):
         facts = self._plan(state)
         self._tokens += sum(abs(count) for fact in facts.values() for count in fact.counts)
         self._slots += sum(state.batch[name].numel() for name in facts)
-        planned = [each for encoder in self._unpadded() for each in encoder.planned]
-        self._padded += sum(each.layout == "padded" for each in planned)
+        self._padded += sum(batch.layout == "padded" for packing in self._packings() for batch in packing.planned)
         labels = state.batch.get("labels") if self._heads and isinstance(state.batch, Mapping) else None
         if isinstance(labels, torch.Tensor) and labels.ndim == 2:
             on_host = self._host_counts().of(labels)
@@ -106,32 +106,29 @@ class Unpadding(ParityCheckedTechnique):
 
     predict_before_forward = eval_before_forward
 
-    def after_forward(self, state: State) -> None:
-        self._forget()
-
     def batch_end(self, state: State) -> None:
-        self._forget(counts=True)  # not earlier, because the backward pass may recompute parts of the forward pass
+        self._forget()  # not earlier, because the backward pass may recompute parts of the forward pass
 
     eval_after_forward = predict_after_forward = fit_end = batch_end
 
     def _plan(self, state: State) -> dict[str, MaskFacts]:
         """Plan the packing of the micro-batch on its device, and return what is known of its masks, by name."""
-        encoders = self._unpadded()
-        if not encoders:
+        packings = self._packings()
+        if not packings:
             return {}
         facts = {name: self._facts(name, mask, state.batch) for name, mask in token_masks(state.batch).items()}
-        for encoder in encoders:
+        for packing in packings:
             planned, known = [], []
             for name, fact in facts.items():
                 mask = state.batch[name]
                 labels = state.batch.get("labels") if name == "attention_mask" else None
                 layout: Layout = "padded"
                 if not fact.reads_padding:
-                    layout = encoder.layout(mask.flatten(0, -2), fact.counts)
+                    layout = packing.layout(mask.flatten(0, -2), fact.counts)
                     if mask.ndim > 2:
                         known.append((mask, fact.counts))
-                planned.append(Planned(mask, labels if isinstance(labels, torch.Tensor) else None, layout))
-            encoder.planned, encoder.known_counts = tuple(planned), tuple(known)
+                planned.append(PlannedBatch(mask, labels if isinstance(labels, torch.Tensor) else None, layout))
+            packing.planned, packing.known_counts = tuple(planned), tuple(known)
         return facts
 
     def _facts(self, name: str, mask: torch.Tensor, batch: Mapping[str, Any]) -> MaskFacts:
@@ -147,23 +144,23 @@ class Unpadding(ParityCheckedTechnique):
         assert self._host is not None, "it is engaged"
         return self._host
 
-    def _unpadded(self) -> list[UnpaddedEncoder]:
-        """The encoders whose class was not restored."""
-        return [encoder for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
+    def _packings(self) -> list[Packing]:
+        """Those of the encoders whose class was not restored."""
+        return [encoder.packing for encoder in self._encoders if isinstance(encoder, UnpaddedEncoder)]
 
     def _count(self, mask: torch.Tensor) -> list[int]:
-        return next((encoder.count(mask) for encoder in self._unpadded()), [])
+        """See :meth:`.Packing.count`. A row is negative if one of the encoders cannot pack it."""
+        counts = [packing.count(mask) for packing in self._packings()]
+        return [min(row) if min(row) < 0 else row[0] for row in zip(*counts, strict=True)]
 
-    def _reads_padding(self, mask: torch.Tensor, labels: torch.Tensor | None) -> list[bool]:
-        return next((encoder.reads_padding(mask, labels) for encoder in self._unpadded()), [])
+    def _reads_padding(self, mask: torch.Tensor, labels: torch.Tensor | None) -> bool:
+        return any(any(packing.reads_padding(mask, labels)) for packing in self._packings())
 
-    def _forget(self, *, counts: bool = False) -> None:
+    def _forget(self) -> None:
         for head in self._heads:
             head.plan = None
-        for encoder in self._unpadded():
-            encoder.planned = ()
-            if counts:
-                encoder.known_counts = ()
+        for packing in self._packings():
+            packing.planned, packing.known_counts = (), ()
 
     def watch(self, state: State) -> None:
         self._first.watch(state, self._encoders)
@@ -173,7 +170,7 @@ class Unpadding(ParityCheckedTechnique):
 
     def close(self) -> None:
         self._first.stop()
-        self._forget(counts=True)
+        self._forget()
         if self._host is not None:
             self._host.close()
         super().close()
