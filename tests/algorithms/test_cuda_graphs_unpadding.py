@@ -10,7 +10,8 @@ import torch
 from composer_speedups import CUDAGraphs, Unpadding, apply_unpadding, plan_unpadding
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.technique import refuse_conflicts
-from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Recorder, batch, make_trainer, tiny_bert
 from tests.helpers.rerun import Rerun
 from tests.reference.loop import gradients, train_plainly
@@ -41,7 +42,7 @@ def test_each_number_of_packed_tokens_is_captured_once_and_replayed_with_other_m
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counted: list[str] = []
-    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: counted.append("inside the forward pass"))
+    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: counted.append("inside the forward pass"))
     reference, model, calls = graphed()
     # 32, 32, 16, 48, 32 and 16 packed tokens
     for seed, lengths in enumerate([[12, 7, 9], [1, 16, 4], [3, 2, 1], [16, 15, 2], [10, 10, 1], [1, 1, 1]]):

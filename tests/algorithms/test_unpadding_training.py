@@ -17,7 +17,8 @@ from transformers.models.bert.modeling_bert import BertEncoder
 from composer_speedups import SDPAAttention, TorchCompile, Unpadding, apply_unpadding
 from composer_speedups.algorithms.unpadding.evidence import FirstForward, _probe_attention
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.planning import Packing
 from tests.helpers.common import Recorder, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.jobs import run
 from tests.helpers.masks import masked_batch
@@ -199,7 +200,7 @@ def job(*overrides: str, technique: str = "unpadding") -> dict[str, Any]:
 
 def test_micro_batches_and_evaluation_never_count_tokens_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     padded = job("run_name=padded", technique="sdpa_attention")
-    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
+    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
     for name, size in [("whole", "8"), ("micro", "3")]:
         report = job(f"run_name={name}", f"trainer.microbatch_size={size}")
         assert report["algorithms"]["unpadding"]["engaged"]

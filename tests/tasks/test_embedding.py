@@ -37,7 +37,8 @@ from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
 from composer_speedups.core.errors import CannotRunError, ConfigError, DataError
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.data.loader import build_data
-from composer_speedups.packing.encoder import UnpaddedEncoder, unpadded_encoders
+from composer_speedups.packing.encoder import unpadded_encoders
+from composer_speedups.packing.planning import Packing
 from composer_speedups.tasks.embedding import Embedding
 from composer_speedups.tasks.metrics import Recall
 from composer_speedups.tasks.models import FinetuneModel, _from_config
@@ -237,7 +238,7 @@ def test_captured_batches_are_planned_before_replay(tokenizer: Any, monkeypatch:
     whole = collated(task, ROWS[:18], tokenizer)
     batches = [{name: rows[start : start + 6] for name, rows in whole.items()} for start in (0, 6, 12)]
     expected, _, _ = trained_plainly(model, batches)
-    monkeypatch.setattr(UnpaddedEncoder, "_own_plan", lambda *_: pytest.fail("counted inside the forward pass"))
+    monkeypatch.setattr(Packing, "_count_and_lay_out", lambda *_: pytest.fail("counted inside the forward pass"))
     trainer = make_trainer([Unpadding(256)], model=model, batches=batches, callbacks=[recorder])
     calls = GraphedCalls(model, model.forward, 2, recorder=Rerun)
     calls.carries = [(encoder.packing, "planned") for encoder in unpadded_encoders(model)]

@@ -1,0 +1,253 @@
+"""Decide for each call of an encoder whether its batch is packed, and lay out the tokens.
+
+:meth:`Packing.plan_call` makes the :class:`~.call.CallPlan` that the encoder's forward follows. Layouts of coming
+batches may be made beforehand, from counts on the host; a call without one counts its tokens itself.
+
+Shapes: B rows, S slots per row, H hidden units.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from composer_speedups.packing.call import Call, CallPlan
+from composer_speedups.packing.tokens import (
+    COUNTED_ON_HOST,
+    IGNORED,
+    READS_PADDING,
+    Plan,
+    make_plan,
+    reads_padding,
+    row_counts,
+    rows_with_holes,
+    run_eagerly,
+)
+
+__all__ = ["Layout", "Packing", "PaddingReader", "PlannedBatch"]
+
+_LABELLED = "unpadding: a padding position has a label, so the loss would differ; give padding the label -100"
+_STALE = "unpadding: the attention mask differs from the planned one; call plan_unpadding for every batch or for none"
+
+Layout = Plan | Literal["padded"]
+
+
+class PlannedBatch(NamedTuple):
+    """The layout of a batch that is known before its forward pass.
+
+    Attributes:
+        mask: The very tensor that the model will be called with, (B, S); or a mask (B, texts, S) whose first two
+            dimensions the model receives merged; or None for any mask with the layout's values.
+        labels: The labels that the layout was made with; None if they were not known.
+        layout: ``"padded"`` for a batch that must stay padded.
+    """
+
+    mask: Tensor | None
+    labels: Tensor | None
+    layout: Layout
+
+
+class PaddingReader:
+    """Whether code outside of transformers' heads reads outputs at padding positions, as seen in its gradients.
+
+    Attributes:
+        reads: None before a gradient was observed.
+    """
+
+    def __init__(self, reads: bool | None = None) -> None:
+        self.reads = reads
+
+    def watch(self, output: Any, call: Call, mask_BS: Tensor) -> None:
+        """Observe the gradient of an encoder's padded result."""
+        last = output[0]
+        if not last.requires_grad:  # the encoder is frozen
+            if not any(p.requires_grad for p in call.outermost.parameters()):
+                return  # the caller may use the output as a tensor without a gradient
+            last.requires_grad_()
+        last.register_hook(functools.partial(self._observe, mask_BS))
+
+    def _observe(self, mask_BS: Tensor, grad_BSH: Tensor) -> None:
+        """Look for a gradient at padding positions. Synchronizes."""
+        padding = ~mask_BS.bool()
+        if not bool(padding.any()) or self.reads:
+            return
+        gradient = grad_BSH.detach()[padding]
+        if not bool(gradient.isfinite().all()):  # infinity times a zero mask is NaN, as when fp16 overflows
+            return
+        reads = bool(gradient.any())
+        if reads:
+            warnings.warn(f"batches stay padded: {READS_PADDING}", UserWarning, stacklevel=2)
+        # after the backward pass, which may first recompute this forward pass and needs the same layout
+        torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._conclude, reads))
+
+    def _conclude(self, reads: bool) -> None:
+        self.reads = bool(self.reads) or reads
+
+
+@dataclass
+class Packing:
+    """How the batches of one encoder are packed.
+
+    Attributes:
+        config: The configuration of the model directly around the encoder.
+        pad_to_multiple_of: The number of packed tokens is rounded up to a multiple of it.
+        widest_with_holes: A batch with more slots per row than this stays padded if one of its rows has padding between
+            real tokens; None if holes do not matter.
+        by_token: Whether the outermost model's head computes a loss per slot, without using the mask.
+        reads_first: Whether the model's head reads each row's first slot, even if it is padding.
+        padding_reader: What was observed of code that may read padding; None if none is expected to.
+        owner: ID of the :class:`Unpadding` instance that changed the encoder; None for :func:`apply_unpadding`.
+        planned: Layouts of coming batches. One is used only for the mask and labels that it was made for, and its
+            values are checked. A call without one makes its own, which synchronizes with the GPU.
+        known_counts: Masks and the :meth:`count` of their rows, for calls with some of these rows.
+        counted: Number of calls that counted their tokens.
+    """
+
+    config: Any
+    pad_to_multiple_of: int
+    widest_with_holes: int | None = None
+    by_token: bool = False
+    reads_first: bool = False
+    padding_reader: PaddingReader | None = None
+    owner: int | None = None
+    planned: tuple[PlannedBatch, ...] = ()
+    known_counts: tuple[tuple[Tensor, Sequence[int]], ...] = ()
+    counted: int = 0
+
+    def count(self, mask_BS: Tensor) -> list[int]:
+        """Real tokens of each row, on the host; negative for a row that makes the batch stay padded.
+
+        Synchronizes if the mask is on a GPU.
+        """
+        counts = row_counts(mask_BS)
+        if not self.reads_first:
+            counts = [abs(count) for count in counts]
+        if self.widest_with_holes is None or mask_BS.shape[1] <= self.widest_with_holes:
+            return counts
+        return [-abs(count) if hole else count for count, hole in zip(counts, rows_with_holes(mask_BS), strict=True)]
+
+    def layout(self, mask_BS: Tensor, counts: Sequence[int]) -> Layout:
+        """The layout of a batch on its device, from its :meth:`count`."""
+        if any(count < 0 for count in counts):
+            return "padded"
+        return make_plan(mask_BS, sum(counts), self.pad_to_multiple_of)
+
+    def reads_padding(self, mask_BS: Tensor, labels: Tensor | None) -> list[bool]:
+        """Rows for which the head reads outputs at padding positions; see :func:`.reads_padding`."""
+        return reads_padding(mask_BS, labels, by_token=self.by_token, first_slot=self.reads_first)
+
+    @property
+    def padded_because(self) -> tuple[str, str]:
+        """Reason and fix for a batch that :meth:`layout` leaves padded."""
+        if self.widest_with_holes is None:
+            return (
+                "the head reads padding: rows begin with padding, or padding has a label",
+                "pad on the right, and give padding the label -100",
+            )
+        return (
+            "the head reads padding (rows begin with padding, or padding has a label), or rows have holes, which "
+            "change the distances between packed tokens",
+            "pad on the right, without holes, and give padding the label -100",
+        )
+
+    def plan_call(self, call: Call, inputs: dict[str, Any]) -> CallPlan:
+        """Plan a call of the model directly around the encoder, from its arguments by name.
+
+        A batch stays padded if it has a query-key mask or cached keys, if hidden states or attention weights are
+        requested, or if padding is read: by the head (:attr:`padded_because`) or by unknown code.
+        """
+        ids = inputs.get("input_ids")
+        values, mask = inputs.get("inputs_embeds") if ids is None else ids, inputs.get("attention_mask")
+        if call.padded or not isinstance(values, Tensor) or not self._can_pack(mask, inputs):
+            return CallPlan()
+        reader = self.padding_reader
+        reader_is_unknown = call.unknown_reader or (self.by_token and call.labels is None)
+        guarded = False
+        if reader is not None and reader_is_unknown and mask is not None and not call.unobserved:
+            guarded = True
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling() and reader.reads is None:
+                return CallPlan(observe=functools.partial(reader.watch, call=call, mask_BS=mask))
+            if reader.reads:
+                return CallPlan()
+        return CallPlan(self._tokens(values, mask, call.labels), call.first_tokens_only, guarded)
+
+    def _can_pack(self, mask: Any, inputs: dict[str, Any]) -> bool:
+        return (
+            (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2))
+            and inputs.get("encoder_hidden_states") is None
+            and inputs.get("past_key_values") is None
+            and (inputs.get("input_ids") is None) != (inputs.get("inputs_embeds") is None)
+            and not self._requested("output_attentions", inputs)
+            and not self._requested("output_hidden_states", inputs)
+        )
+
+    def _requested(self, name: str, inputs: dict[str, Any]) -> bool:
+        value = inputs.get(name)
+        return bool(getattr(self.config, name, False) if value is None else value)
+
+    def _tokens(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
+        """The layout planned for a call's mask, or else a new one; None to stay padded."""
+        shape = values.shape[:2]
+        for mask, planned_labels, layout in self.planned:
+            if not (mask is None or mask is mask_BS or _has_as_rows(mask, shape)):
+                continue
+            if self.by_token and planned_labels is not None and labels is not None and planned_labels is not labels:
+                continue  # other labels may be at padding positions
+            if isinstance(layout, str):
+                return None
+            planned = layout.mask_BS
+            if planned.shape == shape:
+                torch._assert_async((planned.all() if mask_BS is None else (planned == mask_BS.bool()).all()), _STALE)
+                self._check_labels(planned, labels)
+                return layout
+        if mask_BS is not None and mask_BS.shape != shape:
+            return None
+        return self._count_and_lay_out(values, mask_BS, labels)
+
+    def _check_labels(self, mask_BS: Tensor, labels: Tensor | None) -> None:
+        """Check, without synchronizing, that no label of a planned batch is at a padding position."""
+        if self.by_token and labels is not None and labels.shape == mask_BS.shape:
+            torch._assert_async(((labels == IGNORED) | mask_BS).all(), _LABELLED)
+
+    @run_eagerly(COUNTED_ON_HOST)
+    def _count_and_lay_out(self, values: Tensor, mask_BS: Tensor | None, labels: Tensor | None) -> Plan | None:
+        counts = None if mask_BS is None or (labels is not None and self.by_token) else self._known_counts_of(mask_BS)
+        if counts is None:
+            self.counted += 1
+        if mask_BS is None:
+            mask_BS = values.new_ones(values.shape[:2], dtype=torch.bool)
+            counts = [mask_BS.shape[1]] * len(mask_BS)
+        elif counts is None:
+            if any(self.reads_padding(mask_BS, labels)):
+                return None
+            counts = self.count(mask_BS)
+        layout = self.layout(mask_BS, counts)
+        return layout if isinstance(layout, Plan) else None
+
+    def _known_counts_of(self, mask_BS: Tensor) -> Sequence[int] | None:
+        """The counts of a mask that is a view of rows of a counted one, as that of a chunk of a batch is."""
+        for whole, counts in self.known_counts:
+            rows = _rows_of(mask_BS, whole)
+            if rows is not None:
+                return counts[rows]
+        return None
+
+
+def _has_as_rows(mask: Tensor, shape: torch.Size) -> bool:
+    return mask.ndim > 2 and mask.shape[-1] == shape[1] and mask.numel() == shape.numel()
+
+
+def _rows_of(view_BS: Tensor, whole: Tensor) -> slice | None:
+    """Which rows of a mask (…, S) another mask is a view of; None if it is not such a view."""
+    width = whole.shape[-1]
+    base = whole if whole._base is None else whole._base
+    first, within_row = divmod(int(view_BS.storage_offset()) - int(whole.storage_offset()), width)
+    is_view = view_BS._base is base and view_BS.is_contiguous() and whole.is_contiguous()
+    inside = view_BS.shape[1] == width and within_row == 0 and 0 <= first <= whole.numel() // width - len(view_BS)
+    return slice(first, first + len(view_BS)) if is_view and inside else None

@@ -1,0 +1,66 @@
+"""Packing: which batches are packed, and whose counts are already known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from composer.models import ComposerModel
+from torch import Tensor
+
+from composer_speedups import Unpadding
+from composer_speedups.packing.planning import Packing
+from tests.helpers.common import Batch, batch, final_weights, make_trainer, tiny_bert, trained
+from tests.helpers.models import tiny_model
+from tests.reference.tolerance import assert_near
+
+MASK = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("view", "counts"),
+    [
+        (lambda mask: mask.flatten(0, -2)[1:3], [1, 3]),
+        (lambda mask: mask.flatten(0, -2).split(3)[1], [1]),
+        (lambda mask: mask[1].view(2, 3), [3, 1]),
+        (lambda mask: mask.flatten(0, -2)[1:3].clone(), None),
+        (lambda mask: mask.flatten(0, -2)[::2], None),
+        (lambda mask: mask.flatten()[1:7].view(2, 3), None),
+        (lambda mask: mask.flatten().view(6, 2), None),
+    ],
+)
+def test_the_counts_of_a_chunk_are_those_of_its_rows(view: Any, counts: list[int] | None) -> None:
+    whole = MASK.view(2, 2, 3).clone()
+    packing = Packing(None, 8, known_counts=((whole, [2, 1, 3, 1]),))
+    assert packing._known_counts_of(view(whole)) == counts
+
+
+class TwoHeads(ComposerModel):
+    """A head that uses real tokens only, and one that reads each row's first slot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.rows = tiny_model("bert", "tokens"), tiny_bert()
+
+    def forward(self, batch: Batch) -> Tensor:
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        mask = batch["attention_mask"][..., None]
+        by_token = (self.tokens(**inputs).logits * mask).sum(1) / mask.sum(1)
+        return by_token.sum(-1, keepdim=True) + self.rows(**inputs).logits
+
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
+        return torch.nn.functional.cross_entropy(outputs, batch["labels"])
+
+
+def test_a_batch_stays_padded_if_one_of_two_encoders_cannot_pack_it() -> None:
+    later = batch([9, 16, 3, 12], seed=1)
+    later["attention_mask"] = later["attention_mask"].flip(1)  # rows begin with padding
+    batches = [batch([9, 16, 3, 12]), later]
+    torch.manual_seed(0)
+    expected = trained(model=TwoHeads(), batches=batches)
+    torch.manual_seed(0)
+    trainer = make_trainer([Unpadding(8)], model=TwoHeads(), batches=batches)
+    trainer.fit()
+    trainer.close()
+    assert_near(final_weights(trainer), final_weights(expected), what="weights")
