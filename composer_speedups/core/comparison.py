@@ -84,8 +84,8 @@ class Difference(NamedTuple):
 
     def evidence(self) -> dict[str, float]:
         """The difference as written to report.json."""
-        found = {"loss": self.loss, "largest_gradient_difference": self.gradient}
-        return {name: value for name, value in found.items() if value is not None}
+        evidence = {"loss": self.loss, "largest_gradient_difference": self.gradient}
+        return {name: value for name, value in evidence.items() if value is not None}
 
 
 def tolerance_of(model: nn.Module) -> Tolerance:
@@ -115,12 +115,12 @@ def measure(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with _quietly(model), torch.set_grad_enabled(gradients):
         outputs, loss = call()
-        found: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor] = {}
         if gradients and trained and loss is not None and loss.requires_grad:
             computed = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-            found = dict(zip(trained, computed, strict=True))
+            by_name = dict(zip(trained, computed, strict=True))
     real = _real(outputs, mask_BS)
-    return Outcome(None if loss is None else float(loss.detach()), None if real is None else real.detach(), found)
+    return Outcome(None if loss is None else float(loss.detach()), None if real is None else real.detach(), by_name)
 
 
 def outcome_of(
@@ -167,7 +167,7 @@ def with_padding(batch: Any) -> Any:
     masks = token_masks(tensors)
     for name, value in tensors.items():
         per_token = any(value.shape[: mask.ndim] == mask.shape for mask in masks.values())
-        if per_token and not any(each in name for each in _INPUTS):
+        if per_token and not any(known in name for known in _INPUTS):
             return batch
     if any(not bool(mask.all()) for mask in masks.values()):
         return batch
@@ -194,11 +194,11 @@ def compare(untouched: Outcome, changed: Outcome, tolerance: Tolerance) -> Diffe
         largest, worst = 0.0, ""
         missing = []
         for name, expected in untouched.gradients.items():
-            found = changed.gradients.get(name, torch.zeros_like(expected))
-            apart = float((found.float() - expected.float()).norm()) / max(norms[name], floor, 1e-30)
+            gradient = changed.gradients.get(name, torch.zeros_like(expected))
+            apart = float((gradient.float() - expected.float()).norm()) / max(norms[name], floor, 1e-30)
             if not apart <= largest:
                 largest, worst = apart, name
-            if norms[name] > floor and not bool(found.any()):
+            if norms[name] > floor and not bool(gradient.any()):
                 missing.append(name)
         if missing:
             beyond.append(f"{len(missing)} of {len(norms)} parameters get no gradient, {missing[0]} among them")
@@ -218,16 +218,16 @@ def _real(outputs: Any, mask_BS: Tensor | None) -> Tensor | None:
     """The logits that a model returned, or all its floating-point tensors, without the values at padding positions."""
     logits = outputs.get("logits") if isinstance(outputs, Mapping) else getattr(outputs, "logits", None)
     if isinstance(logits, Tensor):
-        found: list[Any] = [logits]
+        tensors: list[Any] = [logits]
     elif isinstance(outputs, Mapping):
-        found = list(outputs.values())
+        tensors = list(outputs.values())
     else:
-        found = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+        tensors = list(outputs) if isinstance(outputs, tuple | list) else [outputs]
     real = []
-    for each in found:
-        if not isinstance(each, Tensor) or not each.is_floating_point() or each.ndim == 0:
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.ndim == 0:
             continue
-        kept = each.float()
+        kept = tensor.float()
         if mask_BS is not None and kept.shape[0] == mask_BS.shape[0]:
             mask = mask_BS.bool()
             kept = kept[mask] if kept.shape[:2] == mask.shape else kept[mask.any(-1)]

@@ -211,9 +211,9 @@ class _Comparison:
         with forced("packed"):  # a difference is found here, not by the guard of later batches
             return measure(self._model, self._call, self._mask, gradients=self._gradients)
 
-    def any_rank(self, found: bool) -> bool:
-        """Collective. Whether ``found`` is true on any rank, so that all ranks continue in the same way."""
-        return bool(max_over_ranks(self.state.device, int(found)))
+    def any_rank(self, value: bool) -> bool:
+        """Collective. Whether ``value`` is true on any rank, so that all ranks continue in the same way."""
+        return bool(max_over_ranks(self.state.device, int(value)))
 
     def _call(self) -> tuple[Any, Tensor | None]:
         if self.tolerance is SIXTEEN_BITS:  # compared in the precision of training
@@ -226,14 +226,14 @@ class _Comparison:
         if not self._with_loss:
             return outputs, None
         with loss_of_this_rank():  # other ranks may have halved their batch
-            found = model_of(self.state).loss(outputs, self._batch)
-        if isinstance(found, Tensor):
-            return outputs, found
-        losses = list(found.values()) if isinstance(found, dict) else list(found)
+            loss = model_of(self.state).loss(outputs, self._batch)
+        if isinstance(loss, Tensor):
+            return outputs, loss
+        losses = list(loss.values()) if isinstance(loss, dict) else list(loss)
         return outputs, torch.stack(losses).sum()
 
 
 def _loss_respects_loss_ranks(model: Any) -> bool:
     """Whether the loss is defined by this package or by Composer, which call :func:`.loss_ranks` before they gather."""
-    methods = [type(each).loss for each in (model, getattr(model, "task", model))]
+    methods = [type(owner).loss for owner in (model, getattr(model, "task", model))]
     return all(method.__module__.partition(".")[0] in ("composer", "composer_speedups") for method in methods)

@@ -72,33 +72,24 @@ def differences(
     """
     if _hooked_everywhere():
         yield "every module has a hook (torch.nn.modules.module.register_module_…_hook)"
-    if type(module) is not type(reference):
-        if not (ours and _is_ours(type(module))):
-            yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
-            return
-        if not isinstance(module, type(reference)):
-            return
+    if type(module) is not type(reference) and not (ours and _is_ours(type(module))):
+        yield f"{name} is {_described(type(module))} instead of {_described(type(reference))}"
+        return
+    if not isinstance(module, type(reference)):
+        return
     if not _is_ours(type(module)) and _is_patched(type(module)):
         yield f"{_described(type(module), article=False)}.forward was replaced in its class"
     yield from _own_methods(module, name, ours=ours or around)
-    for attribute, hook in _HOOKS.items():
-        if not around and any(
-            not (_is_recorder(h) or (ours and _is_ours(h))) for h in getattr(module, attribute).values()
-        ):
-            yield f"{name} has {hook}"
+    if not around:
+        yield from _hooks_on(module, name, ours=ours)
     yield from _other_tensors(module, reference, name, getattr(type(module), "own_buffers", ()) if ours else ())
-    for attribute, value in vars(reference).items():
-        if attribute.startswith("_") or attribute in _FREE or not isinstance(value, _PLAIN):
-            continue
-        if not _same(vars(module).get(attribute, _MISSING), value):
-            yield f"{name}.{attribute} is {vars(module).get(attribute, 'missing')!r} instead of {value!r}"
+    yield from _other_settings(module, reference, name)
     if module._modules.keys() != reference._modules.keys():
         odd = sorted(module._modules.keys() ^ reference._modules.keys())
         yield f"{name} has other modules than its class builds ({', '.join(odd)})"
         return
     for child, built in reference._modules.items():
-        held = module._modules[child]
-        below = f"{name}.{child}" if name else child
+        held, below = module._modules[child], f"{name}.{child}" if name else child
         if held is None or built is None:
             if held is not built:
                 yield f"{below} is {'missing' if held is None else 'set, but its class does not build it'}"
@@ -106,9 +97,23 @@ def differences(
             yield from differences(held, built, below, ours=ours, skip=skip)
 
 
+def _hooks_on(module: nn.Module, name: str, *, ours: bool) -> Iterator[str]:
+    for attribute, description in _HOOKS.items():
+        hooks = getattr(module, attribute).values()
+        if any(not (_is_recorder(hook) or (ours and _is_ours(hook))) for hook in hooks):
+            yield f"{name} has {description}"
+
+
+def _other_settings(module: nn.Module, reference: nn.Module, name: str) -> Iterator[str]:
+    for attribute, value in vars(reference).items():
+        if attribute.startswith("_") or attribute in _FREE or not isinstance(value, _PLAIN):
+            continue
+        if not _same(vars(module).get(attribute, _MISSING), value):
+            yield f"{name}.{attribute} is {vars(module).get(attribute, 'missing')!r} instead of {value!r}"
+
+
 def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collection[nn.Module] = ()) -> list[str]:
-    """Yield how a transformers model differs from what its class builds from its configuration; see
-    :func:`differences`.
+    """How a transformers model differs from what its class builds from its configuration; see :func:`differences`.
 
     Changes by this package are ignored. A class that is not transformers' own is a difference.
     """
@@ -127,24 +132,24 @@ def model_differences(model: PreTrainedModel, name: str = "", *, skip: Collectio
 
 
 def changes_to(model: nn.Module) -> list[str]:
-    """Yield how a model, with everything around and inside it, differs from a model that is entirely transformers' own.
+    """How a model, with everything around and inside it, differs from a model that is entirely transformers' own.
 
     Composer's HuggingFaceModel around it is ignored. A bare encoder is a difference, because the code that reads its
     result is unknown, unless the surrounding model has ``reads_real_tokens`` and so ignores padding, as this package's
     tasks do.
     """
     outermost = outermost_models(model)
-    found = []
+    changes = []
     kind = next(c for c in type(model).__mro__ if not _is_ours(c))
     if "" not in outermost and not kind.__module__.startswith("composer.models."):
-        found.append(f"the model is {_described(kind)}, which is not one of transformers' classes")
+        changes.append(f"the model is {_described(kind)}, which is not one of transformers' classes")
     if "" not in outermost:
-        found += _own_methods(model, "the model", ours=True)
+        changes += _own_methods(model, "the model", ours=True)
     for name, inner in outermost.items():
         if "For" not in type(inner).__name__ and not getattr(model, "reads_real_tokens", False):
-            found.append(f"{name or 'the model'} is {_described(type(inner))} without a head")
-        found += model_differences(inner, name)
-    return found
+            changes.append(f"{name or 'the model'} is {_described(type(inner))} without a head")
+        changes += model_differences(inner, name)
+    return changes
 
 
 def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: Any) -> Any:
@@ -159,12 +164,12 @@ def built_on_meta(kind: Callable[..., nn.Module], *arguments: Any, **settings: A
 
 def outermost_models(model: nn.Module) -> dict[str, PreTrainedModel]:
     """The outermost transformers models in a module, by name (``""`` is the module itself)."""
-    found: dict[str, PreTrainedModel] = {}
+    outermost: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
-        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in found)
+        inside = any(outer == "" or name.startswith(f"{outer}.") for outer in outermost)
         if isinstance(module, PreTrainedModel) and not inside:
-            found[name] = module
-    return found
+            outermost[name] = module
+    return outermost
 
 
 class Untouched:
@@ -198,7 +203,7 @@ class Untouched:
     @classmethod
     def inside(cls, module: nn.Module) -> Untouched:
         """All modules inside a module."""
-        return cls([each for each in module.modules() if each is not module], module)
+        return cls([inside for inside in module.modules() if inside is not module], module)
 
     def still(self) -> bool:
         """Whether none of them was replaced, hooked, patched or configured differently since, and none of their
@@ -239,7 +244,7 @@ def _is_forward_of(kind: type[nn.Module], method: Any) -> bool:
     known = {vars(c)["forward"] for c in kind.__mro__ if "forward" in vars(c) and not _is_ours(c)} | {kind.forward}
     function = getattr(method, "__func__", method)
     if getattr(function, "__module__", "") == _CASTS:
-        function = inspect.unwrap(function, stop=lambda each: getattr(each, "__func__", each) in known)
+        function = inspect.unwrap(function, stop=lambda wrapped: getattr(wrapped, "__func__", wrapped) in known)
     return getattr(function, "__func__", function) in known
 
 
@@ -272,8 +277,8 @@ def _same(held: Any, built: Any) -> bool:
 
 def _methods(kind: type[nn.Module]) -> frozenset[str]:
     """A class's functions that nn.Module does not have, and its ``forward``."""
-    found = {name for name in dir(kind) if isinstance(getattr(kind, name, None), FunctionType)}
-    return frozenset(found - set(dir(nn.Module)) | {"forward"})
+    functions = {name for name in dir(kind) if isinstance(getattr(kind, name, None), FunctionType)}
+    return frozenset(functions - set(dir(nn.Module)) | {"forward"})
 
 
 def _settings(module: nn.Module) -> tuple[Callable[[Any], Any], Any]:

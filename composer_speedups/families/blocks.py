@@ -37,7 +37,7 @@ def repeated_blocks(model: nn.Module) -> dict[str, nn.Module]:
             lists[name] = module
     encoders = [(module, family) for module in model.modules() if (family := family_of(type(module))) is not None]
     known = [vars(module)["_modules"].get(family.blocks) for module, family in encoders]
-    lists = {name: each for name, each in lists.items() if any(each is other for other in known)} or lists
+    lists = {name: blocks for name, blocks in lists.items() if any(blocks is other for other in known)} or lists
     if not lists:
         raise ValueError("the model has no ModuleList with blocks of one class")
     name, blocks = max(lists.items(), key=lambda item: len(item[1]))
