@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from composer_speedups.core.settings import Origins
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.launcher_watchdog import end_with_launcher
+from composer_speedups.train.launcher_watchdog import ending_with_launcher
 from composer_speedups.train.startup import (
     StartupClock,
     early_processes,
@@ -32,11 +32,11 @@ def main(arguments: list[str]) -> None:
         NotRecordedError: A logger, the report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
-    end_with_launcher()
-    config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
-    clock.lap("config")
-    with early_processes(config) as early:
-        train(config, origins, clock, early)
+    with ending_with_launcher():
+        config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
+        clock.lap("config")
+        with early_processes(config) as early:
+            train(config, origins, clock, early)
 
 
 def train(

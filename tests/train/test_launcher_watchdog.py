@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from composer_speedups.train import launcher_watchdog
-from composer_speedups.train.launcher_watchdog import end_with_launcher
+from composer_speedups.train.launcher_watchdog import ending_with_launcher
 from tests.conftest import ROOT
 
 # A process with a launcher's name, which starts a rank and waits.
@@ -27,10 +27,11 @@ subprocess.Popen([sys.executable, "rank.py"]).wait()
 _RANK = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
-from composer_speedups.train.launcher_watchdog import end_with_launcher
+from composer_speedups.train.launcher_watchdog import ending_with_launcher
 signal.signal(signal.SIGTERM, lambda *_: (print("told", file=sys.stderr), sys.exit(5)))
-print(os.getpid(), end_with_launcher(), flush=True)
-sys.stdin.read()
+with ending_with_launcher() as ending:
+    print(os.getpid(), ending, flush=True)
+    sys.stdin.read()
 """
 
 
@@ -66,14 +67,14 @@ def test_a_rank_gets_sigterm_when_its_launcher_ends(how: signal.Signals) -> None
 
 def test_a_launcher_that_ends_during_the_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[Any] = []
-    parents = iter([4321, 1])
+    parents = iter([4321, 1, 4321])
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setattr(os, "getppid", lambda: next(parents))
     monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
     monkeypatch.setattr(launcher_watchdog, "_is_launcher", lambda pid: pid == 4321)
     monkeypatch.setattr(launcher_watchdog, "ctypes", Mock())
-    monkeypatch.setattr(launcher_watchdog, "atexit", Mock())
-    assert end_with_launcher()
+    with ending_with_launcher():
+        pass
     assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
@@ -123,4 +124,5 @@ def test_an_inaccessible_parent_is_not_a_launcher(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(psutil, "Process", gone)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not end_with_launcher()
+    with ending_with_launcher() as ending:
+        assert not ending
