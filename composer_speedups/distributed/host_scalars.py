@@ -11,7 +11,7 @@ otherwise with an additional group.
 from __future__ import annotations
 
 import sys
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from composer import Trainer
@@ -29,74 +29,44 @@ from composer_speedups.core.trainer_state import (
 )
 from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_composers_own, other_composer
 
-__all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "copies_for"]
+__all__ = ["Interception", "Readback", "ScalarCopies"]
 
 
-class Copies(Protocol):
-    """How scalars are copied to the host; replaced in tests."""
+class ScalarCopies:
+    """Copies scalars from a device to the host without waiting for work launched later.
 
-    def mark(self) -> Any:
-        """Mark a point in the device's work, which is reached when everything launched so far is done."""
-
-    def send(self, value: Tensor, mark: Any) -> Any:
-        """Start to copy a scalar that the device has computed when it reaches ``mark``."""
-
-    def receive(self, sent: Any) -> float:
-        """Wait for this copy only."""
-
-    def busy(self) -> bool:
-        """Whether the device still has work to do."""
-
-
-class CUDACopies:
-    """Copies to pinned memory on a separate stream."""
+    On a GPU, they are copied to pinned memory on a separate stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> Any:
+        """Mark a point in the device's work, which is reached when everything launched so far is done."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-    def send(self, value: Tensor, mark: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event, Tensor]:
+    def send(self, value: Tensor, mark: Any) -> Any:
+        """Start to copy a scalar that the device has computed when it reaches ``mark``."""
+        if self._stream is None:
+            return value.detach().clone(), None, value
         host = torch.empty((), dtype=torch.float32, pin_memory=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             host.copy_(value.float(), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+            done = self._stream.record_event()
         return host, done, value  # the value's memory must not be reused before it is copied
 
-    def receive(self, sent: tuple[Tensor, torch.cuda.Event, Tensor]) -> float:
+    def receive(self, sent: Any) -> float:
+        """Wait for this copy only."""
         host, done, _ = sent
-        done.synchronize()
+        if done is not None:
+            done.synchronize()
         return float(host)
 
     def busy(self) -> bool:
-        return not torch.cuda.current_stream(self._device).query()
-
-
-class HostCopies:
-    """:class:`Copies` for scalars that are already on the host."""
-
-    def mark(self) -> None:
-        return None
-
-    def send(self, value: Tensor, mark: None) -> Tensor:
-        return value.detach().clone()
-
-    def receive(self, sent: Tensor) -> float:
-        return float(sent)
-
-    def busy(self) -> bool:
-        return False
-
-
-def copies_for(device: torch.device) -> Copies:
-    """How to copy scalars from this device without waiting for work launched later."""
-    return CUDACopies(device) if device.type == "cuda" else HostCopies()
+        """Whether the device still has work to do."""
+        return self._stream is not None and not torch.cuda.current_stream(self._device).query()
 
 
 class Readback:
@@ -108,7 +78,7 @@ class Readback:
         first: The first loss read, and the sum that the device computed, to be compared later; None before.
     """
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: ScalarCopies) -> None:
         self.copies = copies
         self.reads = self.early_reads = 0
         self.first: tuple[float, Tensor] | None = None

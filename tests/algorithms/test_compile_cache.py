@@ -88,13 +88,14 @@ def test_the_folder_is_in_use_only_while_the_run_trains_or_evaluates(monkeypatch
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
 
-    def used() -> list[str | None]:
+    def used(*_: Any) -> dict[str, Any]:
         os.environ["TRITON_CACHE_DIR"] = "set by inductor"
-        return [os.environ.get(name) for name in VARIABLES]
+        seen.append([os.environ.get(name) for name in VARIABLES])
+        return {}
 
     technique = TorchCompile(cache="here")
     seen: list[Any] = []
-    monkeypatch.setattr(TorchCompile, "verify", lambda *_: seen.append(used()) or {})
+    monkeypatch.setattr(TorchCompile, "verify", used)
     trainer = make_trainer([technique], model=Small(), batches=plain_batches(1))
     assert [os.environ.get(name) for name in VARIABLES] == ["mine", None]
     trainer.fit()

@@ -19,7 +19,7 @@ from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, F
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES
-from composer_speedups.train import startup
+from composer_speedups.train import application
 from composer_speedups.train.config.schema import Config
 from composer_speedups.train.startup import early_processes, wait_for
 from tests.conftest import ROOT
@@ -86,15 +86,15 @@ def test_nothing_starts_without_a_gpu_or_the_technique_or_on_another_rank(
             assert processes == []
 
 
+@pytest.mark.usefixtures("with_gpu")
 def test_a_run_continues_if_compiling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine the process finds no GPU; the run waits for it and ignores its failure."""
-    started: list[subprocess.Popen[bytes]] = []
-    start, exists = startup._start, Path.exists
-    monkeypatch.setattr(startup, "_start", lambda *planned: started.append(start(*planned)) or started[-1])
-    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl" or exists(path))
+    wait = Mock(wraps=wait_for)
+    monkeypatch.setattr(application, "wait_for", wait)
     techniques = "algorithms={unpadding: {}, fused_layers: {}}"
     run("trainer.max_duration=1ba", "data.eval_samples=8", "algorithms.sdpa_attention=null", techniques)
-    assert [process.returncode for process in started] == [0]
+    [process] = wait.call_args.args[0]
+    assert process.returncode == 0
 
 
 def test_it_compiles_for_the_runs_precision_and_only_with_a_gpu_to_share(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,14 +30,15 @@ from composer_speedups.algorithms.early_loss import early_loss as module
 from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.distributed import composer_loop
-from composer_speedups.distributed.host_scalars import Readback
+from composer_speedups.distributed.host_scalars import Readback, ScalarCopies
 from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert
 
 
-class Watched:
-    """A stand-in for copies to the host that logs marks and what was known when a value was received."""
+class Watched(ScalarCopies):
+    """Copies to the host that log marks and what was known when a value was received."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.done: list[str] = []
 
     def mark(self) -> int:

@@ -155,7 +155,7 @@ class Wrapping(Callback):
     """Callback whose method looks like Composer's own."""
 
     @functools.wraps(MemoryMonitor.after_train_batch)
-    def after_train_batch(self, state: State, logger: Logger) -> None:
+    def after_train_batch(self, state: State, logger: Logger) -> None:  # type: ignore[override]
         assert all(p.grad is not None for p in state.model.parameters())
 
 
