@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-__all__ = ["TESTED_COMPOSER", "is_composers_own", "other_composer"]
+__all__ = ["TESTED_COMPOSER", "is_defined_in_composer", "other_composer"]
 
 TESTED_COMPOSER = "0.32.1"
 """The version whose loop has the source that docs/internals.md lists and the tests compare."""
@@ -17,7 +17,7 @@ def other_composer() -> str | None:
     return None if installed == TESTED_COMPOSER else installed
 
 
-def is_composers_own(method: Any) -> bool:
+def is_defined_in_composer(method: Any) -> bool:
     """Whether a function or method is defined in Composer, and not in code that replaces or wraps it."""
     function = getattr(method, "__func__", method)
     defined_in = getattr(function, "__globals__", {}).get("__name__", "")  # functools.wraps copies __module__, not this

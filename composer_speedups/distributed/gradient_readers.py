@@ -11,7 +11,7 @@ from composer.core import Event, State
 from torch.optim import optimizer as torch_optimizer
 
 from composer_speedups.core.technique import Technique
-from composer_speedups.distributed.composer_loop import is_composers_own, other_composer
+from composer_speedups.distributed.composer_loop import is_defined_in_composer, other_composer
 
 __all__ = ["reader_of_gradients", "reads_no_gradients"]
 
@@ -70,5 +70,5 @@ def _readers(state: State, closure: Callable[[], Any] | None) -> Iterator[str]:
 def _methods_that_may_read(listener: Any, names: tuple[str, ...]) -> Iterator[str]:
     for name in names:
         method = getattr(listener, name)
-        if not is_composers_own(method) and getattr(method, "reads_gradients", True):
+        if not is_defined_in_composer(method) and getattr(method, "reads_gradients", True):
             yield f"{type(listener).__name__}.{name}"

@@ -27,7 +27,7 @@ from composer_speedups.core.trainer_state import (
     ranks_meet_on_host,
     torch_device,
 )
-from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_composers_own, other_composer
+from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
 
 __all__ = ["Interception", "Readback", "ScalarCopies"]
 
@@ -168,7 +168,7 @@ class Interception:
         if version := other_composer():
             raise ValueError(f"supports the training loop of composer {TESTED_COMPOSER}, and this is {version}")
         for name in ("_train_loop", *_LOSSES, *_COUNTS):
-            if not is_composers_own(getattr(Trainer, name)):
+            if not is_defined_in_composer(getattr(Trainer, name)):
                 raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
         self.readback = readback
         self._device, self._original = device, device.tensor_to_device

@@ -233,15 +233,15 @@ def test_steps_do_not_overlap_in_an_unknown_training_loop(monkeypatch: pytest.Mo
     trainer = make_trainer()
     state = trainer.state
 
-    def of_composers() -> Any:
+    def composer_closure() -> Any:
         self = trainer
         return lambda: self
 
-    assert reader_of_gradients(state, of_composers()) is None
+    assert reader_of_gradients(state, composer_closure()) is None
     assert reader_of_gradients(state, None) == "a training loop that is not Composer's"
     assert reader_of_gradients(state, lambda: None) == "a training loop that is not Composer's"
     monkeypatch.setattr(composer_loop, "version", lambda _: "0.33.0")
-    assert reader_of_gradients(state, of_composers()) == "the training loop of composer 0.33.0"
+    assert reader_of_gradients(state, composer_closure()) == "the training loop of composer 0.33.0"
     trainer.close()
 
 
