@@ -36,10 +36,7 @@ MIB = 2**20
 _READINGS = 100
 # Allowed growth in bytes: pages that allocators touch late, records of batches (about 0.5 KB each).
 _SLACK = {"host_bytes": 32 * MIB, "gpu_bytes": 1 * MIB}
-_SETTINGS = (
-    "run_name=soak data.workers=2 trainer.progress_bar=false baseline=null plot=false bytecode=false "
-    "checkpoint.keep=2".split()
-)
+_SETTINGS = "run_name=soak data.workers=2 trainer.progress_bar=false baseline=null plot=false checkpoint.keep=2".split()
 
 
 class Reading(NamedTuple):

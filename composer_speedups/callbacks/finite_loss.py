@@ -16,7 +16,7 @@ from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
-from composer_speedups.distributed.host_scalars import Copies, copies_for
+from composer_speedups.distributed.host_scalars import ScalarCopies
 
 __all__ = ["FiniteLoss"]
 
@@ -61,12 +61,12 @@ class FiniteLoss(Callback):
         self.losses = self.skipped = 0
         self._in_row = self._trained = 0
         self._resumed = False
-        self._copies: Copies | None = None
+        self._copies: ScalarCopies | None = None
         self._sent: list[Any] = []  # losses of this batch's micro-batches that are being copied to the host
 
     def fit_start(self, state: State, logger: Logger) -> None:
         veto_checkpoints(state, self._may_save)
-        self._copies, self._trained = copies_for(device_of(state)), 0
+        self._copies, self._trained = ScalarCopies(device_of(state)), 0
         self._resumed = state.timestamp.batch.value > 0
 
     def before_train_batch(self, state: State, logger: Logger) -> None:

@@ -10,7 +10,7 @@ from composer.loggers import Logger
 from composer_speedups.callbacks.nonfinite import circumstances
 from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.trainer_state import device_of
-from composer_speedups.distributed.host_scalars import Copies, copies_for
+from composer_speedups.distributed.host_scalars import ScalarCopies
 
 __all__ = ["LossScaleMonitor"]
 
@@ -35,12 +35,12 @@ class LossScaleMonitor(Callback):
     def __init__(self) -> None:
         self.scale: float | None = None
         self.skips = 0
-        self._copies: Copies | None = None
+        self._copies: ScalarCopies | None = None
         self._sent: Any = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
         if state.precision == Precision.AMP_FP16 and state.scaler is not None:
-            self._copies, self._sent = copies_for(device_of(state)), None
+            self._copies, self._sent = ScalarCopies(device_of(state)), None
             self.scale = state.scaler.get_scale()
 
     def batch_end(self, state: State, logger: Logger) -> None:

@@ -9,7 +9,7 @@ from composer.loggers import Logger
 
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.fsdp import GradientClipping
-from composer_speedups.distributed.host_scalars import Copies, copies_for
+from composer_speedups.distributed.host_scalars import ScalarCopies
 
 __all__ = ["OptimizerMonitor"]
 
@@ -24,11 +24,11 @@ class OptimizerMonitor(Callback):
     """
 
     def __init__(self) -> None:
-        self._copies: Copies | None = None
+        self._copies: ScalarCopies | None = None
         self._sent: Any = None
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        self._copies, self._sent = copies_for(device_of(state)), None
+        self._copies, self._sent = ScalarCopies(device_of(state)), None
 
     def batch_start(self, state: State, logger: Logger) -> None:
         logger.log_metrics({"optimizer/learning_rate": float(state.optimizers[0].param_groups[0]["lr"])})

@@ -50,19 +50,19 @@ class OverlappedDDP(Callback):
         if bucket_mib <= 0:
             raise ValueError(f"bucket_mib must be above 0, not {bucket_mib}")
         self.bucket_mib = bucket_mib
-        self._composers: Any = None
+        self._composer_ddp: Any = None
         self._stepping: Optimizer | None = None
         self._step_before: Any = None
 
     def after_load(self, state: State, logger: Logger) -> None:
         # the Trainer wraps the model next, and has no option for it
         if dist.get_world_size() > 1 and not state.fsdp_enabled:
-            self._composers = dist_strategy.DistributedDataParallel
+            self._composer_ddp = dist_strategy.DistributedDataParallel
             dist_strategy.DistributedDataParallel = self._wrap  # type: ignore[misc, assignment]
 
     def _give_back(self) -> None:
         if dist_strategy.DistributedDataParallel == self._wrap:
-            dist_strategy.DistributedDataParallel = self._composers  # type: ignore[misc]
+            dist_strategy.DistributedDataParallel = self._composer_ddp  # type: ignore[misc]
 
     def _wrap(self, module: nn.Module, **settings: Any) -> DistributedDataParallel:
         self._give_back()

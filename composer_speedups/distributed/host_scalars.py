@@ -11,13 +11,12 @@ otherwise with an additional group.
 from __future__ import annotations
 
 import sys
-from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from composer import Trainer
 from composer.devices import Device
-from composer.trainer import trainer as composers
+from composer.trainer import trainer as composer_trainer
 from composer.utils import dist
 from torch import Tensor
 
@@ -28,76 +27,46 @@ from composer_speedups.core.trainer_state import (
     ranks_meet_on_host,
     torch_device,
 )
-from composer_speedups.distributed.composer_loop import unknown_methods
+from composer_speedups.distributed.composer_loop import TESTED_COMPOSER, is_defined_in_composer, other_composer
 
-__all__ = ["CUDACopies", "Copies", "HostCopies", "Interception", "Readback", "copies_for"]
-
-
-class Copies(Protocol):
-    """How scalars are copied to the host; replaced in tests."""
-
-    def mark(self) -> Any:
-        """Mark a point in the device's work, which is reached when everything launched so far is done."""
-
-    def send(self, value: Tensor, mark: Any) -> Any:
-        """Start to copy a scalar that the device has computed when it reaches ``mark``."""
-
-    def receive(self, sent: Any) -> float:
-        """Wait for this copy only."""
-
-    def busy(self) -> bool:
-        """Whether the device still has work to do."""
+__all__ = ["Interception", "Readback", "ScalarCopies"]
 
 
-class CUDACopies:
-    """Copies to pinned memory on a separate stream."""
+class ScalarCopies:
+    """Copies scalars from a device to the host without waiting for work launched later.
+
+    On a GPU, they are copied to pinned memory on a separate stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def mark(self) -> Any:
+        """Mark a point in the device's work, which is reached when everything launched so far is done."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
 
-    def send(self, value: Tensor, mark: torch.cuda.Event) -> tuple[Tensor, torch.cuda.Event, Tensor]:
+    def send(self, value: Tensor, mark: Any) -> Any:
+        """Start to copy a scalar that the device has computed when it reaches ``mark``."""
+        if self._stream is None:
+            return value.detach().clone(), None, value
         host = torch.empty((), dtype=torch.float32, pin_memory=True)
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(mark)
             host.copy_(value.float(), non_blocking=True)
-            done = torch.cuda.Event()
-            done.record(self._stream)
+            done = self._stream.record_event()
         return host, done, value  # the value's memory must not be reused before it is copied
 
-    def receive(self, sent: tuple[Tensor, torch.cuda.Event, Tensor]) -> float:
+    def receive(self, sent: Any) -> float:
+        """Wait for this copy only."""
         host, done, _ = sent
-        done.synchronize()
+        if done is not None:
+            done.synchronize()
         return float(host)
 
     def busy(self) -> bool:
-        return not torch.cuda.current_stream(self._device).query()
-
-
-class HostCopies:
-    """:class:`Copies` for scalars that are already on the host."""
-
-    def mark(self) -> None:
-        return None
-
-    def send(self, value: Tensor, mark: None) -> Tensor:
-        return value.detach().clone()
-
-    def receive(self, sent: Tensor) -> float:
-        return float(sent)
-
-    def busy(self) -> bool:
-        return False
-
-
-def copies_for(device: torch.device) -> Copies:
-    """How to copy scalars from this device without waiting for work launched later."""
-    return CUDACopies(device) if device.type == "cuda" else HostCopies()
+        """Whether the device still has work to do."""
+        return self._stream is not None and not torch.cuda.current_stream(self._device).query()
 
 
 class Readback:
@@ -109,7 +78,7 @@ class Readback:
         first: The first loss read, and the sum that the device computed, to be compared later; None before.
     """
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: ScalarCopies) -> None:
         self.copies = copies
         self.reads = self.early_reads = 0
         self.first: tuple[float, Tensor] | None = None
@@ -127,8 +96,8 @@ class Readback:
 
     def receive(self, sent: list[Any]) -> float:
         total = torch.zeros((), dtype=torch.float32)  # summed as on the device: in float32, one after another
-        for each in sent:
-            total += self.copies.receive(each)
+        for scalar in sent:
+            total += self.copies.receive(scalar)
         self.reads += 1
         self.early_reads += self.copies.busy()
         return float(total)
@@ -139,29 +108,23 @@ class Readback:
             self.first = value, on_device.detach().clone()
 
 
-_RETURN_PLAIN_TENSORS: Any = torch._C._disabled_torch_function_impl  # from operations on such a tensor
+class _LoopScalar(Tensor):
+    """A loss of a micro-batch, or the sum of a batch's losses, as Composer's loop uses them.
 
+    ``backward`` marks the point from which the loss can be copied. ``+=`` copies what it adds, and ``item`` and ``cpu``
+    compute the sum from the copies.
+    """
 
-class _Loss(Tensor):
-    """Composer's loss of a micro-batch; ``backward`` marks the point from which it can be copied."""
-
-    __torch_function__ = _RETURN_PLAIN_TENSORS
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # operations return plain tensors
     readback: Readback
+    sent: list[Any]
+    value: float | None
 
     def backward(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         self.readback.begin_backward()
         super().backward(*args, **kwargs)
 
-
-class _Total(Tensor):
-    """Composer's sum of a batch's losses, computed from the values that were copied to the host."""
-
-    __torch_function__ = _RETURN_PLAIN_TENSORS
-    readback: Readback
-    sent: list[Any]
-    value: float | None
-
-    def __iadd__(self, other: Tensor) -> _Total:  # type: ignore[misc, override]
+    def __iadd__(self, other: Tensor) -> _LoopScalar:  # type: ignore[misc, override]
         self.sent.append(self.readback.send(other))
         self.value = None
         self.add_(other)
@@ -182,40 +145,42 @@ class _Total(Tensor):
         return total
 
 
+# Methods of the Trainer that create losses, as float32 tensors of shape (1,), and those that create counts and times.
+_LOSSES = ("_train_batch", "_train_microbatches", "_train_microbatch")
+_COUNTS = ("_train_microbatches", "_accumulate_time_across_ranks", "_iter_dataloader")
+
+
 class Interception:
     """Replaces a device's ``tensor_to_device`` and handles the calls of Composer's training loop only.
 
-    It recognizes that loop by the stack frames of its functions, and depends on how they use the values. It therefore
-    supports only the versions of Composer whose source it was tested with; see :mod:`.composer_loop`.
+    It recognizes that loop by the stack frames of its functions, because a Trainer of the user's own cannot be replaced
+    by a subclass. It depends on how they use the values, and therefore supports only one version of Composer.
 
     Args:
         device: The Trainer's device.
         readback: Copies its scalars.
 
     Raises:
-        ValueError: Composer's loop differs from the tested versions.
+        ValueError: It is another version, or other code has replaced one of the functions.
     """
 
     def __init__(self, device: Device, readback: Readback) -> None:
-        if unknown := unknown_methods(("_train_loop", *_LOOP)):
-            raise ValueError(f"does not support this version of Composer's training loop: {unknown}")
+        if version := other_composer():
+            raise ValueError(f"supports the training loop of composer {TESTED_COMPOSER}, and this is {version}")
+        for name in ("_train_loop", *_LOSSES, *_COUNTS):
+            if not is_defined_in_composer(getattr(Trainer, name)):
+                raise ValueError(f"supports Composer's own training loop, and other code has replaced Trainer.{name}")
         self.readback = readback
         self._device, self._original = device, device.tensor_to_device
-        self._batch, self._microbatches, self._microbatch, self._times, self._batches = map(_code, _LOOP)
+        self._losses, self._counts = ({getattr(Trainer, n).__code__ for n in names} for names in (_LOSSES, _COUNTS))
 
     def __call__(self, tensor: Tensor) -> Tensor:
         caller = sys._getframe(1).f_code
-        one = tensor.shape == (1,) and tensor.dtype == torch.float32
-        if one and caller in (self._batch, self._microbatches):
-            total = self._move(tensor).as_subclass(_Total)
-            total.readback, total.sent, total.value = self.readback, [], None
-            return total
-        if one and caller is self._microbatch:
-            loss = self._move(tensor).as_subclass(_Loss)
-            loss.readback = self.readback
-            return loss
-        from_host = caller in (self._times, self._batches) or (caller is self._microbatches and tensor.ndim == 0)
-        return tensor if from_host and ranks_meet_on_host() else self._original(tensor)
+        if caller in self._losses and tensor.shape == (1,) and tensor.dtype == torch.float32:
+            scalar = self._move(tensor).as_subclass(_LoopScalar)
+            scalar.readback, scalar.sent, scalar.value = self.readback, [], None
+            return scalar
+        return tensor if caller in self._counts and ranks_meet_on_host() else self._original(tensor)
 
     def _move(self, tensor: Tensor) -> Tensor:
         if float(tensor) == 0:  # created on the device, because a copy from pageable memory makes the host wait
@@ -230,7 +195,7 @@ class Interception:
         """
         open_host_group(self._device)
         if host_group() is not None:
-            composers.dist = _HostReductions()  # type: ignore[assignment]
+            composer_trainer.dist = _HostReductions()  # type: ignore[assignment]
         self._device.tensor_to_device = self  # type: ignore[method-assign, assignment]
 
     def undo(self) -> None:
@@ -239,7 +204,7 @@ class Interception:
         del self._device.tensor_to_device  # type: ignore[method-assign]
         close_host_group()
         if host_group() is None:
-            composers.dist = dist
+            composer_trainer.dist = dist
 
 
 class _HostReductions:
@@ -260,13 +225,3 @@ class _HostReductions:
 
 def _group_of(tensor: Tensor) -> Any:
     return host_group() if tensor.device.type == "cpu" else None
-
-
-_LOOP = (
-    "_train_batch", "_train_microbatches", "_train_microbatch", "_accumulate_time_across_ranks", "_iter_dataloader",
-)  # fmt: skip
-
-
-def _code(name: str) -> CodeType:
-    code: CodeType = getattr(Trainer, name).__code__
-    return code

@@ -39,114 +39,67 @@ def launches(
 ) -> tuple[list[Launch], list[Launch]]:
     """Return functions that each launch a few kernels on a few tokens: those of training, and the others of evaluation.
 
-    The slowest to compile come first. With ``float8``, kernels of 8-bit layers are added; the last layer may need the
-    16-bit ones.
+    With ``float8``, kernels of 8-bit layers are added; the last layer may need the 16-bit ones.
     """
-    hidden, inner = shape.hidden, shape.inner
-    weight = torch.zeros(hidden, device=device)
-    cu = torch.tensor([0, _TOKENS], dtype=torch.int32, device=device)
-    seed = torch.zeros(1, dtype=torch.int32, device=device)
+    zeros = partial(torch.zeros, device=device)
+    x_TH, kv_T2H, qkv_T3H = (zeros(_TOKENS, width * shape.hidden, dtype=dtype) for width in (1, 2, 3))
+    x_TF, query_1H, weight_H = zeros(_TOKENS, shape.inner, dtype=dtype), x_TH[:1], zeros(shape.hidden)
+    cu_seqlens, seed = torch.tensor([0, _TOKENS], dtype=torch.int32, device=device), zeros(1, dtype=torch.int32)
+    logs, statistics = zeros(shape.heads, _TOKENS), zeros(2, _TOKENS)
+    ids, table = zeros(1, _TOKENS, dtype=torch.int64), zeros(1, shape.embedding)
+    grad_embedded, weight_E = zeros(1, _TOKENS, shape.embedding, dtype=dtype), table[0]
+    norms = zeros(1, 3, shape.hidden)
+    scales, rate = new_scales(1, device)[0], shape.attention_weights
 
-    def zeros(width: int) -> torch.Tensor:
-        return torch.zeros(_TOKENS, width, dtype=dtype, device=device)
+    def layer(*, in_float8: bool) -> tuple[list[Launch], list[Launch]]:
+        def operand(x: torch.Tensor, kind: torch.dtype = ACTIVATION) -> Float8 | None:
+            return Float8.like(x, kind, scales) if in_float8 else None
 
-    def attention(dropout: float) -> None:
-        attention_forward(zeros(3 * hidden), cu, _TOKENS, shape.heads, dropout, seed)
+        def attention(dropout: float) -> Launch:
+            arguments = qkv_T3H, cu_seqlens, _TOKENS, shape.heads, dropout, seed
+            return partial(attention_forward, *arguments, operand=operand(x_TH))
 
-    def attention_gradients() -> None:
-        logs = torch.zeros(shape.heads, _TOKENS, device=device)
-        attention_backward(
-            zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.attention_weights, seed
-        )
+        def norm(dropout: float) -> Launch:
+            return partial(add_norm_forward, x_TH, x_TH, weight_H, weight_H, 1e-12, dropout, seed, operand(x_TH))
 
-    def first_token(dropout: float) -> None:
-        first_token_forward(zeros(hidden)[:1], zeros(2 * hidden), cu, shape.heads, dropout, seed)
+        def norm_gradients(dropout: float, bias_H: torch.Tensor | None) -> Launch:
+            more_TH = x_TH if in_float8 and bias_H is not None else None
+            operands = bias_H, more_TH, operand(x_TH, GRADIENT)
+            return partial(add_norm_backward, x_TH, x_TH, statistics, weight_H, dropout, seed, *operands)
 
-    def first_token_gradients() -> None:
-        query, logs = zeros(hidden)[:1], torch.zeros(shape.heads, 1, device=device)
-        first_token_backward(query, query, zeros(2 * hidden), query, logs, cu, shape.attention_weights, seed)
+        attention_arguments = x_TH, qkv_T3H, x_TH, logs, cu_seqlens, _TOKENS, rate, seed
+        training: list[Launch] = [
+            partial(attention_backward, *attention_arguments, operand=operand(qkv_T3H, GRADIENT)), attention(rate),
+            norm_gradients(shape.attention, weight_H), norm_gradients(shape.output, None),
+            *(norm(dropout) for dropout in sorted({shape.attention, shape.output})),
+            partial(gelu_backward, x_TF, x_TF, operand(x_TF, GRADIENT)),
+        ]  # fmt: skip
+        return training, [attention(0.0), norm(0.0)]
 
-    def norm(dropout: float) -> None:
-        add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed)
+    def embeddings(dropout: float) -> Launch:
+        return partial(embed_forward, [ids] * 3, [table] * 3, weight_E, weight_E, 1e-12, dropout, dtype, seed)
 
-    def norm_gradients(dropout: float, again: torch.Tensor | None) -> None:
-        add_norm_backward(
-            zeros(hidden), zeros(hidden), torch.zeros(2, _TOKENS, device=device), weight, dropout, seed, again
-        )
+    def first_token(dropout: float) -> Launch:
+        return partial(first_token_forward, query_1H, kv_T2H, cu_seqlens, shape.heads, dropout, seed)
 
-    def gelu() -> None:
-        gelu_forward(zeros(inner))
-
-    def gelu_gradients() -> None:
-        gelu_backward(zeros(inner), zeros(inner))
-        norms = torch.zeros(1, 3, hidden, device=device)
-        totals([norms, torch.zeros(1, inner, device=device), norms, torch.zeros(1, 3 * hidden, device=device)])
-
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device=device)
-    row = torch.zeros(1, shape.embedding, device=device)
-
-    def embedded(dropout: float) -> torch.Tensor:
-        return embed_forward([ids] * 3, [row] * 3, row[0], row[0], 1e-12, dropout, dtype, seed)[1]
-
-    def embedding_gradients() -> None:
-        grad = torch.zeros(1, _TOKENS, shape.embedding, dtype=dtype, device=device)
-        embed_backward(grad, [ids] * 3, [row] * 3, row[0], embedded(shape.embedded), seed, shape.embedded, (-1, -1))
-
-    training: list[Launch] = [
-        attention_gradients, embedding_gradients, partial(attention, shape.attention_weights),
-        partial(norm_gradients, shape.attention, weight), partial(norm_gradients, shape.output, None), gelu_gradients,
-        *(partial(norm, rate) for rate in sorted({shape.attention, shape.output})),
-        first_token_gradients, partial(first_token, shape.attention_weights), gelu,
-    ]  # fmt: skip
-    evaluation: list[Launch] = [
-        partial(attention, 0.0), partial(norm, 0.0), partial(embedded, 0.0), partial(first_token, 0.0)
-    ]  # fmt: skip
-    if not float8:
-        return training, evaluation
-    scales = new_scales(1, device)
-
-    def operand(width: int, kind: torch.dtype) -> Float8:
-        return Float8.like(zeros(width), kind, scales[0])
-
-    def norm8(dropout: float) -> None:
-        output = operand(hidden, ACTIVATION)
-        add_norm_forward(zeros(hidden), zeros(hidden), weight, weight, 1e-12, dropout, seed, output)
-
-    def norm8_gradients(dropout: float, again: torch.Tensor | None) -> None:
-        more = None if again is None else zeros(hidden)
-        add_norm_backward(
-            zeros(hidden), zeros(hidden), torch.zeros(2, _TOKENS, device=device), weight, dropout, seed, again, more,
-            operand(hidden, GRADIENT),
-        )  # fmt: skip
-
-    def gelu8() -> None:
-        gelu_float8(zeros(inner), scales[0])
-        gelu_backward(zeros(inner), zeros(inner), operand(inner, GRADIENT))
-
-    def casts() -> None:
-        square = torch.zeros(hidden, hidden, device=device)
-        up, down = torch.zeros(inner, hidden, device=device), torch.zeros(hidden, inner, device=device)
-        cast_weights([square] * 4 + [up, down], [scales[0]] * 4)
-        cast_float8(zeros(hidden), scales[0])
-        begin_scales(new_scales(3, device), 1, keep=True)
-
-    def attention8(dropout: float) -> None:
-        output = operand(hidden, ACTIVATION)
-        attention_forward(zeros(3 * hidden), cu, _TOKENS, shape.heads, dropout, seed, operand=output)
-
-    def attention8_gradients() -> None:
-        logs = torch.zeros(shape.heads, _TOKENS, device=device)
-        attention_backward(
-            zeros(hidden), zeros(3 * hidden), zeros(hidden), logs, cu, _TOKENS, shape.attention_weights, seed,
-            operand=operand(3 * hidden, GRADIENT),
-        )  # fmt: skip
-
+    embedded = [ids] * 3, [table] * 3, weight_E, statistics, seed, shape.embedded, (-1, -1)
+    first_tokens = query_1H, query_1H, kv_T2H, query_1H, zeros(shape.heads, 1), cu_seqlens, rate, seed
+    training, evaluation = layer(in_float8=False)
     training += [
-        attention8_gradients, partial(attention8, shape.attention_weights), casts, gelu8,
-        partial(norm8_gradients, shape.attention, weight), partial(norm8_gradients, shape.output, None),
-        partial(norm8, shape.attention),
+        partial(embed_backward, grad_embedded, *embedded), embeddings(shape.embedded), partial(gelu_forward, x_TF),
+        partial(totals, [norms, zeros(1, shape.inner), norms, zeros(1, 3 * shape.hidden)]),
+        partial(first_token_backward, *first_tokens), first_token(rate),
     ]  # fmt: skip
-    return training, [*evaluation, partial(norm8, 0.0), partial(attention8, 0.0)]
+    evaluation += [embeddings(0.0), first_token(0.0)]
+    if float8:
+        for kernels, in_8_bits in zip((training, evaluation), layer(in_float8=True), strict=True):
+            kernels += in_8_bits
+        weights = [(shape.hidden, shape.hidden)] * 4 + [(shape.inner, shape.hidden), (shape.hidden, shape.inner)]
+        training += [
+            partial(gelu_float8, x_TF, scales), partial(cast_weights, [zeros(size) for size in weights], [scales] * 4),
+            partial(cast_float8, x_TH, scales), partial(begin_scales, new_scales(3, device), 1, keep=True),
+        ]  # fmt: skip
+    return training, evaluation
 
 
 class Compiling:
@@ -176,8 +129,8 @@ def compile_ahead(shape: Shape, dtype: torch.dtype, device: torch.device, *, flo
         float8: Whether to compile the kernels of 8-bit layers, too.
     """
     pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "compile_ahead")
-    found = launches(shape, dtype, device, float8=float8)
-    training, _ = ([pool.submit(_on, device, each) for each in some] for some in found)
+    kernels = launches(shape, dtype, device, float8=float8)
+    training, _ = ([pool.submit(_on, device, launch) for launch in some] for some in kernels)
     pool.shutdown(wait=False)  # the threads end when all kernels are compiled
     return Compiling(pool, training)
 

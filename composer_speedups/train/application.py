@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from composer_speedups.core.before_imports import EarlyWork, early_work
 from composer_speedups.core.settings import Origins
 from composer_speedups.train.cli import exit_codes, read_command_line
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.launcher_watchdog import watch_launcher
+from composer_speedups.train.launcher_watchdog import ending_with_launcher
 from composer_speedups.train.startup import (
     StartupClock,
-    kept_bytecode,
-    look_at_cpu,
-    open_early,
-    planned_run,
+    early_processes,
+    open_gpu_early,
+    prefetch_cpu_model,
+    wait_for,
     without_gc,
 )
 
@@ -32,22 +32,22 @@ def main(arguments: list[str]) -> None:
         NotRecordedError: A logger, the report or the plot failed. The model was exported before.
     """
     clock = StartupClock()
-    watch_launcher()
-    config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
-    clock.lap("config")
-    with kept_bytecode(config), early_work(planned_run(config)) as early:
-        train(config, origins, clock, early)
+    with ending_with_launcher():
+        config, origins = read_command_line(arguments)  # report unknown keys before torch is imported
+        clock.lap("config")
+        with early_processes(config) as early:
+            train(config, origins, clock, early)
 
 
 def train(
     config: Config,
     origins: Origins,
     clock: StartupClock,
-    early: EarlyWork | None = None,
+    early: Sequence[subprocess.Popen[bytes]] = (),
     callbacks: Sequence[Callback] = (),
 ) -> None:
     with without_gc():
-        open_early(config, early)
+        open_gpu_early(config)
 
         from composer.utils import dist, reproducibility
 
@@ -69,7 +69,7 @@ def train(
 
         techniques = build_techniques(config.algorithms, config.on_unavailable, origins)
     clock.lap("imports")
-    cpu = look_at_cpu()
+    cpu = prefetch_cpu_model()
     device = open_device(config.trainer)
     for asked in (techniques, baseline_techniques(config)):
         screen(asked, context_of(config.trainer, device))  # before any GPU memory is allocated
@@ -88,8 +88,7 @@ def train(
         reproducibility.seed_all(config.seed)
         model = build_model(config.model, task, data.tokenizer, config.data.max_length)
         clock.lap("model")
-        if early is not None:
-            early.wait()
+        wait_for(early)
         watching = [StartupTimes(clock), *callbacks]
         summary = describe_run(config, model, data, techniques, f"{folder.path}/", device_name(torch_device(device)))
         trainer = build_trainer(config, model, data, techniques, device, folder, callbacks=watching, stop=stop)

@@ -28,7 +28,7 @@ _LOAD = "checkpoint.load"
 # Keys that may differ on resuming, because they affect neither the weights nor the values that reports compare. The
 # name of a section covers all its keys.
 _IGNORED_KEYS = (
-    "runs_folder bytecode export plot baseline callbacks loggers "
+    "runs_folder export plot baseline callbacks loggers "
     "trainer.progress_bar trainer.on_out_of_memory trainer.dist_timeout "
     "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"

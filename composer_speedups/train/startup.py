@@ -8,25 +8,25 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer_speedups.core.before_imports import EarlyWork, PlannedRun
-from composer_speedups.core.private_folders import cache_home, make_private_folder
 from composer_speedups.core.process_age import process_age
+from composer_speedups.core.subprocesses import python_module_command
 
 if TYPE_CHECKING:
     from composer_speedups.train.config.schema import Config
 
-__all__ = ["StartupClock", "kept_bytecode", "look_at_cpu", "open_early", "planned_run", "without_gc"]
+__all__ = ["StartupClock", "early_processes", "open_gpu_early", "prefetch_cpu_model", "wait_for", "without_gc"]
 
-_BYTECODE_VARIABLES = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
-_OWN_HOME = "set XDG_CACHE_HOME to a folder that only you can write to (chmod 700), or bytecode=false"
+_MAX_WAIT_SECONDS = 60.0
 
 
 class StartupClock:
@@ -77,77 +77,67 @@ def without_gc() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def kept_bytecode(config: Config) -> Iterator[bool]:
-    """Keep the packages' bytecode in a folder of the user if the environment does not keep any.
+def early_processes(config: Config) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Run the ``before_imports`` modules of the run's techniques while this process imports torch.
 
-    Many images set PYTHONDONTWRITEBYTECODE or have read-only packages, so that each process compiles all imported
-    source code again. Inside the block, and in child processes, Python reads and writes bytecode in
-    ``~/.cache/composer_speedups/bytecode`` (see :func:`.cache_home`), which makes the next run start faster. Only the
-    user may have write access to it, because Python executes its contents. It has no effect with ``bytecode: false``,
-    with a pycache prefix set by the user, if the packages have bytecode, after torch was imported, or if the folder
-    cannot be created.
+    A technique whose folder has a ``before_imports.py`` can prepare files that the run finds later, such as compiled
+    kernels. It is executed as a program of its own, because imports hold this process's interpreter lock for seconds.
+    Its standard input is a JSON object: ``algorithms`` and ``model``, as in the config, and ``precision``. Only local
+    rank 0 starts it, and only on a machine with a GPU. Its failure is ignored, because the run can do the work itself.
 
     Yields:
-        Whether it is active.
-
-    Raises:
-        ConfigError: Other users could put code into the folder.
+        The processes, which are killed at the end of the block. See :func:`wait_for`.
     """
-    if not config.bytecode or sys.pycache_prefix is not None or "torch" in sys.modules or not _lacks_bytecode():
-        yield False
-        return
+    processes: list[subprocess.Popen[bytes]] = []
+    gpu = config.trainer.device != "cpu" and Path("/dev/nvidiactl").exists()
+    for name in config.algorithms if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else ():
+        module = f"composer_speedups.algorithms.{name}.before_imports"
+        if importlib.util.find_spec(module) is not None:
+            model = {key: getattr(config.model, key) for key in ("name", "size", "dropout")}
+            run = {"algorithms": config.algorithms, "model": model, "precision": config.trainer.precision}
+            processes.append(_start(module, json.dumps(run, default=str)))
     try:
-        folder = str(make_private_folder(cache_home() / "bytecode", "bytecode", _OWN_HOME))
-    except (OSError, RuntimeError):  # there is no home folder, or it is not writable
-        yield False
-        return
-    flags = sys.dont_write_bytecode, sys.pycache_prefix
-    variables = {name: os.environ.get(name) for name in _BYTECODE_VARIABLES}
-    sys.dont_write_bytecode, sys.pycache_prefix = False, folder
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    os.environ["PYTHONPYCACHEPREFIX"] = folder
-    try:
-        yield True
+        yield processes
     finally:
-        sys.dont_write_bytecode, sys.pycache_prefix = flags
-        for name, value in variables.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
-def _lacks_bytecode() -> bool:
-    """Whether torch, the largest package, has no bytecode and Python would not write it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return False
-    unwritable = sys.dont_write_bytecode or not os.access(Path(spec.origin).parent, os.W_OK)
-    return unwritable and not Path(importlib.util.cache_from_source(spec.origin)).exists()
+def _start(module: str, text: str) -> subprocess.Popen[bytes]:
+    command, environment = python_module_command(module)
+    quiet = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin:  # the process may have ended
+        process.stdin.write(text.encode())
+    return process
 
 
-def open_early(config: Config, early: EarlyWork | None = None) -> None:
-    """Start initialization that does not need the interpreter, while the interpreter continues to import.
+def wait_for(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Wait for processes to end, for a minute each at most. Their exit statuses are ignored."""
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_MAX_WAIT_SECONDS)
 
-    On a GPU: this rank's CUDA context, and the work that techniques start there. Failures are ignored here and reported
-    by the code that needs the result. No tensor is created.
+
+def open_gpu_early(config: Config) -> None:
+    """Create this rank's CUDA context in a thread while the interpreter continues to import. No tensor is created.
+
+    Failures are ignored here and reported by the code that needs the GPU.
     """
     import torch
 
-    if config.trainer.device == "cpu" or not torch.cuda.is_available():
-        return
-    threading.Thread(target=_open_gpu, args=(int(os.environ.get("LOCAL_RANK", "0")),), daemon=True).start()
-    if early is not None:
-        early.on_gpu()
+    def create_context(index: int) -> None:
+        with contextlib.suppress(RuntimeError, AssertionError):
+            torch.cuda.synchronize(index)  # creates the context, and releases the interpreter lock meanwhile
+
+    if config.trainer.device != "cpu" and torch.cuda.is_available():
+        rank = int(os.environ.get("LOCAL_RANK", "0"))
+        threading.Thread(target=create_context, args=(rank,), daemon=True).start()
 
 
-def planned_run(config: Config) -> PlannedRun:
-    """The properties of the run that techniques may use before torch is imported."""
-    model = {"name": config.model.name, "size": config.model.size, "dropout": config.model.dropout}
-    return PlannedRun(config.algorithms, model, config.trainer.precision, config.trainer.device)
-
-
-def look_at_cpu() -> threading.Thread:
+def prefetch_cpu_model() -> threading.Thread:
     """Let Composer look up the processor's name, which takes a second and which its Trainer waits for.
 
     Returns:
@@ -158,10 +148,3 @@ def look_at_cpu() -> threading.Thread:
     thread = threading.Thread(target=get_cpu_model, daemon=True)
     thread.start()
     return thread
-
-
-def _open_gpu(index: int) -> None:
-    import torch
-
-    with contextlib.suppress(RuntimeError, AssertionError):
-        torch.cuda.synchronize(index)  # creates the context, and releases the GIL meanwhile

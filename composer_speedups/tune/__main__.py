@@ -11,7 +11,6 @@ from composer_speedups.core.errors import ConfigError
 from composer_speedups.train.cli import exit_codes
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.startup import kept_bytecode
 from composer_speedups.tune.settings import PREFIX, TuneConfig, help_text, output_for
 
 __all__ = ["command", "main"]
@@ -32,8 +31,7 @@ def main(arguments: list[str]) -> None:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("WORLD_SIZE: tuning measures one process; start it with python -m, without a launcher")
     output = output_for(command_line.file, settings.output)
-    with kept_bytecode(config):
-        tune(config, settings, output, command_line.file, overrides)
+    tune(config, settings, output, command_line.file, overrides)
 
 
 def tune(config: Config, settings: TuneConfig, output: Path, file: str, overrides: list[str]) -> None:

@@ -6,20 +6,23 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
+import torch
 from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import apply_fused_layers, apply_unpadding
 from composer_speedups.algorithms.fused_layers import before_imports
 from composer_speedups.algorithms.fused_layers.before_imports import shape_of
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, modules_shape
-from composer_speedups.core.before_imports import PlannedRun, early_work
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES
+from composer_speedups.train import application
 from composer_speedups.train.config.schema import Config
-from composer_speedups.train.startup import planned_run
+from composer_speedups.train.startup import early_processes, wait_for
+from tests.conftest import ROOT
 from tests.helpers.jobs import run
 from tests.helpers.models import FAMILIES, Family, tiny_model
 
@@ -58,33 +61,62 @@ def test_unknown_families_and_missing_models_have_no_shape() -> None:
         shape_of({"name": "nobody/nothing", "size": None, "dropout": None})
 
 
-def test_nothing_starts_without_a_gpu_or_the_technique(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_imports, "_start", lambda run: pytest.fail("started"))
+@pytest.fixture
+def with_gpu(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """Return a config with fused_layers, on a machine that seems to have a GPU."""
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: str(path) == "/dev/nvidiactl" or exists(path))
     config = Config()
-    with early_work(planned_run(config)) as early:  # fused_layers is not among bert_imdb.yaml's techniques
-        early.wait()
     config.algorithms["fused_layers"] = None
-    config.trainer.device = "cpu"
-    with early_work(planned_run(config)) as early:
-        early.wait()
+    return config
 
 
+def test_nothing_starts_without_a_gpu_or_the_technique_or_on_another_rank(
+    with_gpu: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with early_processes(with_gpu) as processes:
+        assert len(processes) == 1
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with early_processes(with_gpu) as processes:
+        assert processes == []
+    monkeypatch.delenv("LOCAL_RANK")
+    for config in (Config(), with_gpu):  # fused_layers is not among the defaults
+        config.trainer.device = "cpu" if config.algorithms else "auto"
+        with early_processes(config) as processes:
+            assert processes == []
+
+
+@pytest.mark.usefixtures("with_gpu")
 def test_a_run_continues_if_compiling_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """On this machine the process finds no GPU; the run waits for it and ignores its failure."""
-    started: list[subprocess.Popen[bytes]] = []
-    start = before_imports._start
-
-    def noted(planned: PlannedRun) -> subprocess.Popen[bytes]:
-        started.append(start(planned))
-        return started[0]
-
-    monkeypatch.setattr(before_imports, "before_torch", noted)
+    wait = Mock(wraps=wait_for)
+    monkeypatch.setattr(application, "wait_for", wait)
     techniques = "algorithms={unpadding: {}, fused_layers: {}}"
     run("trainer.max_duration=1ba", "data.eval_samples=8", "algorithms.sdpa_attention=null", techniques)
-    assert started[0].returncode == 0
+    [process] = wait.call_args.args[0]
+    assert process.returncode == 0
 
 
-def test_it_imports_the_same_modules_as_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_compiles_for_the_runs_precision_and_only_with_a_gpu_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Mock()
+    monkeypatch.setattr("composer_speedups.kernels.compile_ahead.compile_ahead", asked)
+    model = {"name": "unused", "size": "mini", "dropout": None}
+    run = {"algorithms": {"fused_layers": None}, "model": model, "precision": "amp_bf16"}
+    monkeypatch.setattr(before_imports, "_shared_gpus", lambda: False)
+    before_imports._main(run)
+    asked.assert_not_called()
+    monkeypatch.setattr(before_imports, "_shared_gpus", lambda: True)
+    before_imports._main(run)
+    techniques = {"fused_layers": {"precision": "fp8"}, "mixed_precision": {"dtype": "fp16"}}
+    before_imports._main({**run, "algorithms": techniques})
+    shape, gpu = shape_of(model), torch.device("cuda", 0)
+    assert asked.call_args_list == [
+        call(shape, torch.bfloat16, gpu, float8=False),
+        call(shape, torch.float16, gpu, float8=True),
+    ]
+
+
+def test_it_imports_the_same_modules_as_the_run(with_gpu: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     """It imports from PYTHONPATH and from a checkout that is not installed, but not from the working directory."""
     for name in ("huggingface_hub", "torch"):
         Path(f"{name}.py").write_text(f"open('{name}-ran', 'w').close()")
@@ -93,7 +125,8 @@ def test_it_imports_the_same_modules_as_the_run(monkeypatch: pytest.MonkeyPatch)
     Path("own/huggingface_hub.py").write_text("open('own-ran', 'w').close()")
     monkeypatch.setenv("PYTHONPATH", str(Path("own").absolute()))
     monkeypatch.setattr("sys.path", ["", str(Path("own").absolute()), *sys.path])
-    before_imports._start(planned_run(Config())).wait(60)
+    with early_processes(with_gpu) as processes:
+        wait_for(processes)
     assert sorted(path.name for path in Path().glob("*-ran")) == ["own-ran"]
 
 
@@ -110,9 +143,15 @@ def test_a_gpu_in_exclusive_mode_is_not_used(
     assert not before_imports._shared_gpus()
 
 
-def test_a_failing_run_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(before_imports, "before_torch", before_imports._start)
-    planned = planned_run(Config())._replace(algorithms={"fused_layers": {}})
-    with pytest.raises(ValueError, match="a mistake"), early_work(planned) as early:
+def test_a_failing_run_ends_the_process(with_gpu: Config) -> None:
+    with pytest.raises(ValueError, match="a mistake"), early_processes(with_gpu) as processes:
         raise ValueError("a mistake")
-    assert [process.returncode for process in early.processes] == [-9]
+    assert [process.returncode for process in processes] == [-9]
+
+
+def test_the_process_and_the_start_of_a_run_need_no_torch() -> None:
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import composer_speedups.train.startup;"
+        "import composer_speedups.algorithms.fused_layers.before_imports; sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(ROOT)], check=True)

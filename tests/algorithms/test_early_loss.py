@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,14 +29,16 @@ from composer_speedups import (
 from composer_speedups.algorithms.early_loss import early_loss as module
 from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.distributed.host_scalars import Readback
+from composer_speedups.distributed import composer_loop
+from composer_speedups.distributed.host_scalars import Readback, ScalarCopies
 from tests.helpers.common import Batches, final_weights, make_trainer, plain_batches, tiny_bert
 
 
-class Watched:
-    """A stand-in for copies to the host that logs marks and what was known when a value was received."""
+class Watched(ScalarCopies):
+    """Copies to the host that log marks and what was known when a value was received."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.done: list[str] = []
 
     def mark(self) -> int:
@@ -190,14 +192,32 @@ def test_the_evidence_notes_that_the_gpu_never_waits(copies: Watched, monkeypatc
 
 
 @pytest.mark.pins
-def test_it_is_refused_without_a_gpu_and_with_another_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_refused_without_a_gpu() -> None:
     with pytest.raises(TechniqueError, match=r"early_loss: reading the loss .* needs a CUDA GPU"):
         make_trainer([EarlyLoss()])
     with pytest.raises(ValueError, match="this device is the cpu"):
         apply_early_loss(DeviceCPU())
-    monkeypatch.setattr(Trainer, "_train_microbatch", SimpleNamespace())
-    with pytest.raises(ValueError, match="early_loss does not support this version of Composer"):
-        functional._intercept(DeviceCPU(), Readback(Watched()))
+
+
+def test_another_training_loop_is_refused(copies: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(composer_loop, "version", lambda _: "0.33.0")
+        with pytest.raises(TechniqueError, match=r"composer 0\.32\.1, and this is 0\.33\.0"):
+            make_trainer([EarlyLoss()])
+    original = Trainer._train_batch
+
+    @functools.wraps(original)
+    def replacing(self: Trainer, *args: Any) -> Any:
+        return original(self, *args)
+
+    monkeypatch.setattr(Trainer, "_train_batch", replacing)
+    with pytest.raises(TechniqueError, match=r"early_loss: .*other code has replaced Trainer\._train_batch"):
+        make_trainer([EarlyLoss()])
+    with pytest.warns(UserWarning, match="continuing without early_loss"):
+        trainer = make_trainer([technique := EarlyLoss(on_unavailable="warn")])
+    trainer.fit()
+    trainer.close()
+    assert technique.engaged is False
 
 
 @pytest.mark.gpu

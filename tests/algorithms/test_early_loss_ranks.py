@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from composer.devices import DeviceCPU, DeviceGPU
-from composer.trainer import trainer as composers
+from composer.trainer import trainer as composer_trainer
 from composer.utils import dist
 
 from composer_speedups import EarlyLoss
@@ -18,7 +18,7 @@ from composer_speedups.algorithms.early_loss import functional
 from composer_speedups.core import trainer_state
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.trainer_state import host_group, max_over_ranks, ranks_meet_on_host
-from composer_speedups.distributed.host_scalars import HostCopies, Readback
+from composer_speedups.distributed.host_scalars import Readback, ScalarCopies
 from composer_speedups.train.config.schema import TrainerConfig
 from composer_speedups.train.trainer import open_device
 from tests.algorithms.test_early_loss import train
@@ -29,7 +29,7 @@ from tests.helpers.ranks import on_ranks
 def _train_both() -> dict[str, Any]:
     """Train with and without the technique; return this rank's logs and weights, and the number of losses read."""
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]  # on the CPU
-    module.apply_early_loss = lambda device: functional._intercept(device, Readback(HostCopies()))
+    module.apply_early_loss = lambda device: functional._intercept(device, Readback(ScalarCopies(torch.device("cpu"))))
     technique, found = EarlyLoss(), {}
     for name, algorithms in (("early", [technique]), ("stock", [])):
         trainer, logged = train("dict", 3, algorithms)
@@ -78,7 +78,7 @@ def _both_without_host_group() -> dict[str, Any]:
     before = len(torch.distributed.distributed_c10d._world.pg_map)
     found = _train_both()
     left = len(torch.distributed.distributed_c10d._world.pg_map) - before
-    return {**found, "groups left": left, "host_group": host_group(), "dist": composers.dist is dist}
+    return {**found, "groups left": left, "host_group": host_group(), "dist": composer_trainer.dist is dist}
 
 
 def test_with_nccl_only_ranks_open_and_close_a_gloo_group() -> None:
@@ -95,7 +95,7 @@ def _refusals() -> list[str]:
     """Return each rank's errors: if one rank lacks gloo, and if host names resolve to a loopback address."""
     _refuse_host_tensors()
     said = []
-    module.apply_early_loss = lambda device: functional._intercept(device, Readback(HostCopies()))
+    module.apply_early_loss = lambda device: functional._intercept(device, Readback(ScalarCopies(torch.device("cpu"))))
     EarlyLoss.requirements = lambda *_: ()  # type: ignore[method-assign, assignment, return-value]
     available = torch.distributed.is_gloo_available
     torch.distributed.is_gloo_available = lambda: dist.get_global_rank() == 0 and available()

@@ -29,9 +29,9 @@ def shares(ranks: int, batch_size: int = 64, *, epoch: int = 1, **kwargs: Any) -
 @pytest.mark.pins
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_one_process_draws_the_order_of_torchs_distributed_sampler(epoch: int) -> None:
-    torchs: DistributedSampler[int] = DistributedSampler(LENGTHS, 1, 0, shuffle=True, seed=5)  # type: ignore[arg-type]
-    torchs.set_epoch(epoch)
-    assert shares(1, epoch=epoch)[0].tolist() == list(torchs)
+    theirs: DistributedSampler[int] = DistributedSampler(LENGTHS, 1, 0, shuffle=True, seed=5)  # type: ignore[arg-type]
+    theirs.set_epoch(epoch)
+    assert shares(1, epoch=epoch)[0].tolist() == list(theirs)
 
 
 @pytest.mark.pins

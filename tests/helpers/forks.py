@@ -154,13 +154,13 @@ if __name__ == "__main__":
     from composer.models import huggingface
 
     from benchmarks.worker import import_all
-    from composer_speedups.train.startup import look_at_cpu
+    from composer_speedups.train.startup import prefetch_cpu_model
     from tests.helpers.common import tiny_bert
     from tests.helpers.forks import _serve as serve  # under its own name, as what comes in refers to it
     from tests.helpers.isa import take_the_processors_word
 
     import_all()
-    look_at_cpu().join()  # a process that each child would start
+    prefetch_cpu_model().join()  # a process that each child would start
     take_the_processors_word()
     huggingface._is_registered_causal_lm(tiny_bert())  # imports all of them, as each child with such a model would
     # Nothing that is printed meanwhile may get among the replies.

@@ -1,4 +1,4 @@
-"""A rank stops soon after its launcher, as on SIGTERM; a process without a launcher keeps running."""
+"""A rank gets SIGTERM when its launcher ends; a process without a launcher keeps running."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
 from composer_speedups.train import launcher_watchdog
-from composer_speedups.train.launcher_watchdog import watch_launcher
+from composer_speedups.train.launcher_watchdog import ending_with_launcher
 from tests.conftest import ROOT
 
-# A process with a launcher's name, which starts a rank and waits; the rank ignores SIGTERM if "stubborn" is given. With
-# "late", it looks once at the start, and ends when its stdin is closed.
+# A process with a launcher's name, which starts a rank and waits.
 _LAUNCHER = """
-import os, subprocess, sys
-process = subprocess.Popen([sys.executable, "rank.py", *sys.argv[1:]])
-process.wait()
+import subprocess, sys
+subprocess.Popen([sys.executable, "rank.py"]).wait()
 """
+# A rank that ends when its stdin is closed, or with status 5 on SIGTERM.
 _RANK = """
-import os, signal, sys, time
+import os, signal, sys
 sys.path.insert(0, {root!r})
-from composer_speedups.train.launcher_watchdog import watch_launcher
-if "stubborn" in sys.argv:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid(), watch_launcher(look=60 if "late" in sys.argv else 0.05, grace=0.5), flush=True)
-sys.stdin.read() if "late" in sys.argv else time.sleep(60)
+from composer_speedups.train.launcher_watchdog import ending_with_launcher
+signal.signal(signal.SIGTERM, lambda *_: (print("told", file=sys.stderr), sys.exit(5)))
+with ending_with_launcher() as ending:
+    print(os.getpid(), ending, flush=True)
+    sys.stdin.read()
 """
 
 
-def started_by(name: str, *arguments: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process, bool]:
-    """Start a process with that name; return it, its rank, and whether the rank watches its launcher."""
+def started_by(name: str, **environment: str) -> tuple[subprocess.Popen[str], psutil.Process, bool]:
+    """Start a process with that name; return it, its rank, and whether the rank ends with its launcher."""
     Path(name).write_text(_LAUNCHER)
     Path("rank.py").write_text(_RANK.format(root=str(ROOT)))
     cleared = {key: value for key, value in os.environ.items() if key != "LOCAL_RANK"}
     process = subprocess.Popen(
-        [sys.executable, name, *arguments],
+        [sys.executable, name],
         env={**cleared, **environment},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -49,51 +49,50 @@ def started_by(name: str, *arguments: str, **environment: str) -> tuple[subproce
         text=True,
     )
     assert process.stdout is not None
-    pid, watches = process.stdout.readline().split()
-    return process, psutil.Process(int(pid)), watches == "True"
+    pid, ends = process.stdout.readline().split()
+    return process, psutil.Process(int(pid)), ends == "True"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-@pytest.mark.parametrize("stubborn", [[], ["stubborn"]])
-def test_a_rank_stops_soon_after_its_launcher(how: signal.Signals, stubborn: list[str]) -> None:
-    process, rank, watches = started_by("composer", *stubborn, LOCAL_RANK="0")
-    assert watches
-    time.sleep(0.3)
+def test_a_rank_gets_sigterm_when_its_launcher_ends(how: signal.Signals) -> None:
+    process, rank, ends = started_by("composer", LOCAL_RANK="0")
+    assert ends
     assert rank.is_running(), "the rank runs as long as its launcher"
     process.send_signal(how)
     rank.wait(20)
-    stderr = process.communicate()[1]
-    assert stderr == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
+    told, explained = process.communicate()[1].splitlines()
+    assert told == "told"
+    assert explained == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops"
 
 
-def test_a_rank_that_ends_before_it_looks_says_why() -> None:
-    process, _, watches = started_by("composer", "late", LOCAL_RANK="0")
-    assert watches
-    process.kill()
-    process.wait()
-    # closes stdin: now the rank ends by itself, as one that another rank told to stop
-    stderr = process.communicate(timeout=20)[1]
-    assert stderr == f"train.py: the launcher (process {process.pid}) ended before its ranks, so this rank stops\n"
+def test_a_launcher_that_ends_during_the_call_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[Any] = []
+    parents = iter([4321, 1, 4321])
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setattr(os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(os, "kill", lambda *signal: sent.append(signal))
+    monkeypatch.setattr(launcher_watchdog, "_is_launcher", lambda pid: pid == 4321)
+    monkeypatch.setattr(launcher_watchdog, "ctypes", Mock())
+    with ending_with_launcher():
+        pass
+    assert sent == [(os.getpid(), signal.SIGTERM)]
 
 
 def test_a_rank_whose_launcher_lives_ends_silently() -> None:
-    process, _, watches = started_by("composer", "late", LOCAL_RANK="0")
-    assert watches
+    process, _, ends = started_by("composer", LOCAL_RANK="0")
+    assert ends
     assert process.communicate(timeout=20)[1] == ""  # closes stdin
 
 
 @pytest.mark.parametrize(("name", "environment"), [("composer", {}), ("start.sh", {"LOCAL_RANK": "0"})])
 def test_a_process_without_a_launcher_outlives_its_parent(name: str, environment: dict[str, str]) -> None:
-    process, rank, watches = started_by(name, **environment)
-    assert not watches
+    process, rank, ends = started_by(name, **environment)
+    assert not ends
     process.kill()
     process.wait()
-    time.sleep(0.5)
-    try:
-        assert rank.is_running()
-    finally:
-        rank.kill()
-        process.communicate()
+    time.sleep(0.2)
+    assert rank.is_running()
+    assert process.communicate(timeout=20)[1] == ""  # closes stdin, which ends the rank
 
 
 @pytest.mark.parametrize(
@@ -125,4 +124,5 @@ def test_an_inaccessible_parent_is_not_a_launcher(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(psutil, "Process", gone)
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert not watch_launcher()
+    with ending_with_launcher() as ending:
+        assert not ending

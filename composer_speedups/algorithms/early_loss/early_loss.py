@@ -57,10 +57,13 @@ class EarlyLoss(Technique):
         value, on_device = readback.first
         if not math.isclose(value, float(on_device), rel_tol=1e-6):  # the order of the sum over ranks may differ
             raise self.not_engaged(f"it read {value}, and the GPU has {float(on_device)}", "report this as a bug")
-        found: dict[str, Any] = {"losses_read": readback.reads, "read_before_the_batch_was_over": readback.early_reads}
-        if self.ended and 2 * readback.early_reads < readback.reads:
-            found["note"] = "most batches had ended when the host read their loss: this GPU does not wait for the host"
-        return found
+        reads, early = readback.reads, readback.early_reads
+        evidence: dict[str, Any] = {"losses_read": reads, "read_before_the_batch_was_over": early}
+        if self.ended and 2 * early < reads:
+            evidence["note"] = (
+                "most batches had ended when the host read their loss: this GPU does not wait for the host"
+            )
+        return evidence
 
     def close(self) -> None:
         if self._interception is not None:

@@ -1,31 +1,21 @@
 """Compile the kernels of fused_layers in a separate process during the run's imports.
 
-Imports hold Python's global interpreter lock for seconds, and so does much of Triton's work, so threads would wait for
-each other. The run finds the compiled kernels in Triton's cache on disk. The process reads the shapes from the model's
-config.json; if it cannot, the run compiles the kernels.
+The run finds the compiled kernels in Triton's cache on disk. This process reads the shapes from the model's
+config.json; if it cannot, the run compiles the kernels. See :func:`composer_speedups.train.startup.early_processes`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from composer_speedups.core.before_imports import PlannedRun
-from composer_speedups.core.subprocesses import command_output, python_module_command
+from composer_speedups.core.subprocesses import command_output
 from composer_speedups.families.family import kernel_shape
 from composer_speedups.kernels import Shape
 from composer_speedups.tasks.model_names import SIZES, resolve_name
-
-
-def before_torch(run: PlannedRun) -> subprocess.Popen[bytes] | None:
-    """Start the process if the run trains on a GPU; only local rank 0 starts one."""
-    gpu = run.device != "cpu" and Path("/dev/nvidiactl").exists()
-    return _start(run) if gpu and os.environ.get("LOCAL_RANK", "0") == "0" else None
 
 
 def shape_of(model: Mapping[str, Any]) -> Shape:
@@ -36,13 +26,13 @@ def shape_of(model: Mapping[str, Any]) -> Shape:
     """
     if model["size"] is not None:
         _, hidden, heads = SIZES[model["size"]]
-        found = {"model_type": "bert", "hidden_size": hidden, "num_attention_heads": heads}
-        found |= {"intermediate_size": 4 * hidden, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+        config = {"model_type": "bert", "hidden_size": hidden, "num_attention_heads": heads}
+        config |= {"intermediate_size": 4 * hidden, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
     else:
-        found = json.loads(_config_file(model["name"]).read_text())
+        config = json.loads(_config_file(model["name"]).read_text())
     if model["dropout"] is not None:
-        found |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model["dropout"])
-    return kernel_shape(found)
+        config |= dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), model["dropout"])
+    return kernel_shape(config)
 
 
 def _config_file(name: str) -> Path:
@@ -51,10 +41,10 @@ def _config_file(name: str) -> Path:
         return Path(name) / "config.json"
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(name, "config.json")
-    if not isinstance(found, str):
+    cached = try_to_load_from_cache(name, "config.json")
+    if not isinstance(cached, str):
         raise FileNotFoundError(name)
-    return Path(found)
+    return Path(cached)
 
 
 def _shared_gpus() -> bool:
@@ -63,18 +53,7 @@ def _shared_gpus() -> bool:
     return {mode.strip() for mode in modes.split("\n")} == {"Default"}
 
 
-def _start(run: PlannedRun) -> subprocess.Popen[bytes]:
-    mixed = (run.algorithms.get("mixed_precision") or {}).get("dtype", "bf16")
-    float8 = (run.algorithms.get("fused_layers") or {}).get("precision") == "fp8"
-    found = {"model": run.model, "fp16": "amp_fp16" in (f"amp_{mixed}", run.precision), "float8": float8}
-    arguments = json.dumps(found)
-    command, environment = python_module_command(__name__, arguments)
-    quiet = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, env=environment)
-
-
-def _main(arguments: str) -> None:
-    run = json.loads(arguments)
+def _main(run: Mapping[str, Any]) -> None:
     shape = shape_of(run["model"])
     if not _shared_gpus():
         return
@@ -82,9 +61,12 @@ def _main(arguments: str) -> None:
 
     from composer_speedups.kernels.compile_ahead import compile_ahead
 
-    dtype = torch.float16 if run["fp16"] else torch.bfloat16
-    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=run["float8"]).close()
+    settings = {name: chosen or {} for name, chosen in run["algorithms"].items()}
+    fp16 = settings.get("mixed_precision", {}).get("dtype") == "fp16" or run["precision"] == "amp_fp16"
+    float8 = settings["fused_layers"].get("precision") == "fp8"
+    dtype = torch.float16 if fp16 else torch.bfloat16
+    compile_ahead(shape, dtype, torch.device("cuda", 0), float8=float8).close()
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(json.load(sys.stdin))

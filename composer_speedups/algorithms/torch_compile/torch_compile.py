@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import inspect
+import os
+import stat
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch._inductor
 import torch._inductor.config
 from composer.core import State
-from composer.utils import dist
 from pydantic import Field
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-from composer_speedups.algorithms.torch_compile.cache import (
-    PRIVATE_FOLDER_HINT,
-    CompileCache,
-    check_default_folder,
-    folder_problem,
-)
 from composer_speedups.algorithms.torch_compile.functional import apply_torch_compile, switched_off
+from composer_speedups.core.flags import FlagTechnique, ProcessFlag
 from composer_speedups.core.operator_recorder import CompileCounts, compile_counts
 from composer_speedups.core.requirements import (
     Context,
@@ -32,18 +32,36 @@ from composer_speedups.core.requirements import (
     needs_triton,
 )
 from composer_speedups.core.technique import Stage, Technique, Variant
-from composer_speedups.core.trainer_state import device_of, model_of
+from composer_speedups.core.trainer_state import model_of
 
 _PACKAGES = {"openxla": "torch_xla", "tvm": "tvm", "onnxrt": "onnxruntime"}  # backend → the package that it imports
+_CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")  # inductor sets the second to a folder in the first
+_CACHE_COUNTERS = {  # evidence → torch's counters
+    "cache_hits": [("inductor", "fxgraph_cache_hit")],
+    "cache_misses": [("inductor", "fxgraph_cache_miss")],
+    "cache_bypasses": [("inductor", "fxgraph_cache_bypass"), ("aot_autograd", "autograd_cache_bypass")],
+}
 
 
-class TorchCompile(Technique):
+def _read_cache_variables() -> list[str | None]:
+    return [os.environ.get(name) for name in _CACHE_VARIABLES]
+
+
+def _write_cache_variables(values: list[str | None]) -> None:
+    for name, value in zip(_CACHE_VARIABLES, values, strict=True):
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+class TorchCompile(FlagTechnique):
     """Compiles the whole model, or one block whose code the other blocks reuse.
 
     Raises:
         ValueError: A mode or a cache with another backend than inductor.
         TechniqueError: At INIT, for an unknown backend, if TORCHDYNAMO_DISABLE or a similar variable is set, for
-            inductor without Triton (GPU) or a C++ compiler, or for a cache that others can write to.
+            inductor without Triton (GPU) or a C++ compiler, or for a cache that other users can write to.
     """
 
     name = "torch_compile"
@@ -65,6 +83,8 @@ class TorchCompile(Technique):
     """Folder that keeps inductor's compiled code for later runs; null uses inductor's default folder. Others must not
     be able to write to the folder, because the run executes code from it."""
 
+    flag = ProcessFlag(_read_cache_variables, _write_cache_variables)
+
     def check_settings(self) -> None:
         other = f"and the backend is {self.backend!r}"
         if self.mode is not None and self.backend != "inductor":
@@ -75,7 +95,7 @@ class TorchCompile(Technique):
     def reset(self) -> None:
         super().reset()
         self._before: CompileCounts | None = None
-        self._cache: CompileCache | None = None
+        self._cache_counts_before: dict[str, int] = {}
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
         off = switched_off()
@@ -100,14 +120,30 @@ class TorchCompile(Technique):
             yield from needs_triton()
         elif self.backend == "inductor":
             yield needs_cpp_compiler("inductor", "install it, set CXX, or choose another backend")
-        if self.cache is not None:
-            problem = folder_problem(self.cache)
-            yield Requirement(problem is None, f"cache: {problem}", PRIVATE_FOLDER_HINT)
+        if (folder := self._checked_folder) is not None:
+            problem = _folder_problem(folder)
             yield Requirement(
-                not torch._inductor.config.force_disable_caches,
-                "cache: inductor's caches are disabled",
-                "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES, or remove cache",
+                problem is None, f"cache: {problem}", "choose a folder that only you can write to (chmod 700)"
             )
+        if self.cache is not None:
+            inductor = torch._inductor.config
+            yield Requirement(
+                inductor.fx_graph_cache and not inductor.force_disable_caches,
+                "cache: inductor's caches are disabled",
+                "unset TORCHINDUCTOR_FORCE_DISABLE_CACHES and TORCHINDUCTOR_FX_GRAPH_CACHE, or remove cache",
+            )
+
+    @property
+    def _checked_folder(self) -> Path | None:
+        """``cache``, or inductor's folder if its name under /tmp is predictable, as by default; otherwise None."""
+        if self.backend != "inductor":
+            return None
+        folder = self.cache or os.environ.get("TORCHINDUCTOR_CACHE_DIR") or default_cache_dir()
+        path = Path(os.path.expanduser(folder)).absolute()
+        return path if self.cache is not None or path.parent == Path(tempfile.gettempdir()) else None
+
+    def wanted_flag(self) -> list[str | None]:
+        return self.flag.read() if self.cache is None else [str(self._checked_folder), None]
 
     @property
     def makes_graphs(self) -> bool:
@@ -119,14 +155,11 @@ class TorchCompile(Technique):
         return self.makes_graphs
 
     def engage(self, state: State) -> dict[str, Any]:
-        self._before = compile_counts()
+        self._before, self._cache_counts_before = compile_counts(), _cache_counts()
         with self.refusals():
             apply_torch_compile(state.model, self.scope, self.backend, self.mode, self.dynamic)
-        if self.cache is not None:
-            self._cache = CompileCache(self.cache, device_of(state))
-            self._cache.open()
-        elif self.backend == "inductor":
-            check_default_folder()
+        if self._checked_folder is not None:
+            self._checked_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return {"scope": self.scope, "backend": self.backend}
 
     def verify(self, state: State) -> dict[str, Any]:
@@ -140,6 +173,7 @@ class TorchCompile(Technique):
                 "the first batch ran without a compiled graph" + (f": {off} is set" if off else ""),
                 f"unset {off}" if off else "do not replace the compiled model after INIT, or remove torch_compile",
             )
+        cached = {name: count - self._cache_counts_before[name] for name, count in _cache_counts().items()}
         return {
             "modules": len(compiled),
             "graphs": since.graphs,
@@ -148,23 +182,27 @@ class TorchCompile(Technique):
             "frames_left_eager": since.failed,
             "compile_seconds": round(since.seconds, 2),
             "reused_from_this_process": reused,
-            **(self._cache.counts() if self._cache is not None else {}),
+            **({} if self.cache is None else cached),
         }
 
-    def fit_start(self, state: State) -> None:
-        if self._cache is not None:
-            self._cache.open()
 
-    def fit_end(self, state: State) -> None:
-        if self._cache is not None:
-            if dist.get_global_rank() == 0:
-                self._cache.save()
-            self.evidence.update(self._cache.counts())
-            self._cache.close()
+def _cache_counts() -> dict[str, int]:
+    """Return the numbers of graphs that were found, compiled and not cacheable in this process."""
+    return {name: sum(counters[group][key] for group, key in keys) for name, keys in _CACHE_COUNTERS.items()}
 
-    def close(self) -> None:
-        if self._cache is not None:
-            self._cache.close()
+
+def _folder_problem(folder: Path) -> str | None:
+    """Return why a folder cannot be created, or its code cannot be trusted; None if there is no problem."""
+    try:
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        status = existing.stat()
+    except OSError as error:
+        return f"{str(folder)[:80]} cannot be accessed ({error.strerror})"
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    if existing == folder and (status.st_uid != os.geteuid() or status.st_mode & stat.S_IWOTH):
+        return f"others could put code into {folder}"
+    return None if os.access(existing, os.W_OK) else f"{existing} cannot be written to"
 
 
 def _has_compiled_code(module: nn.Module) -> bool:

@@ -212,8 +212,6 @@ class Config:
     """Seed of the weights, dropout and shuffling."""
     on_unavailable: Literal["stop", "warn"] = "stop"
     """stop: a technique that cannot engage stops the run; warn: the run warns and continues without it."""
-    bytecode: bool = True
-    """Cache the packages' bytecode under ~/.cache if Python does not cache it already: the next run imports faster."""
     export: bool = True
     """Write the trained model to runs/<run_name>/model in transformers' format."""
     plot: bool = True
