@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.dropout import hash_bits, mix_bits, spread_bits, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
-from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["attention_backward", "attention_forward"]
 
@@ -104,19 +103,9 @@ def attention_backward(
     constants |= {"FLOAT8": operand is not None}
     written = (grad, partial, *(operand or (grad, seed)))
     _attention_query_gradients[(blocks, heads, rows)](
-        grad_out,
-        qkv,
-        out,
-        logs,
-        delta,
-        bits,
-        *written,
-        cu_seqlens,
-        seed,
-        *common,
-        **constants,
+        grad_out, qkv, out, logs, delta, bits, *written, cu_seqlens, seed, *common, **constants,
         **_options(_QUERIES, size),
-    )
+    )  # fmt: skip
     _attention_key_gradients[(blocks, heads, rows)](
         grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants, **_options(_KEYS, size)
     )

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.dropout import draw_seeds, kept, threshold_of
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.norm import kept, threshold_of
 
 __all__ = ["embed", "embed_backward", "embed_forward"]
 
@@ -61,9 +61,7 @@ class _Embed(FirstDerivative):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, positions: Tensor, types: Tensor, *rest: Any) -> Tensor:
         word, position, token_type, weight, bias, eps, dropout, dtype, no_gradient = rest
-        seed = torch.zeros(1, dtype=torch.int32, device=ids.device)
-        if dropout > 0:
-            seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=ids.device)
+        (seed,) = draw_seeds(1, ids.device, dropout=dropout > 0)
         tables = (word, position, token_type)
         out, statistics = embed_forward((ids, positions, types), tables, weight, bias, eps, dropout, dtype, seed)
         ctx.save_for_backward(ids, positions, types, *tables, weight, statistics, seed)
@@ -73,8 +71,8 @@ class _Embed(FirstDerivative):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ids, positions, types, *tables, weight, statistics, seed = ctx.saved_tensors
-        found = embed_backward(grad, (ids, positions, types), tables, weight, statistics, seed, *ctx.settings)
-        wanted = [g.to(p.dtype) for g, p in zip(found, (*tables, weight, weight), strict=True)]
+        gradients = embed_backward(grad, (ids, positions, types), tables, weight, statistics, seed, *ctx.settings)
+        wanted = [g.to(p.dtype) for g, p in zip(gradients, (*tables, weight, weight), strict=True)]
         return None, None, None, *wanted, None, None, None, None
 
 

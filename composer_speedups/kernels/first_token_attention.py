@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.dropout import draw_seeds, hash_bits, mix_bits, spread_bits, threshold_of
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["first_token_attention", "first_token_backward", "first_token_forward"]
 
@@ -52,9 +51,7 @@ class _FirstTokenAttention(FirstDerivative):
     def forward(
         ctx: Any, query: Tensor, key_value: Tensor, cu: Tensor, heads: int, dropout: float, window: int | None
     ) -> Tensor:
-        seed = torch.zeros(1, dtype=torch.int32, device=query.device)
-        if dropout > 0:
-            seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=query.device)
+        (seed,) = draw_seeds(1, query.device, dropout=dropout > 0)
         out, logs = first_token_forward(query, key_value, cu, heads, dropout, seed, window)
         ctx.save_for_backward(query, key_value, out, logs, cu, seed)
         ctx.settings = dropout, window
@@ -64,8 +61,8 @@ class _FirstTokenAttention(FirstDerivative):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         query, key_value, out, logs, cu, seed = ctx.saved_tensors
         dropout, window = ctx.settings
-        found = first_token_backward(grad.contiguous(), query, key_value, out, logs, cu, dropout, seed, window)
-        return *found, None, None, None, None
+        gradients = first_token_backward(grad.contiguous(), query, key_value, out, logs, cu, dropout, seed, window)
+        return *gradients, None, None, None, None
 
 
 def first_token_forward(

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.dropout import kept, threshold_of
 from composer_speedups.kernels.gelu import normal_distribution
-from composer_speedups.kernels.norm import kept, threshold_of
 
 __all__ = ["geglu_backward", "geglu_forward"]
 

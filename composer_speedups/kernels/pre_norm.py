@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.norm import _BACKWARD, _programs, kept, threshold_of
+from composer_speedups.kernels.dropout import kept, threshold_of
+from composer_speedups.kernels.norm import BACKWARD_ROWS, backward_programs
 
 __all__ = ["pre_norm_backward", "pre_norm_forward"]
 
@@ -83,13 +84,13 @@ def pre_norm_backward(
     grad_sublayer = torch.empty_like(grad_TH) if sublayer else None
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(8, block // 256))
-    programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
+    programs = backward_programs(grad_TH, warps)
     partial = torch.empty(programs, hidden, device=grad_TH.device, dtype=torch.float32)
     _pre_norm_backward[(programs,)](
         grad_TH, grad_summed_TH, summed_TH, statistics, weight_H,
         grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=BACKWARD_ROWS, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_sublayer, partial.sum(0), again
 

@@ -1,4 +1,4 @@
-"""Random bits for dropout inside Triton kernels, as a hash of position and seed.
+"""Dropout inside Triton kernels: seeds, and random bits as a hash of position and seed.
 
 The backward pass recomputes the forward pass's mask from the seed, so no mask is stored. A number takes one
 multiplication, compared with twenty for Philox, which would dominate the time of kernels bound by memory or matmuls.
@@ -6,10 +6,26 @@ Rows are hashed together with the seed, with the constants of Chris Wellons's ha
 not depend on the seed and are only spread over 32 bits.
 """
 
+from __future__ import annotations
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-__all__ = ["hash_bits", "mix_bits", "spread_bits"]
+__all__ = ["draw_seeds", "hash_bits", "kept", "mix_bits", "spread_bits", "threshold_of"]
+
+
+def draw_seeds(count: int, device: torch.device, *, dropout: bool) -> tuple[Tensor, ...]:
+    """Draw ``count`` seeds, int32 (1,), from torch's generator of the device; zeros, and no draw, without dropout."""
+    if not dropout:
+        return (torch.zeros(1, dtype=torch.int32, device=device),) * count
+    return torch.randint(-(2**31), 2**31 - 1, (count,), dtype=torch.int32, device=device).split(1)
+
+
+def threshold_of(dropout: float) -> int:
+    """Return the threshold below which a 32-bit random number means dropped."""
+    return min(round(dropout * 2**32), 2**32 - 1)
 
 
 @triton.jit
@@ -38,3 +54,10 @@ def mix_bits(rows, columns):
     the independence of pairs of rows, pairs of columns, columns at a fixed distance and quadruples of a mask.
     """
     return (rows | 1) * (columns ^ (rows >> 7))
+
+
+@triton.jit
+def kept(seed, row, columns, threshold):
+    """Return whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
+    rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
+    return mix_bits(rows, spread_bits(columns)) >= threshold
