@@ -107,8 +107,7 @@ def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Modu
         return []
     count = len(blocks)
     if segments is None:
-        trained = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
-        points = cut_points([sum(p.numel() * p.element_size() for p in each) for each in trained])
+        points = cut_points([sum(p.nbytes for p in b.parameters() if p.requires_grad) for b in blocks.values()])
     else:
         segments = min(segments, count)
         points = [i * count // segments - 1 for i in range(1, segments)]

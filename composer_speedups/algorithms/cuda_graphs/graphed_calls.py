@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from composer_speedups.algorithms.cuda_graphs.capture import Captured
-from composer_speedups.algorithms.cuda_graphs.parameters import ParameterPlaceholders, SharedGradients
-from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder, Recorder
+from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, Recorder, SharedGradients
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.operator_recorder import capturing
 
@@ -212,6 +210,42 @@ class _Graph:
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
 
+class ParameterPlaceholders:
+    """Parameters that replace a model's parameters while it is captured; they use the same memory.
+
+    As long as a loss exists, autograd keeps the nodes that accumulate the parameters' gradients, and each node belongs
+    to the stream on which it was created. A capture that uses such a node would make that stream wait for the capturing
+    stream, which CUDA forbids. Other leaf tensors with the same memory have their own nodes.
+
+    Args:
+        model: The model; a parameter shared by several modules has one placeholder.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        self._placeholders = {parameter: _leaf(parameter) for _, _, parameter in self._slots}
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._placeholders[parameter] for parameter in parameters]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the placeholders into the modules, and restore the parameters on exit."""
+        try:
+            for module, name, parameter in self._slots:
+                setattr(module, name, self._placeholders[parameter])  # setattr also updates the weight lists of RNNs
+            yield
+        finally:
+            for module, name, parameter in self._slots:
+                setattr(module, name, parameter)
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
 @contextlib.contextmanager
 def _generators_restored() -> Iterator[None]:
     """Restore the states of torch's generators, and the current stream if a capture fails.
@@ -220,10 +254,7 @@ def _generators_restored() -> Iterator[None]:
     """
     on_cpu = torch.get_rng_state()
     try:
-        if torch.cuda.is_available():
-            with _cuda_generator_restored():
-                yield
-        else:
+        with _cuda_generator_restored() if torch.cuda.is_available() else contextlib.nullcontext():
             yield
     finally:
         torch.set_rng_state(on_cpu)

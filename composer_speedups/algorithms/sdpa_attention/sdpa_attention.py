@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -48,7 +47,6 @@ class SDPAAttention(ParityCheckedTechnique):
         self._kernel: str | None = None
         self._seen_in = "probe"
         self._recorder: OperatorRecorder | None = None
-        self._recording = ExitStack()
         self._before: dict[PreTrainedModel, str] = {}  # each model's previous attention
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -59,15 +57,15 @@ class SDPAAttention(ParityCheckedTechnique):
         models = outermost_models(state.model).values()
         if not models:
             raise TechniqueError(self.name, "the model has no Hugging Face model", "remove it")
-        found = {module: module.config._attn_implementation or "eager" for module in models}
+        implementations = {module: module.config._attn_implementation or "eager" for module in models}
         with self.refusals("remove it"):
             self.reapply(state)
-        for module, implementation in found.items():
+        for module, implementation in implementations.items():
             # Take over changes of an earlier Trainer's technique that is not closed.
             earlier = vars(module).get(_CHANGED_BY)
             self._before.setdefault(module, implementation if earlier is None else earlier[1])
             vars(module)[_CHANGED_BY] = (self.owner, self._before[module])
-        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(found.values())))}
+        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(implementations.values())))}
 
     def reapply(self, state: State) -> None:
         apply_sdpa_attention(state.model, self.backend)
@@ -100,10 +98,9 @@ class SDPAAttention(ParityCheckedTechnique):
             self._restore_attention(error)
             return
         if not is_compiled(state.model):
-            self._recorder = self._recording.enter_context(OperatorRecorder())
+            self._recorder = self.watching.enter_context(OperatorRecorder())
 
     def stop_watching(self, state: State) -> None:
-        self._recording.close()
         if self._recorder is not None:
             self._kernel, self._seen_in, self._recorder = _kernel_among(self._recorder), "forward pass", None
 
@@ -115,7 +112,6 @@ class SDPAAttention(ParityCheckedTechnique):
         self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
     def close(self) -> None:
-        self._recording.close()  # still open if a forward pass raised
         super().close()
         for module in self._before:
             if self._owns(module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -56,7 +55,6 @@ class SparseUpcycling(Technique):
     def reset(self) -> None:
         super().reset()
         self._rows: dict[str, list[int]] = {}  # by layer: output rows of each expert in the first batch
-        self._hooks = ExitStack()
         self._reached = False  # whether the backward pass reached the load-balancing loss
         self._losses: list[Tensor] = []  # load-balancing losses of this batch's micro-batches
         self._balance = 0.0  # load-balancing loss of the last batch, summed over layers
@@ -103,10 +101,7 @@ class SparseUpcycling(Technique):
         for layer in sparse_layers(state.model):
             counts = self._rows.setdefault(layer.name, [0] * len(layer.experts))
             for index, expert in enumerate(layer.experts):
-                self._hooks.callback(expert.register_forward_hook(_count_into(counts, index)).remove)
-
-    def stop_watching(self, state: State) -> None:
-        self.close()
+                self.watching.callback(expert.register_forward_hook(_count_into(counts, index)).remove)
 
     def verify(self, state: State) -> dict[str, Any]:
         layers = sparse_layers(state.model)
@@ -137,9 +132,6 @@ class SparseUpcycling(Technique):
         """Return the smallest and largest share of a layer's real tokens per expert; an even load is 1/experts."""
         shares = torch.stack(list(self._load.values()))
         return f"{float(shares.min()):.3f}–{float(shares.max()):.3f}"
-
-    def close(self) -> None:
-        self._hooks.close()
 
 
 def _count_into(counts: list[int], index: int) -> Callable[..., None]:
