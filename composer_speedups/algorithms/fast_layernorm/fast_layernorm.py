@@ -93,7 +93,7 @@ class FastLayerNorm(Technique):
             )
         if not outputs.dtypes or not outputs.functions:  # compiled, or recomputed without gradients
             outputs, seen_in = self._probe(modules[0], state), "probe"
-            if self.implementation == "triton" and is_compiled(state.model) and _in_compiled_graphs():
+            if self.implementation == "triton" and is_compiled(state.model) and in_compiled_graphs():
                 seen_in = "compiled graph"
         mark = _MARKS[self.implementation]
         other = [name for name in outputs.functions if mark not in name.replace("_", "").lower()]
@@ -136,7 +136,7 @@ class _Outputs:
             self.functions[output.grad_fn.name().rstrip("0123456789").removesuffix("Backward")] += 1
 
 
-def _in_compiled_graphs() -> bool:
+def in_compiled_graphs() -> bool:
     """Return whether a graph that torch.compile captured in this process calls Liger's LayerNorm kernel.
 
     Compiled code does not run hooks, but dynamo keeps the Triton kernels of its graphs in a table.
