@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -70,13 +71,7 @@ class CompileCounts(NamedTuple):
 
     def since(self, earlier: CompileCounts) -> CompileCounts:
         """The difference to an earlier count."""
-        return CompileCounts(
-            self.graphs - earlier.graphs,
-            self.breaks - earlier.breaks,
-            self.recompiles - earlier.recompiles,
-            self.failed - earlier.failed,
-            self.seconds - earlier.seconds,
-        )
+        return CompileCounts(*map(sub, self, earlier))
 
 
 _apart = CompileCounts(0, 0, 0, 0, 0.0)  # counts inside counted_apart()

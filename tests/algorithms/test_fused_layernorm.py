@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile
-from composer_speedups.algorithms.fast_layernorm import fast_layernorm
+from composer_speedups.algorithms.fast_layernorm import fast_layernorm, functional
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, ApexLayerNorm, TritonLayerNorm
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.packing.derived_classes import swap_class

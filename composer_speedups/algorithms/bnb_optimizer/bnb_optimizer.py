@@ -10,8 +10,7 @@ from composer.core import State
 from pydantic import Field
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
-from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer
+from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer, page_again, paged_tensors
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     folded_weights,
     stable_embeddings,

@@ -13,10 +13,10 @@ from composer.core import State, get_precision_context
 from pydantic import Field
 from torch import Tensor, nn
 
+from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.algorithms.fast_layernorm.functional import (
     apply_fast_layernorm,
     modules_of_class,
-    requirements_of,
     supported_modules,
     unchanged_layernorms,
 )
@@ -61,7 +61,7 @@ class FastLayerNorm(Technique):
     def requirements(self, context: Context) -> Iterable[Requirement]:
         if self.implementation == "low_precision":
             yield needs_autocast(context, "low-precision LayerNorm")
-        yield from requirements_of(self.implementation, context)
+        yield from functional.requirements_of(self.implementation, context)
 
     def engage(self, state: State) -> dict[str, Any]:
         with warnings.catch_warnings(), self.refusals():

@@ -21,8 +21,8 @@ _TASKS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS
 
 def host(model: nn.Module) -> nn.Module:
     """Return the module to insert adapters into: the Hugging Face model inside ``model``, or ``model`` itself."""
-    found = [*outermost_models(model).values()]
-    return found[0] if len(found) == 1 else model
+    models = [*outermost_models(model).values()]
+    return models[0] if len(models) == 1 else model
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -41,13 +41,13 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
 
 def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
     """Map each frozen parameter to the trained parameters that replace it in the optimizer; most have none."""
-    found: dict[Parameter, list[Parameter]] = {}
+    replaced: dict[Parameter, list[Parameter]] = {}
     for layer in adapted_layers(model).values():
-        found[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+        replaced[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
     for wrapper in trained_copies(model).values():
         copied = dict(wrapper.modules_to_save[ADAPTER].named_parameters())
-        found |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
-    return {p: found.get(p, []) for p in model.parameters() if not p.requires_grad}
+        replaced |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
+    return {p: replaced.get(p, []) for p in model.parameters() if not p.requires_grad}
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:

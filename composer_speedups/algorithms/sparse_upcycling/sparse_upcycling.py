@@ -10,12 +10,13 @@ from composer.core import State
 from pydantic import Field
 from torch import Tensor, nn
 
+from composer_speedups.algorithms.sparse_upcycling.experts import sparse_layers
 from composer_speedups.algorithms.sparse_upcycling.functional import (
     MOST_EXPERTS,
     apply_sparse_upcycling,
     check_settings,
+    load_balancing_loss,
 )
-from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, load_balancing_loss, sparse_layers
 from composer_speedups.core.technique import Conflict, Stage, Technique
 
 
@@ -139,3 +140,17 @@ def _count_into(counts: list[int], index: int) -> Callable[..., None]:
         counts[index] += len(output)
 
     return count
+
+
+def add_to_loss(loss: Any, extra: Tensor) -> Any:
+    """Add a term to a ComposerModel's loss and return it in the same form.
+
+    Composer accepts a tensor, a list or tuple of tensors (which it sums), or a dict (of which it uses ``total``, or
+    else the sum).
+    """
+    if isinstance(loss, dict):
+        total = {"total": loss["total"] + extra} if "total" in loss else {}
+        return {**loss, **total, "load_balancing": extra}
+    if isinstance(loss, (list, tuple)):
+        return [*loss, extra]
+    return loss + extra
