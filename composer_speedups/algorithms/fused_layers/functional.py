@@ -81,7 +81,7 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         raise ValueError(f"fused_layers cannot fuse any layer: {next(iter(reasons.values()))}")
     if precision == "fp8":
         check_float8(layers.values())
-    if any(parameter.is_cuda for layer in layers.values() for parameter in layer.parameters()):
+    if _on_gpu(layers.values()):
         require(needs_triton())
     mixins = _new_mixins(model, layers.keys() - reasons.keys())
     for name, mixin in mixins.items():
@@ -168,6 +168,10 @@ def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[
 def _float8_layers(model: nn.Module) -> dict[str, FusedLayer]:
     modules = model.named_modules()
     return {name: m for name, m in modules if isinstance(m, FusedLayer) and m.precision == "fp8"}
+
+
+def _on_gpu(layers: Iterable[nn.Module]) -> bool:
+    return any(parameter.is_cuda for layer in layers for parameter in layer.parameters())
 
 
 def check_float8(layers: Iterable[Any]) -> None:
