@@ -15,7 +15,7 @@ from composer_speedups.distributed.host_scalars import Copies, copies_for
 
 __all__ = ["LossScaleMonitor"]
 
-LEAST_SCALE = 1e-4  # as fairseq's --min-loss-scale: with a smaller scale, gradients overflow at any scale
+MIN_SCALE = 1e-4  # as fairseq's --min-loss-scale: with a smaller scale, gradients overflow at any scale
 
 
 class LossScaleMonitor(SavedCallback):
@@ -65,7 +65,7 @@ class LossScaleMonitor(SavedCallback):
         self.skips += self.scale is not None and scale < self.scale
         self.scale = scale
         logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
-        if scale < LEAST_SCALE:
+        if scale < MIN_SCALE:
             raise NonFiniteError(
                 f"loss scale: {scale:.3g} at {circumstances(state)}, after {self.skips} steps whose gradients "
                 "overflowed; they overflow at any scale: train in bf16 or fp32, or lower optimizer.lr"

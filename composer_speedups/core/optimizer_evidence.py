@@ -25,7 +25,7 @@ __all__ = [
 
 _SAMPLE = 64  # elements compared in each parameter
 # with a smaller rate, a step may be too small to change float32 weights, for example at the start of a warm-up
-_RATE = 1e-6
+_MIN_RATE = 1e-6
 _FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes' name
 
 
@@ -56,7 +56,7 @@ class StepWatch:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.moved is None and any(float(group["lr"]) >= _RATE for group in optimizer.param_groups):
+        if self.moved is None and any(float(group["lr"]) >= _MIN_RATE for group in optimizer.param_groups):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._samples = {p: _sample(p).clone() for p in parameters}
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout import hash_bits, mix_bits, spread_bits, threshold_of
+from composer_speedups.kernels.dropout import mix_bits, query_bits, spread_bits, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
 
 __all__ = ["attention_backward", "attention_forward"]
@@ -147,8 +147,7 @@ def _attention_forward(
         return
     queries = first + tl.arange(0, ROWS)
     units = tl.arange(0, SIZE)
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start + queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=queries[:, None] < length, other=0.0)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -219,8 +218,7 @@ def _attention_query_gradients(
         return
     queries = first + tl.arange(0, ROWS)
     valid = queries < length
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start + queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)

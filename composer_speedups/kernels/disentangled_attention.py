@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout import draw_seeds, hash_bits, mix_bits, spread_bits, threshold_of
+from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
 
 __all__ = ["attend", "disentangled_backward", "disentangled_forward"]
 
@@ -260,8 +260,7 @@ def _disentangled_forward(
     queries = first + local
     valid = queries < length
     units = tl.arange(0, SIZE)
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start + queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
     by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
@@ -317,8 +316,7 @@ def _query_gradients(
     queries = first + local
     units = tl.arange(0, SIZE)
     valid = queries < length
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start + queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)

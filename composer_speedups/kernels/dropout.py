@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["draw_seeds", "hash_bits", "kept", "mix_bits", "spread_bits", "threshold_of"]
+__all__ = ["draw_seeds", "kept", "load_seed", "mix_bits", "query_bits", "spread_bits", "threshold_of"]
 
 
 def draw_seeds(count: int, device: torch.device, *, dropout: bool) -> tuple[Tensor, ...]:
@@ -61,3 +61,14 @@ def kept(seed, row, columns, threshold):
     """Return whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
     rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
     return mix_bits(rows, spread_bits(columns)) >= threshold
+
+
+@triton.jit
+def load_seed(seed_ptr):
+    return tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def query_bits(seed_ptr, head, queries):
+    """Return the hashed row of :func:`mix_bits` for the attention weights of queries of a head."""
+    return hash_bits(queries.to(tl.uint32) ^ hash_bits(load_seed(seed_ptr) + head.to(tl.uint32)))

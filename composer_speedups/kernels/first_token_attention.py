@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout import draw_seeds, hash_bits, mix_bits, spread_bits, threshold_of
+from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
 from composer_speedups.kernels.first_derivative import FirstDerivative
 
 __all__ = ["first_token_attention", "first_token_backward", "first_token_forward"]
@@ -122,12 +122,6 @@ def first_token_backward(
     return grad_query, grad_key_value
 
 
-@triton.jit
-def _row_bits(row, head, seed_ptr):
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    return hash_bits(row.to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _first_token_forward(
     query_ptr, key_value_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, rows, scale, threshold, kept_scale,
@@ -141,7 +135,7 @@ def _first_token_forward(
     units = tl.arange(0, SIZE)
     at = row * HIDDEN + head * SIZE + units
     q = tl.load(query_ptr + at).to(tl.float32)
-    row_bits = _row_bits(row, head, seed_ptr)
+    row_bits = query_bits(seed_ptr, head, row)
     maximum = float("-inf")
     total = 0.0
     out = tl.zeros((SIZE,), tl.float32)
@@ -186,7 +180,7 @@ def _first_token_backward(
     grad_out = tl.load(grad_out_ptr + at, mask=query_mask, other=0.0).to(tl.float32)
     delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=query_mask, other=0.0).to(tl.float32), 0)
     log = tl.load(logs_ptr + head * rows + row, mask=has_query, other=0.0)
-    row_bits = _row_bits(row, head, seed_ptr)
+    row_bits = query_bits(seed_ptr, head, row)
     grad_query = tl.zeros((SIZE,), tl.float32)
     for begin in range(0, length, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout import kept, threshold_of
+from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
 from composer_speedups.kernels.sums import multiprocessors
 
@@ -117,6 +117,14 @@ def backward_programs(grad_TH: Tensor, warps: int) -> int:
 
 
 @triton.jit
+def standardize(x, valid, hidden, eps):
+    """Return a row minus its mean (0 where it is not valid), the mean, and the inverse standard deviation."""
+    mean = tl.sum(x, 0) / hidden
+    centred = tl.where(valid, x - mean, 0.0)
+    return centred, mean, 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+
+
+@triton.jit
 def _layernorm_forward(
     x_ptr, residual_ptr, weight_ptr, bias_ptr, out_ptr, statistics_ptr, seed_ptr, out8_ptr, scales_ptr,
     tokens, hidden, eps, threshold, scale,
@@ -128,15 +136,13 @@ def _layernorm_forward(
     at = columns.to(tl.int64) + row * hidden
     x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
         x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
     x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
     x = x.to(x_ptr.dtype.element_ty)  # rounded, as the backward pass reads it
     tl.store(x_ptr + at, x, mask=valid)
     x = x.to(tl.float32)
-    mean = tl.sum(x, 0) / hidden
-    centred = tl.where(valid, x - mean, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    centred, mean, inverse = standardize(x, valid, hidden, eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     out = (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty)
@@ -164,7 +170,7 @@ def _layernorm_backward(
     if AGAIN:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)

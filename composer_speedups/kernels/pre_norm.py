@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout import kept, threshold_of
-from composer_speedups.kernels.norm import BACKWARD_ROWS, backward_programs
+from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
+from composer_speedups.kernels.norm import BACKWARD_ROWS, backward_programs, standardize
 
 __all__ = ["pre_norm_backward", "pre_norm_forward"]
 
@@ -109,13 +109,11 @@ def _pre_norm_forward(
     if SUBLAYER:
         sublayer = tl.load(sublayer_ptr + at, mask=valid, other=0.0).to(tl.float32)
         if DROPOUT:
-            seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+            seed = load_seed(seed_ptr)
             sublayer = tl.where(kept(seed, row, columns, threshold), sublayer * scale, 0.0)
         summed += sublayer
         tl.store(summed_ptr + at, summed, mask=valid)
-    mean = tl.sum(summed, 0) / hidden
-    centred = tl.where(valid, summed - mean, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    centred, mean, inverse = standardize(summed, valid, hidden, eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, (centred * inverse * weight).to(out_ptr.dtype.element_ty), mask=valid)
     tl.store(statistics_ptr + row, mean)
@@ -134,7 +132,7 @@ def _pre_norm_backward(
     inside = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)

@@ -15,7 +15,7 @@ from composer_speedups.packing.labelled_head import labelled_heads
 
 __all__ = ["apply_cuda_graphs"]
 
-_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
+_MIN_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
 
 
 def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
@@ -66,7 +66,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
     return current
 
 
-def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
+def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:
     """Return after which blocks to cut, so that every segment has at least ``least`` bytes and few blocks.
 
     Args:

@@ -25,8 +25,8 @@ from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
-_SIZES = (16, 32, 64, 128)
-_FLOAT8 = (8, 9)  # compute capability of torch._scaled_mm
+_HEAD_SIZES = (16, 32, 64, 128)
+_FLOAT8_CAPABILITY = (8, 9)  # compute capability of torch._scaled_mm
 
 LastLayer = Literal["needed", "all"]
 Precision = Literal["autocast", "fp8"]
@@ -184,7 +184,7 @@ def check_float8(layers: Iterable[Any]) -> None:
         family = family_of(type(layer))
         if family is not None and (family.gated or family.position_table is not None):
             raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
-        reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8)
+        reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
         if reason is not None:
             raise ValueError(reason)
         if family is not None and family.layer_modules is not None:
@@ -249,8 +249,8 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if activation != "gelu":
         return f"fused_layers supports the exact GELU, and this model's activation is {activation!r}"
     size = config.hidden_size // config.num_attention_heads
-    if size not in _SIZES:
-        return f"fused_layers supports heads of {', '.join(map(str, _SIZES))} units, and these have {size}"
+    if size not in _HEAD_SIZES:
+        return f"fused_layers supports heads of {', '.join(map(str, _HEAD_SIZES))} units, and these have {size}"
     family = family_of(type(layer))
     if family is not None and family.gated and any(name.endswith("bias") for name, _ in layer.named_parameters()):
         return f"fused_layers supports {type(layer).__name__} without biases, and this one has some"

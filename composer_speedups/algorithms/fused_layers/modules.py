@@ -318,8 +318,8 @@ class FusedEmbeddings(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map ids (B, S) to (B, S, H), with the original's arguments; in the autocast dtype if the kernel runs."""
         inputs = dict(zip(self.arguments, args, strict=False)) | kwargs
-        others = {name: value for name, value in inputs.items() if name not in _READ}
-        input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _READ)
+        others = {name: value for name, value in inputs.items() if name not in _INDEX_ARGUMENTS}
+        input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _INDEX_ARGUMENTS)
         if input_ids is None or not self._can_run(input_ids, others):
             self.ran = "stock"
             return super().forward(*args, **kwargs)
@@ -350,7 +350,7 @@ class FusedEmbeddings(nn.Module):
         )
 
 
-_READ = ("input_ids", "position_ids", "token_type_ids")
+_INDEX_ARGUMENTS = ("input_ids", "position_ids", "token_type_ids")
 
 
 def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shape:

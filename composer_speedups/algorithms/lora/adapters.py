@@ -19,7 +19,7 @@ _SETTINGS = "_lora_settings"  # attribute of the model
 _TASKS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
 
 
-def host(model: nn.Module) -> nn.Module:
+def adapter_host(model: nn.Module) -> nn.Module:
     """Return the module to insert adapters into: the Hugging Face model inside ``model``, or ``model`` itself."""
     models = [*outermost_models(model).values()]
     return models[0] if len(models) == 1 else model
@@ -39,7 +39,7 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
 
 
-def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
+def replacements(model: nn.Module) -> dict[Parameter, list[Parameter]]:
     """Map each frozen parameter to the trained parameters that replace it in the optimizer; most have none."""
     replaced: dict[Parameter, list[Parameter]] = {}
     for layer in adapted_layers(model).values():
@@ -52,7 +52,7 @@ def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the settings that :func:`insert` got for the adapters in ``model``; None without our adapters."""
-    settings: dict[str, Any] | None = vars(host(model)).get(_SETTINGS)
+    settings: dict[str, Any] | None = vars(adapter_host(model)).get(_SETTINGS)
     return settings if adapted_layers(model) else None
 
 
@@ -100,7 +100,7 @@ def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
     """Freeze ``model``, insert adapters with the given settings, and return the names of the adapted modules.
 
     Args:
-        model: The module that :func:`host` returned; changed in place.
+        model: The module that :func:`adapter_host` returned; changed in place.
         settings: As returned by :func:`wanted_settings`.
 
     Raises:

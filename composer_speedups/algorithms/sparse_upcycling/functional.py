@@ -19,7 +19,7 @@ from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_sparse_upcycling", "load_balancing_loss", "load_sparse_upcycling"]
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 
 
 def apply_sparse_upcycling(
@@ -141,8 +141,8 @@ def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceCl
 
 
 def check_settings(experts: int, every: int, top_k: int) -> None:
-    if not 2 <= experts <= MOST_EXPERTS:
-        raise ValueError(f"experts must be 2 to {MOST_EXPERTS}, not {experts}")
+    if not 2 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"experts must be 2 to {MAX_EXPERTS}, not {experts}")
     if every < 1:
         raise ValueError(f"every must be at least 1, not {every}")
     if not 2 <= top_k <= experts:

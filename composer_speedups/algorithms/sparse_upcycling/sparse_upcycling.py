@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from composer_speedups.algorithms.sparse_upcycling.experts import sparse_layers
 from composer_speedups.algorithms.sparse_upcycling.functional import (
-    MOST_EXPERTS,
+    MAX_EXPERTS,
     apply_sparse_upcycling,
     check_settings,
     load_balancing_loss,
@@ -41,7 +41,7 @@ class SparseUpcycling(Technique):
     trials = ()
     never_tried = "it adds parameters and does not make steps faster"
 
-    experts: int = Field(4, ge=2, le=MOST_EXPERTS)
+    experts: int = Field(4, ge=2, le=MAX_EXPERTS)
     """Experts per layer."""
     every: int = Field(2, ge=1)
     """Replace every n-th layer."""
