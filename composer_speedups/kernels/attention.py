@@ -147,7 +147,7 @@ def _attention_forward(
         return
     queries = first + tl.arange(0, ROWS)
     units = tl.arange(0, SIZE)
-    row_bits = query_bits(seed_ptr, head, start + queries)
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=queries[:, None] < length, other=0.0)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -218,7 +218,7 @@ def _attention_query_gradients(
         return
     queries = first + tl.arange(0, ROWS)
     valid = queries < length
-    row_bits = query_bits(seed_ptr, head, start + queries)
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)

@@ -260,7 +260,7 @@ def _disentangled_forward(
     queries = first + local
     valid = queries < length
     units = tl.arange(0, SIZE)
-    row_bits = query_bits(seed_ptr, head, start + queries)
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
     by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
@@ -316,7 +316,7 @@ def _query_gradients(
     queries = first + local
     units = tl.arange(0, SIZE)
     valid = queries < length
-    row_bits = query_bits(seed_ptr, head, start + queries)
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)

@@ -69,6 +69,7 @@ def load_seed(seed_ptr):
 
 
 @triton.jit
-def query_bits(seed_ptr, head, queries):
-    """Return the hashed row of :func:`mix_bits` for the attention weights of queries of a head."""
-    return hash_bits(queries.to(tl.uint32) ^ hash_bits(load_seed(seed_ptr) + head.to(tl.uint32)))
+def query_bits(seed_ptr, head, start, queries):
+    """Return the hashed rows of :func:`mix_bits` for the queries of a head in the row that begins at ``start``."""
+    seed = load_seed(seed_ptr)
+    return hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))

@@ -135,7 +135,7 @@ def _first_token_forward(
     units = tl.arange(0, SIZE)
     at = row * HIDDEN + head * SIZE + units
     q = tl.load(query_ptr + at).to(tl.float32)
-    row_bits = query_bits(seed_ptr, head, row)
+    row_bits = query_bits(seed_ptr, head, row, 0)
     maximum = float("-inf")
     total = 0.0
     out = tl.zeros((SIZE,), tl.float32)
@@ -180,7 +180,7 @@ def _first_token_backward(
     grad_out = tl.load(grad_out_ptr + at, mask=query_mask, other=0.0).to(tl.float32)
     delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=query_mask, other=0.0).to(tl.float32), 0)
     log = tl.load(logs_ptr + head * rows + row, mask=has_query, other=0.0)
-    row_bits = query_bits(seed_ptr, head, row)
+    row_bits = query_bits(seed_ptr, head, row, 0)
     grad_query = tl.zeros((SIZE,), tl.float32)
     for begin in range(0, length, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)
