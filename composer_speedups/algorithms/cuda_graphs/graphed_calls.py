@@ -85,22 +85,27 @@ class GraphedCalls:
         missing = any(value is None or (isinstance(value, tuple) and not value) for value in carried)
         key = None if self.held or self.eager_first or missing else _key(leaves, spec)
         self.eager_first = max(self.eager_first - 1, 0)
-        if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
-            self.eager_calls += 1
-            return self.original(*args, **kwargs)
-        if key not in self._graphs:
-            try:
-                if self._gradients is None:
-                    self._gradients = SharedGradients(self.model.parameters())
-                self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
-            except CaptureError as error:
-                self.on_failure(error)
-                self.release()
-        if key not in self._graphs:  # capturing failed, and the error's memory is released
+        graph = None
+        if key is not None:
+            graph = self._graphs[key] if key in self._graphs else self._capture(key, leaves, spec)
+        if graph is None:
             self.eager_calls += 1
             return self.original(*args, **kwargs)
         self.replays += 1
-        return self._graphs[key](leaves)
+        return graph(leaves)
+
+    def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
+        """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
+        if len(self._graphs) >= self.max_graphs:
+            return None
+        if self._gradients is None:
+            self._gradients = SharedGradients(self.model.parameters())
+        try:
+            self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
+        except CaptureError as error:
+            self.on_failure(error)
+            self.release()
+        return self._graphs.get(key)
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
         """Start capturing if :attr:`held`; graphs write gradients to ``buffers`` (see :class:`SharedGradients`)."""

@@ -278,9 +278,6 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
 
 def _config_around(model: nn.Module, name: str) -> Any:
     """Return the config of the innermost transformers model around a module."""
-    around = [
-        (outer, module)
-        for outer, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and (outer == "" or name.startswith(f"{outer}."))
-    ]
-    return around[-1][1].config
+    models = ((outer, module) for outer, module in model.named_modules() if isinstance(module, PreTrainedModel))
+    around = [module for outer, module in models if outer == "" or name.startswith(f"{outer}.")]
+    return around[-1].config

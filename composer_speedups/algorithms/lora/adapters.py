@@ -123,7 +123,8 @@ def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
         _check_targets(model, config, names)
     for name in saved:
         if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
-            raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {_children(model)}")
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {children}")
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     vars(model)[_SETTINGS] = settings
     return list(adapted_layers(model))
@@ -172,7 +173,3 @@ def _check_targets(model: nn.Module, config: Any, names: str | Sequence[str]) ->
 def _linear_names(model: nn.Module) -> str:
     last = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return ", ".join(sorted(last)) or "none"
-
-
-def _children(model: nn.Module) -> str:
-    return ", ".join(name for name, _ in model.named_children())

@@ -62,10 +62,13 @@ def apply_lora(
         raise ValueError(f"alpha must be above 0, not {alpha}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be 0 to below 1, not {dropout}")
+    from peft import PeftModel
+
     inner = adapter_host(model)
     wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
     before = settings_of(model)
-    if _is_peft_model(model) or (adapted_layers(model) and before is None):
+    wrapped = any(isinstance(module, PeftModel) for module in model.modules())
+    if wrapped or (adapted_layers(model) and before is None):
         raise ValueError("the model already has PEFT adapters; pass its base model, or remove the technique")
     names = []
     if before is None:
@@ -75,9 +78,3 @@ def apply_lora(
     names_of = {p: name for name, p in inner.named_parameters()}
     replace_parameters(optimizers, replacements(inner), names_of, for_untrained="first group")
     return names
-
-
-def _is_peft_model(model: nn.Module) -> bool:
-    from peft import PeftModel
-
-    return any(isinstance(module, PeftModel) for module in model.modules())
