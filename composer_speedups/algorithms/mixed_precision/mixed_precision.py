@@ -92,10 +92,12 @@ class MixedPrecision(Technique):
         self._note(state.outputs)
 
     def _note(self, outputs: Any) -> None:
-        values = outputs.values() if isinstance(outputs, Mapping) else outputs
-        for value in values if isinstance(values, (list, tuple)) or values is not outputs else [values]:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self._seen.add(str(value.dtype).removeprefix("torch."))
+        if isinstance(outputs, Mapping):
+            outputs = outputs.values()
+        elif not isinstance(outputs, (list, tuple)):
+            outputs = [outputs]
+        floats = (value for value in outputs if isinstance(value, torch.Tensor) and value.is_floating_point())
+        self._seen.update(str(value.dtype).removeprefix("torch.") for value in floats)
 
     def verify(self, state: State) -> dict[str, Any]:
         wanted = str(DTYPES[self.dtype]).removeprefix("torch.")
