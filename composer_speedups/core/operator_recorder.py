@@ -24,7 +24,6 @@ __all__ = [
     "capturing",
     "compile_counts",
     "counted_apart",
-    "matmul_error",
 ]
 
 # the backward graph is compiled at the first backward pass
@@ -119,13 +118,3 @@ def capturing() -> Iterator[None]:
     start = time.perf_counter()
     yield
     _capture_seconds += time.perf_counter() - start
-
-
-def matmul_error(device: torch.device, size: int = 256) -> float:
-    """Relative error of a float32 matmul on ``device`` compared with float64: about 1e-7 in float32, 3e-4 in TF32."""
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, size, generator=generator, dtype=torch.float64).float() for _ in range(2))
-    exact = a.double() @ b.double()
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        product = (a.to(device) @ b.to(device)).cpu().double()
-    return float((product - exact).norm() / exact.norm())

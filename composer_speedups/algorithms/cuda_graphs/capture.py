@@ -55,9 +55,8 @@ class Captured:
         self.output_gradients: list[Tensor | None] = []
         self._trained: list[frozenset[nn.Parameter]] = []  # parameters that get a gradient, by segment
         segments = Segments(call, cut_behind)
-        if cut_behind and not self._can_be_cut(segments, recorder):
+        if not cut_behind or not self._can_be_cut(segments, recorder):
             segments = Segments(call, ())
-        if len(segments) == 1:
             self._warm_up(segments, recorder)
 
         def forward() -> tuple[Tensor, ...]:
