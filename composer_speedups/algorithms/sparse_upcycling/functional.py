@@ -133,8 +133,7 @@ def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceCl
     weights = {name: weight for file in files for name, weight in load_file(file).items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
-    lacking = [name for name in missing if name not in tied] + list(unexpected)
+    lacking = [name for name in missing if name not in model.all_tied_weights_keys] + list(unexpected)
     if lacking:
         raise ValueError(f"the weights in {folder} do not fit its config: {lacking[0]} and {len(lacking) - 1} more")
     return model.eval()
