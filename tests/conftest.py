@@ -92,9 +92,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _known_processor() -> None:
-    from tests.helpers.isa import take_the_processors_word
+    from tests.helpers.isa import skip_isa_probe
 
-    take_the_processors_word()
+    skip_isa_probe()
 
 
 @pytest.fixture(autouse=True)

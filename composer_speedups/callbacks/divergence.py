@@ -6,11 +6,12 @@ import logging
 import math
 from typing import Any, ClassVar
 
-from composer.core import Callback, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.checkpoint_veto import last_checkpoint, resume_advice, veto_checkpoints
 from composer_speedups.callbacks.nonfinite import circumstances
+from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import DivergedError
 
 __all__ = ["DivergenceGuard"]
@@ -18,7 +19,7 @@ __all__ = ["DivergenceGuard"]
 log = logging.getLogger(__name__)
 
 
-class DivergenceGuard(Callback):
+class DivergenceGuard(SavedCallback):
     """Compares the smoothed training loss with its value at the last good checkpoint, or at the start.
 
     While the loss is above ``factor`` times that value plus ``margin``, checkpoints are not written, so that the last
@@ -109,9 +110,3 @@ class DivergenceGuard(Callback):
             "loss_at_last_good_checkpoint": self.reference,
             "checkpoints_withheld": self.withheld,
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.checkpoint_fields}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)

@@ -7,14 +7,15 @@ import math
 from typing import Any, ClassVar, Literal
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Event, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.checkpoint_veto import resume_advice, veto_checkpoints
-from composer_speedups.callbacks.nonfinite import any_rank, circumstances, nonfinite_gradients, nonfinite_weights
+from composer_speedups.callbacks.nonfinite import circumstances, nonfinite_gradients, nonfinite_weights
+from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.technique import techniques_of
-from composer_speedups.core.trainer_state import device_of
+from composer_speedups.core.trainer_state import any_rank, device_of
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
 from composer_speedups.distributed.host_scalars import ScalarCopies
 
@@ -23,7 +24,7 @@ __all__ = ["FiniteLoss"]
 log = logging.getLogger(__name__)
 
 
-class FiniteLoss(Callback):
+class FiniteLoss(SavedCallback):
     """Stops at a NaN or infinite loss or skips its batch, and keeps NaN and infinite weights out of checkpoints.
 
     With ``"stop"``, it checks the loss that Composer has read for its log at the end of each batch, without
@@ -59,7 +60,7 @@ class FiniteLoss(Callback):
             raise ValueError(f"max_skips must be at least 1, not {max_skips}")
         self.on_nonfinite, self.max_skips = on_nonfinite, max_skips
         self.losses = self.skipped = 0
-        self._in_row = self._trained = 0
+        self.in_row = self._trained = 0
         self._resumed = False
         self._copies: ScalarCopies | None = None
         self._sent: list[Any] = []  # losses of this batch's micro-batches that are being copied to the host
@@ -95,26 +96,26 @@ class FiniteLoss(Callback):
     def _skip_nonfinite(self, state: State) -> None:
         assert self._copies is not None
         values = [self._copies.receive(sent) for sent in self._sent]
-        if not any_rank(state, not all(map(math.isfinite, values))):
-            self._in_row = 0
+        if not any_rank(state.device, not all(map(math.isfinite, values))):
+            self.in_row = 0
             return
-        self._in_row += 1
-        found = next((v for v in values if not math.isfinite(v)), math.nan)  # otherwise it was another rank's loss
-        where = circumstances(state, ended=False)
+        self.in_row += 1
+        loss = next((v for v in values if not math.isfinite(v)), math.nan)  # otherwise it was another rank's loss
+        step = circumstances(state, ended=False)
         if weights := self._bad_weights(state):
-            raise NonFiniteError(f"loss: {found} at {where}; {weights} are not finite: {_advice(state)}")
+            raise NonFiniteError(f"loss: {loss} at {step}; {weights} are not finite: {_advice(state)}")
         if self._trained == 0 and self._resumed:
             for technique in techniques_of(state.algorithms):
                 technique.postpone()
         elif self._trained == 0:
-            raise NonFiniteError(f"loss: {found} at {where}: the first batch is never skipped; {_advice(state)}")
-        if self._in_row > self.max_skips:
+            raise NonFiniteError(f"loss: {loss} at {step}: the first batch is never skipped; {_advice(state)}")
+        if self.in_row > self.max_skips:
             raise NonFiniteError(
-                f"loss: {found} at {where}: {self.max_skips} batches in a row were skipped before it "
+                f"loss: {loss} at {step}: {self.max_skips} batches in a row were skipped before it "
                 f"(callbacks.finite_loss.max_skips); {_advice(state)}"
             )
         self.skipped += 1
-        log.warning("loss: %s at %s: the batch is skipped, %d so far", found, where, self.skipped)
+        log.warning("loss: %s at %s: the batch is skipped, %d so far", loss, step, self.skipped)
         for parameter in state.model.parameters():
             # optimizers ignore parameters without gradients, including their state and weight decay
             parameter.grad = None
@@ -133,7 +134,7 @@ class FiniteLoss(Callback):
 
     def _bad_weights(self, state: State) -> str | None:
         bad = nonfinite_weights(state)
-        return bad or "another rank's weights" if any_rank(state, bad is not None) else None
+        return bad or "another rank's weights" if any_rank(state.device, bad is not None) else None
 
     def _check_weights(self, state: State, when: str) -> None:
         if bad := self._bad_weights(state):
@@ -147,12 +148,6 @@ class FiniteLoss(Callback):
         """The entry in the ``guards`` section of report.json: batches with a NaN or infinite loss, and skipped
         steps."""
         return {"nonfinite_losses": self.losses, "skipped_steps": self.skipped}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"losses": self.losses, "skipped": self.skipped, "in_row": self._in_row}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.losses, self.skipped, self._in_row = state["losses"], state["skipped"], state["in_row"]
 
 
 def _advice(state: State) -> str:

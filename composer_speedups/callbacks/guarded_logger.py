@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partialmethod
 from typing import Any
 
 from composer.core import Event, State
@@ -64,23 +65,12 @@ class GuardedLogger(LoggerDestination):
             self._training = state
         self._receive("run_event", event, state, logger)
 
-    def log_hyperparameters(self, *arguments: Any, **named: Any) -> None:
-        self._receive("log_hyperparameters", *arguments, **named)
-
-    def log_metrics(self, *arguments: Any, **named: Any) -> None:
-        self._receive("log_metrics", *arguments, **named)
-
-    def log_traces(self, *arguments: Any, **named: Any) -> None:
-        self._receive("log_traces", *arguments, **named)
-
-    def log_table(self, *arguments: Any, **named: Any) -> None:
-        self._receive("log_table", *arguments, **named)
-
-    def log_images(self, *arguments: Any, **named: Any) -> None:
-        self._receive("log_images", *arguments, **named)
-
-    def upload_file(self, *arguments: Any, **named: Any) -> None:
-        self._receive("upload_file", *arguments, **named)
+    log_hyperparameters = partialmethod(_receive, "log_hyperparameters")
+    log_metrics = partialmethod(_receive, "log_metrics")
+    log_traces = partialmethod(_receive, "log_traces")
+    log_table = partialmethod(_receive, "log_table")
+    log_images = partialmethod(_receive, "log_images")
+    upload_file = partialmethod(_receive, "upload_file")
 
     def close(self, state: State, logger: Logger) -> None:
         self._closing = True

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.tasks.metrics import REPORTED_NAMES
 
 __all__ = ["LearningCurves"]
 
 
-class LearningCurves(Callback):
+class LearningCurves(SavedCallback):
     """Records values that Composer has already read, so that it adds no synchronization.
 
     Attributes:
@@ -40,9 +41,3 @@ class LearningCurves(Callback):
     def of_evaluations(self, name: str) -> dict[int, float]:
         """Batch number → one metric of the evaluation after it; empty if the task does not have this metric."""
         return {batch: values[name] for batch, values in self.evaluations.items() if name in values}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"losses": dict(self.losses), "evaluations": dict(self.evaluations)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.losses, self.evaluations = dict(state["losses"]), dict(state["evaluations"])

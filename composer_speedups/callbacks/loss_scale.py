@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from composer.core import Callback, Precision, State
+from composer.core import Precision, State
 from composer.loggers import Logger
 
 from composer_speedups.callbacks.nonfinite import circumstances
+from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.errors import NonFiniteError
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.host_scalars import ScalarCopies
 
 __all__ = ["LossScaleMonitor"]
 
-LEAST_SCALE = 1e-4  # as fairseq's --min-loss-scale: with a smaller scale, gradients overflow at any scale
+MIN_SCALE = 1e-4  # as fairseq's --min-loss-scale: with a smaller scale, gradients overflow at any scale
 
 
-class LossScaleMonitor(Callback):
+class LossScaleMonitor(SavedCallback):
     """Counts the steps that the gradient scaler skips because gradients overflowed in fp16.
 
     It does nothing in other precisions. The scaler halves the scale at each skipped step and doubles it after 2,000
@@ -64,7 +65,7 @@ class LossScaleMonitor(Callback):
         self.skips += self.scale is not None and scale < self.scale
         self.scale = scale
         logger.log_metrics({f"numerics/{name}": value for name, value in self.summary().items()})
-        if scale < LEAST_SCALE:
+        if scale < MIN_SCALE:
             raise NonFiniteError(
                 f"loss scale: {scale:.3g} at {circumstances(state)}, after {self.skips} steps whose gradients "
                 "overflowed; they overflow at any scale: train in bf16 or fp32, or lower optimizer.lr"
@@ -73,9 +74,3 @@ class LossScaleMonitor(Callback):
     def summary(self) -> dict[str, float]:
         """The entry in the ``guards`` section of report.json; empty in precisions other than fp16."""
         return {} if self.scale is None else {"loss_scale": self.scale, "loss_scale_skips": self.skips}
-
-    def state_dict(self) -> dict[str, int]:
-        return {"skips": self.skips}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.skips = state["skips"]

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
-from composer.core import Callback, State
+from composer.core import State
 from composer.loggers import Logger
 
+from composer_speedups.callbacks.saved_callback import SavedCallback
 from composer_speedups.core.optimizer_evidence import state_tensors
 from composer_speedups.core.trainer_state import device_of, is_compiled, local_shard
 from composer_speedups.distributed.gradient_readers import reads_no_gradients
@@ -20,7 +21,7 @@ __all__ = ["MemoryAnatomy"]
 GIB = 2**30
 
 
-class MemoryAnatomy(Callback):
+class MemoryAnatomy(SavedCallback):
     """Logs this rank's peak training memory and its breakdown, in GiB.
 
     ``memory/peak_gib`` is the allocator's peak on a GPU, and the process's peak resident set since it started on a CPU.
@@ -106,11 +107,8 @@ class MemoryAnatomy(Callback):
         self._put("peak", max(_peak(device_of(state)), self._peak_before))
         logger.log_metrics({f"memory/{k}": v for k, v in self.parts.items()})
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"parts": dict(self.parts)}
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.parts = dict(state.get("parts", {}))
+        super().load_state_dict(state)
         self._peak_before = self.parts.get("peak_gib", 0.0) * GIB
 
     def _put(self, part: str, size: float) -> None:

@@ -9,9 +9,9 @@ from composer.core import State
 from torch import Tensor
 
 from composer_speedups.core.technique import techniques_of
-from composer_speedups.core.trainer_state import local_shard, max_over_ranks
+from composer_speedups.core.trainer_state import local_shard
 
-__all__ = ["any_rank", "circumstances", "nonfinite_gradients", "nonfinite_weights"]
+__all__ = ["circumstances", "nonfinite_gradients", "nonfinite_weights"]
 
 
 def nonfinite_weights(state: State) -> str | None:
@@ -34,11 +34,6 @@ def _format(what: str, named: Iterable[tuple[str, Tensor]]) -> str | None:
     finite = torch.stack(flags).tolist() if flags else []
     bad = [name.removeprefix("module.") for name, good in zip(names, finite, strict=True) if not good]
     return f"{len(bad)} of {len(names)} {what}, {bad[0]} first" if bad else None
-
-
-def any_rank(state: State, here: bool) -> bool:
-    """Whether ``here`` is True on any rank. Collective: every rank must call it."""
-    return bool(max_over_ranks(state.device, int(here)))
 
 
 def circumstances(state: State, *, ended: bool = True) -> str:

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from functools import partialmethod
 from typing import Any, ClassVar
 
 import torch
@@ -167,11 +168,15 @@ class ThroughputMonitor(Callback):
         self.clock.event(Event.FIT_START)
         self._graphs, self._capturing = counters["stats"]["unique_graphs"], capture_seconds()
 
-    def epoch_start(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.EPOCH_START)
+    def _clock(self, event: Event, state: State, logger: Logger) -> None:
+        self.clock.event(event)
 
-    def before_dataloader(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.BEFORE_DATALOADER)
+    epoch_start = partialmethod(_clock, Event.EPOCH_START)
+    before_dataloader = partialmethod(_clock, Event.BEFORE_DATALOADER)
+    batch_checkpoint = partialmethod(_clock, Event.BATCH_CHECKPOINT)
+    epoch_end = partialmethod(_clock, Event.EPOCH_END)
+    epoch_checkpoint = partialmethod(_clock, Event.EPOCH_CHECKPOINT)
+    iteration_end = partialmethod(_clock, Event.ITERATION_END)
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
         self.clock.event(Event.AFTER_DATALOADER)
@@ -188,18 +193,6 @@ class ThroughputMonitor(Callback):
         self.clock.event(Event.EVAL_AFTER_ALL)
         if self.batches:
             self.eval_marks.append(self.batches[-1].index)
-
-    def batch_checkpoint(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.BATCH_CHECKPOINT)
-
-    def epoch_end(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.EPOCH_END)
-
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.EPOCH_CHECKPOINT)
-
-    def iteration_end(self, state: State, logger: Logger) -> None:
-        self.clock.event(Event.ITERATION_END)
 
     def _is_steady(self) -> bool:
         """Whether the batch that is about to end belongs to the steady state."""

@@ -156,7 +156,7 @@ def failure_line(what: str, failed: str, error: BaseException) -> str:
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yield the error, then the chain of errors that it was raised from or while handling, up to the first."""
+    """The error, then the chain of errors that it was raised from or while handling, up to the first."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -190,7 +190,7 @@ def masked_command_line() -> Iterator[None]:
 
 def mask_urls(text: str) -> str:
     """Mask user, password and parameters such as ``token`` and ``sig`` in the URLs of a text."""
-    return _URL.sub(lambda found: _masked_url(found[0]), text)
+    return _URL.sub(lambda url: _masked_url(url[0]), text)
 
 
 def is_secret_name(name: str) -> bool:
@@ -220,7 +220,7 @@ def _masked_url(url: str) -> str:
     return f"{scheme}://{user}{at}{host}{mask_urls(_PARAMETER.sub(_masked_parameter, tail))}"
 
 
-def _masked_parameter(found: re.Match[str]) -> str:
-    name, value = unquote(found["name"]), found["value"]
+def _masked_parameter(match: re.Match[str]) -> str:
+    name, value = unquote(match["name"]), match["value"]
     secret = is_secret_name(name) or any(word in _SECRET_IN_URLS for word in _words(name))
-    return found[0] if not secret or not value or _INTERPOLATED.fullmatch(value) else f"{found['name']}={MASK}"
+    return match[0] if not secret or not value or _INTERPOLATED.fullmatch(value) else f"{match['name']}={MASK}"

@@ -1,57 +1,32 @@
-"""Find the run's optimizer, and observe its steps, the parameters that changed, and the state it created."""
+"""Observe an optimizer's steps, the parameters that changed, and the state it created."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.trainer_state import local_shard
-
-if TYPE_CHECKING:
-    from composer.core import State
 
 __all__ = [
     "StepWatch",
     "count_state_bits",
     "embedding_weights",
-    "only_optimizer",
     "plain_tensors",
     "state_bits",
     "state_bytes",
     "state_dtypes",
     "state_tensors",
-    "unquantised_reason",
 ]
 
 _SAMPLE = 64  # elements compared in each parameter
 # with a smaller rate, a step may be too small to change float32 weights, for example at the start of a warm-up
-_RATE = 1e-6
+_MIN_RATE = 1e-6
 _FIRST_MOMENTS = ("exp_avg", "state1")  # torch's and torchao's name, and bitsandbytes' name
-
-
-def only_optimizer(technique: str, state: State) -> Optimizer:
-    """The run's optimizer, for a technique that changes or replaces it.
-
-    Raises:
-        TechniqueError: There is none, which is what Composer makes of a model without parameters, there are several, or
-            none of its parameters is trainable, so it would never step.
-    """
-    if len(state.optimizers) != 1:
-        raise TechniqueError(
-            technique, f"there are {len(state.optimizers)} optimizers", "give the Trainer one, or remove the technique"
-        )
-    (optimizer,) = state.optimizers
-    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
-        raise TechniqueError(
-            technique, "the optimizer has no trainable parameter", "train at least one, or remove the technique"
-        )
-    return optimizer
 
 
 class StepWatch:
@@ -81,7 +56,7 @@ class StepWatch:
             handle.remove()
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
-        if self.moved is None and any(float(group["lr"]) >= _RATE for group in optimizer.param_groups):
+        if self.moved is None and any(float(group["lr"]) >= _MIN_RATE for group in optimizer.param_groups):
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             self._samples = {p: _sample(p).clone() for p in parameters}
 
@@ -99,7 +74,7 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of the state with its key; quantised tensors as the plain tensors that they consist of."""
+    """Every tensor of the state with its key; quantised tensors as the plain tensors that they consist of."""
     for state in optimizer.state.values():
         for key, value in state.items():
             if isinstance(value, Tensor):
@@ -107,7 +82,7 @@ def state_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 
 def plain_tensors(tensor: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors that a quantised or sharded tensor consists of, or a plain tensor itself."""
+    """The plain tensors that a quantised or sharded tensor consists of, or a plain tensor itself."""
     tensor = local_shard(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
@@ -123,11 +98,11 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 def state_dtypes(optimizer: Optimizer) -> dict[str, list[str]]:
     """The dtypes of the state under each key, without scalars such as step counts."""
-    found: dict[str, set[str]] = {}
+    dtypes: dict[str, set[str]] = {}
     for key, tensor in state_tensors(optimizer):
         if tensor.numel() > 1:
-            found.setdefault(key, set()).add(str(tensor.dtype).removeprefix("torch."))
-    return {key: sorted(dtypes) for key, dtypes in sorted(found.items())}
+            dtypes.setdefault(key, set()).add(str(tensor.dtype).removeprefix("torch."))
+    return {key: sorted(names) for key, names in sorted(dtypes.items())}
 
 
 def embedding_weights(model: nn.Module) -> list[nn.Parameter]:
@@ -171,19 +146,3 @@ def count_state_bits(optimizer: Optimizer, embeddings: Iterable[Tensor] = ()) ->
         "values_by_state_bits": dict(values),
         "embedding_state_bits": sorted({b for e in embeddings if (b := state_bits(optimizer, e)) is not None}),
     }
-
-
-def unquantised_reason(counts: dict[str, Any], bits: int, embedding_bits: int | None) -> str | None:
-    """Why :func:`count_state_bits` contradicts a ``bits``-bit optimizer; None if it does not.
-
-    Args:
-        counts: From :func:`count_state_bits`.
-        bits: Bits per value that some tensors must have.
-        embedding_bits: Bits that embeddings must have; None if it does not matter.
-    """
-    if str(bits) not in counts["tensors_by_state_bits"]:
-        return f"no parameter has {bits}-bit state"
-    others = [b for b in counts["embedding_state_bits"] if b != embedding_bits]
-    if embedding_bits is not None and others:
-        return f"embeddings have {others[0]}-bit state"
-    return None

@@ -70,6 +70,7 @@ class ParityCheckedTechnique(Technique):
         """Change the model as :meth:`engage` did. Raises ValueError if that is no longer possible."""
 
     def close(self) -> None:
+        super().close()
         state = self._state() if self._state is not None else None
         if state is not None and self.applied:
             self.withdraw(state)

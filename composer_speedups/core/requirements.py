@@ -27,6 +27,7 @@ __all__ = [
     "needs_package",
     "needs_triton",
     "require",
+    "unsuitable_device",
 ]
 
 
@@ -98,10 +99,20 @@ def needs_cuda(context: Context, what: str, capability: tuple[int, int] = (0, 0)
     return Requirement(have >= capability, f"{what} needs {wanted}, and {name} is {have[0]}.{have[1]}", fix)
 
 
+def unsuitable_device(device: torch.device, what: str, capability: tuple[int, int]) -> str | None:
+    """Why a model on ``device`` cannot compute ``what``, for a technique's function; None if it can."""
+    on_gpu = device.type == "cuda"
+    if (torch.cuda.get_device_capability(device) if on_gpu else (0, 0)) >= capability:
+        return None
+    place = torch.cuda.get_device_name(device) if on_gpu else f"the {device.type}"
+    wanted = ".".join(map(str, capability))
+    return f"{what} needs a CUDA GPU of compute capability {wanted} or newer, and the model is on {place}"
+
+
 def needs_package(module: str, requirement: str) -> Requirement:
     """Require an importable package."""
-    found = importlib.util.find_spec(module) is not None
-    return Requirement(found, f"the package {module!r} is not installed", f"pip install {requirement!r}")
+    installed = importlib.util.find_spec(module) is not None
+    return Requirement(installed, f"the package {module!r} is not installed", f"pip install {requirement!r}")
 
 
 def needs_triton() -> Iterator[Requirement]:

@@ -169,6 +169,7 @@ class Technique(Declared, Algorithm):
         self.peers: list[str] = []
         self._verified = self._resumed = self._postponed = False
         self._evidence_before: dict[str, Any] | None = None  # from the process that was interrupted
+        self.watching = ExitStack()  # hooks and recorders of the forward pass that is observed
         self._state: weakref.ref[State] | None = None  # of the Trainer that it belongs to
         self._logger: weakref.ref[Logger] | None = None
 
@@ -204,10 +205,13 @@ class Technique(Declared, Algorithm):
         """Called before the first forward pass, and before any technique handles its events."""
 
     def watch(self, state: State) -> None:
-        """Start observing a forward pass of the first trained batch. Called after ``before_forward``."""
+        """Start observing a forward pass of the first trained batch. Called after ``before_forward``.
+
+        Contexts that are entered in :attr:`watching` are left when the pass ends, also if it raises.
+        """
 
     def stop_watching(self, state: State) -> None:
-        """Stop observing it, after ``after_forward``. If the forward pass raises, only :meth:`close` is called."""
+        """Read what was observed. Called after ``after_forward``, but not if the forward pass raises."""
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Convert the trained model's state dict to that of the stock model. Called on rank 0.
@@ -219,6 +223,7 @@ class Technique(Declared, Algorithm):
 
     def close(self) -> None:
         """Restore everything that outlives the Trainer. Called when the Trainer closes, also after an exception."""
+        self.watching.close()
 
     @classmethod
     def exactness_with(cls, settings: Mapping[str, Any], device: str | None) -> Exactness:
@@ -301,6 +306,8 @@ class Technique(Declared, Algorithm):
             if hears:
                 getattr(self, event.value)(state)
         if first and self.engaged:
+            if event in (Event.BEFORE_FORWARD, Event.AFTER_FORWARD):
+                self.watching.close()  # before a pass, it is open if the last one raised
             if event == Event.BEFORE_FORWARD:
                 self.watch(state)
             elif event == Event.AFTER_FORWARD:

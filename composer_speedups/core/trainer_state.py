@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from composer.devices import Device
 
 __all__ = [
+    "any_rank",
     "autocast_dtype",
     "close_host_group",
     "compute_dtype",
@@ -136,7 +137,7 @@ def close_host_group() -> None:
 def _new_host_group(device: Device) -> Any:
     lacking = f"{world_size()} ranks can reduce only tensors on their GPUs"
     problem = _gloo_connection_problem()
-    if max_over_ranks(device, int(problem is not None)):
+    if any_rank(device, problem is not None):
         raise ValueError(f"{lacking}, since {problem or 'another rank cannot connect; see its message'}")
     whole = torch.distributed.distributed_c10d._get_default_group()
     # The same timeout as on the device, and at least Composer's.
@@ -176,6 +177,11 @@ def max_over_ranks(device: Device, number: int) -> int:
         largest = device.tensor_to_device(largest)
     torch.distributed.all_reduce(largest, torch.distributed.ReduceOp.MAX, group=host_group())
     return int(largest.item())
+
+
+def any_rank(device: Device, here: bool) -> bool:
+    """Whether ``here`` is true on any rank, so that all ranks continue in the same way. Collective."""
+    return bool(max_over_ranks(device, int(here)))
 
 
 def autocast_dtype(device_type: str, otherwise: torch.dtype) -> torch.dtype:

@@ -31,19 +31,14 @@ class AdamWTables:
         blocks: int32 (P, 2): each program's parameter, and its block of that parameter.
 
     Args:
-        parameters, averages, squares: Parameters and both moments, each a list of contiguous float32 tensors.
-        steps: Number of steps of each parameter, float32 ().
+        tensors: The parameters, their first moments and their second moments, each a list of contiguous float32
+            tensors, and the number of steps of each parameter, float32 ().
     """
 
-    def __init__(
-        self,
-        parameters: Sequence[Tensor],
-        averages: Sequence[Tensor],
-        squares: Sequence[Tensor],
-        steps: Sequence[Tensor],
-    ) -> None:
+    def __init__(self, *tensors: Sequence[Tensor]) -> None:
+        parameters = tensors[0]
         device = parameters[0].device
-        self._addresses = _addresses(parameters), _addresses(averages), _addresses(squares), _addresses(steps)
+        self._addresses = [_addresses(kind) for kind in tensors]
         self.tensors = torch.tensor(self._addresses, dtype=torch.int64, device=device)
         sizes = [parameter.numel() for parameter in parameters]
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
@@ -54,15 +49,9 @@ class AdamWTables:
         self._gradients: list[int] = []
         self.gradients = torch.empty(len(sizes), dtype=torch.int64, device=device)
 
-    def fits(
-        self,
-        parameters: Sequence[Tensor],
-        averages: Sequence[Tensor],
-        squares: Sequence[Tensor],
-        steps: Sequence[Tensor],
-    ) -> bool:
+    def fits(self, *tensors: Sequence[Tensor]) -> bool:
         """Whether these are the tensors at the addresses in the tables."""
-        return self._addresses == tuple(map(_addresses, (parameters, averages, squares, steps)))
+        return self._addresses == [_addresses(kind) for kind in tensors]
 
     def set_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Enter the addresses of a step's gradients, without synchronizing."""

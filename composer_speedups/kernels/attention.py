@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.dropout import mix_bits, query_bits, spread_bits, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
-from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["attention_backward", "attention_forward"]
 
@@ -104,19 +103,9 @@ def attention_backward(
     constants |= {"FLOAT8": operand is not None}
     written = (grad, partial, *(operand or (grad, seed)))
     _attention_query_gradients[(blocks, heads, rows)](
-        grad_out,
-        qkv,
-        out,
-        logs,
-        delta,
-        bits,
-        *written,
-        cu_seqlens,
-        seed,
-        *common,
-        **constants,
+        grad_out, qkv, out, logs, delta, bits, *written, cu_seqlens, seed, *common, **constants,
         **_options(_QUERIES, size),
-    )
+    )  # fmt: skip
     _attention_key_gradients[(blocks, heads, rows)](
         grad_out, qkv, logs, delta, bits, *written, cu_seqlens, *common, **constants, **_options(_KEYS, size)
     )
@@ -158,8 +147,7 @@ def _attention_forward(
         return
     queries = first + tl.arange(0, ROWS)
     units = tl.arange(0, SIZE)
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=queries[:, None] < length, other=0.0)
     most = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -230,8 +218,7 @@ def _attention_query_gradients(
         return
     queries = first + tl.arange(0, ROWS)
     valid = queries < length
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)

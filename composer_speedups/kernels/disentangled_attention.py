@@ -25,8 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
-from composer_speedups.kernels.norm import threshold_of
+from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
 
 __all__ = ["attend", "disentangled_backward", "disentangled_forward"]
 
@@ -93,10 +92,11 @@ def disentangled_backward(
     """Return the gradients of ``qkv``, (T, 3·A·D), and of ``positions``, float32 (P, 2·A·D).
 
     Args:
-        grad_out: Gradient of ``out``; contiguous.
+        grad_out: Gradient of ``out``.
         qkv, positions, entries, cu_seqlens, longest, dropout, seed: As in :func:`disentangled_forward`.
         out, logs: As returned by :func:`disentangled_forward`.
     """
+    grad_out = grad_out.contiguous()
     tokens, hidden = out.shape
     heads, rows = logs.shape[0], len(cu_seqlens) - 1
     size = hidden // heads
@@ -134,10 +134,7 @@ def attend(
     qkv: Tensor, positions: Tensor, entries: Tensor, cu_seqlens: Tensor, longest: int, heads: int, dropout: float
 ) -> Tensor:
     """Run :func:`disentangled_forward` as a custom operator with autograd, opaque to ``torch.compile``; (T, A·D)."""
-    if dropout:
-        seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=qkv.device)
-    else:
-        seed = torch.zeros(1, dtype=torch.int32, device=qkv.device)
+    (seed,) = draw_seeds(1, qkv.device, dropout=dropout > 0)
     out, _ = _operator(qkv, positions, entries, cu_seqlens, longest, heads, dropout, seed)
     return out  # type: ignore[no-any-return]
 
@@ -169,79 +166,31 @@ def _position_scores(
 
 
 # Explicit schemas: annotations are strings in this file, and not every release of torch infers schemas from strings.
-_LENGTHS = "Tensor cu_seqlens, SymInt longest"
-
-
-@torch.library.custom_op(
+_ROWS = "Tensor cu_seqlens, SymInt longest"
+_operator = torch.library.custom_op(
     "composer_speedups::disentangled_attention",
+    disentangled_forward,
     mutates_args=(),
-    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_LENGTHS}, int heads, float dropout, Tensor seed) "
+    schema=f"(Tensor qkv, Tensor positions, Tensor entries, {_ROWS}, int heads, float dropout, Tensor seed) "
     "-> (Tensor, Tensor)",
 )
-def _operator(
-    qkv: Tensor,
-    positions: Tensor,
-    entries: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    heads: int,
-    dropout: float,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return disentangled_forward(qkv, positions, entries, cu_seqlens, longest, heads, dropout, seed)
+_operator_backward = torch.library.custom_op(
+    "composer_speedups::disentangled_attention_backward",
+    disentangled_backward,
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor qkv, Tensor positions, Tensor entries, Tensor out, Tensor logs, "
+    f"{_ROWS}, float dropout, Tensor seed) -> (Tensor, Tensor)",
+)
 
 
 @_operator.register_fake
-def _(
-    qkv: Tensor,
-    positions: Tensor,
-    entries: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    heads: int,
-    dropout: float,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    tokens = qkv.shape[0]
-    return qkv.new_empty(tokens, qkv.shape[1] // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
-
-
-@torch.library.custom_op(
-    "composer_speedups::disentangled_attention_backward",
-    mutates_args=(),
-    schema="(Tensor grad_out, Tensor qkv, Tensor positions, Tensor entries, Tensor out, Tensor logs, "
-    f"{_LENGTHS}, float dropout, Tensor seed) -> (Tensor, Tensor)",
-)
-def _operator_backward(
-    grad_out: Tensor,
-    qkv: Tensor,
-    positions: Tensor,
-    entries: Tensor,
-    out: Tensor,
-    logs: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
-    return disentangled_backward(
-        grad_out.contiguous(), qkv, positions, entries, out, logs, cu_seqlens, longest, dropout, seed
-    )
+def _(qkv: Tensor, _p: Tensor, _e: Tensor, _c: Tensor, _l: int, heads: int, *_: Any) -> tuple[Tensor, Tensor]:
+    tokens, width = qkv.shape
+    return qkv.new_empty(tokens, width // 3), qkv.new_empty(heads, tokens, dtype=torch.float32)
 
 
 @_operator_backward.register_fake
-def _(
-    grad_out: Tensor,
-    qkv: Tensor,
-    positions: Tensor,
-    entries: Tensor,
-    out: Tensor,
-    logs: Tensor,
-    cu_seqlens: Tensor,
-    longest: int,
-    dropout: float,
-    seed: Tensor,
-) -> tuple[Tensor, Tensor]:
+def _(_g: Tensor, qkv: Tensor, positions: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(qkv), torch.empty_like(positions, dtype=torch.float32)
 
 
@@ -311,8 +260,7 @@ def _disentangled_forward(
     queries = first + local
     valid = queries < length
     units = tl.arange(0, SIZE)
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)
     by_query_ptr += (head * tokens + start + first).to(tl.int64) * WIDTH
@@ -368,8 +316,7 @@ def _query_gradients(
     queries = first + local
     units = tl.arange(0, SIZE)
     valid = queries < length
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    row_bits = hash_bits((start + queries).to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
+    row_bits = query_bits(seed_ptr, head, start, queries)
     at = (start + queries).to(tl.int64)[:, None] * (3 * HIDDEN) + head * SIZE + units[None, :]
     out_at = (start + queries).to(tl.int64)[:, None] * HIDDEN + head * SIZE + units[None, :]
     q = tl.load(qkv_ptr + at, mask=valid[:, None], other=0.0)

@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.dropout import draw_seeds, kept, load_seed, threshold_of
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.norm import kept, threshold_of
+from composer_speedups.kernels.norm import standardize
 
 __all__ = ["embed", "embed_backward", "embed_forward"]
 
@@ -61,9 +62,7 @@ class _Embed(FirstDerivative):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, positions: Tensor, types: Tensor, *rest: Any) -> Tensor:
         word, position, token_type, weight, bias, eps, dropout, dtype, no_gradient = rest
-        seed = torch.zeros(1, dtype=torch.int32, device=ids.device)
-        if dropout > 0:
-            seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=ids.device)
+        (seed,) = draw_seeds(1, ids.device, dropout=dropout > 0)
         tables = (word, position, token_type)
         out, statistics = embed_forward((ids, positions, types), tables, weight, bias, eps, dropout, dtype, seed)
         ctx.save_for_backward(ids, positions, types, *tables, weight, statistics, seed)
@@ -73,8 +72,8 @@ class _Embed(FirstDerivative):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         ids, positions, types, *tables, weight, statistics, seed = ctx.saved_tensors
-        found = embed_backward(grad, (ids, positions, types), tables, weight, statistics, seed, *ctx.settings)
-        wanted = [g.to(p.dtype) for g, p in zip(found, (*tables, weight, weight), strict=True)]
+        gradients = embed_backward(grad, (ids, positions, types), tables, weight, statistics, seed, *ctx.settings)
+        wanted = [g.to(p.dtype) for g, p in zip(gradients, (*tables, weight, weight), strict=True)]
         return None, None, None, *wanted, None, None, None, None
 
 
@@ -158,14 +157,12 @@ def _embedding_forward(
     position = tl.load(positions_ptr + row * positions_stride + at)
     kind = tl.load(types_ptr + row * types_stride + at)
     x = _gathered(word_ptr, position_ptr, type_ptr, word, position, kind, hidden, columns, valid)
-    mean = tl.sum(x, 0) / hidden
-    centred = tl.where(valid, x - mean, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    centred, mean, inverse = standardize(x, valid, hidden, eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     out = centred * inverse * weight + bias
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
         out = tl.where(kept(seed, slot, columns, threshold), out * scale, 0.0)
     tl.store(out_ptr + slot * hidden + columns, out.to(out_ptr.dtype.element_ty), mask=valid)
     tl.store(statistics_ptr + slot, mean)
@@ -185,7 +182,7 @@ def _embedding_backward(
     columns = tl.arange(0, BLOCK)
     valid = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+    seed = load_seed(seed_ptr)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     run = tl.zeros((BLOCK,), tl.float32)

@@ -32,12 +32,12 @@ def _once(backward: Callable[..., tuple[Any, ...]], refusal: str) -> Callable[..
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         with torch.no_grad():
-            found = backward(ctx, *gradients)
+            computed = backward(ctx, *gradients)
         if not torch.is_grad_enabled():  # autograd enables gradients in a backward pass for create_graph=True only
-            return found
+            return computed
         known = [gradient for gradient in gradients if isinstance(gradient, Tensor) and gradient.requires_grad]
         sources = [*known, *_leaves(ctx)]
-        return tuple(_Refusal.apply(refusal, each, *sources) if isinstance(each, Tensor) else each for each in found)
+        return tuple(_Refusal.apply(refusal, g, *sources) if isinstance(g, Tensor) else g for g in computed)
 
     return wrapped
 
@@ -47,7 +47,7 @@ def _leaves(node: Any) -> list[Tensor]:
 
     Saved tensors are no substitute: not all inputs are saved, and a checkpointed region unpacks them only once.
     """
-    found: dict[int, Tensor] = {}
+    leaves: dict[int, Tensor] = {}
     seen, waiting = set[Any](), [node]
     while waiting:
         for following, _ in waiting.pop().next_functions:
@@ -56,8 +56,8 @@ def _leaves(node: Any) -> list[Tensor]:
             seen.add(following)
             waiting.append(following)
             if (leaf := getattr(following, "variable", None)) is not None:  # it accumulates a leaf's gradient
-                found[id(leaf)] = leaf
-    return [*found.values()]
+                leaves[id(leaf)] = leaf
+    return [*leaves.values()]
 
 
 class _Refusal(torch.autograd.Function):

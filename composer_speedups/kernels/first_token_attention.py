@@ -16,9 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.dropout import draw_seeds, mix_bits, query_bits, spread_bits, threshold_of
 from composer_speedups.kernels.first_derivative import FirstDerivative
-from composer_speedups.kernels.norm import threshold_of
 
 __all__ = ["first_token_attention", "first_token_backward", "first_token_forward"]
 
@@ -52,9 +51,7 @@ class _FirstTokenAttention(FirstDerivative):
     def forward(
         ctx: Any, query: Tensor, key_value: Tensor, cu: Tensor, heads: int, dropout: float, window: int | None
     ) -> Tensor:
-        seed = torch.zeros(1, dtype=torch.int32, device=query.device)
-        if dropout > 0:
-            seed = torch.randint(-(2**31), 2**31 - 1, (1,), dtype=torch.int32, device=query.device)
+        (seed,) = draw_seeds(1, query.device, dropout=dropout > 0)
         out, logs = first_token_forward(query, key_value, cu, heads, dropout, seed, window)
         ctx.save_for_backward(query, key_value, out, logs, cu, seed)
         ctx.settings = dropout, window
@@ -64,8 +61,8 @@ class _FirstTokenAttention(FirstDerivative):
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         query, key_value, out, logs, cu, seed = ctx.saved_tensors
         dropout, window = ctx.settings
-        found = first_token_backward(grad.contiguous(), query, key_value, out, logs, cu, dropout, seed, window)
-        return *found, None, None, None, None
+        gradients = first_token_backward(grad.contiguous(), query, key_value, out, logs, cu, dropout, seed, window)
+        return *gradients, None, None, None, None
 
 
 def first_token_forward(
@@ -125,12 +122,6 @@ def first_token_backward(
     return grad_query, grad_key_value
 
 
-@triton.jit
-def _row_bits(row, head, seed_ptr):
-    seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
-    return hash_bits(row.to(tl.uint32) ^ hash_bits(seed + head.to(tl.uint32)))
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _first_token_forward(
     query_ptr, key_value_ptr, cu_seqlens_ptr, out_ptr, logs_ptr, seed_ptr, rows, scale, threshold, kept_scale,
@@ -144,7 +135,7 @@ def _first_token_forward(
     units = tl.arange(0, SIZE)
     at = row * HIDDEN + head * SIZE + units
     q = tl.load(query_ptr + at).to(tl.float32)
-    row_bits = _row_bits(row, head, seed_ptr)
+    row_bits = query_bits(seed_ptr, head, row, 0)
     maximum = float("-inf")
     total = 0.0
     out = tl.zeros((SIZE,), tl.float32)
@@ -189,7 +180,7 @@ def _first_token_backward(
     grad_out = tl.load(grad_out_ptr + at, mask=query_mask, other=0.0).to(tl.float32)
     delta = tl.sum(grad_out * tl.load(out_ptr + at, mask=query_mask, other=0.0).to(tl.float32), 0)
     log = tl.load(logs_ptr + head * rows + row, mask=has_query, other=0.0)
-    row_bits = _row_bits(row, head, seed_ptr)
+    row_bits = query_bits(seed_ptr, head, row, 0)
     grad_query = tl.zeros((SIZE,), tl.float32)
     for begin in range(0, length, COLUMNS):
         keys = begin + tl.arange(0, COLUMNS)

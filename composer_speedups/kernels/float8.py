@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.sums import multiprocessors
+
 __all__ = [
     "ACTIVATION",
     "GRADIENT",
@@ -119,7 +121,7 @@ def settle(operand: Float8, x: Tensor) -> Float8:
     """
     programs = triton.cdiv(x.numel(), _BLOCK)
     if x.is_cuda:
-        programs = min(programs, 2 * torch.cuda.get_device_properties(x.device).multi_processor_count)
+        programs = min(programs, 2 * multiprocessors(x))
     _settle[(programs,)](
         x, operand.values, operand.scales, x.numel(), *targets_of(operand.values.dtype), BLOCK=_BLOCK // 4, num_warps=4
     )
@@ -270,24 +272,24 @@ def _cast_weights(
     AGAIN: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     squares = tl.cdiv(hidden, TILE)
-    each, wide = squares * squares, squares * tl.cdiv(inner, TILE)
+    square, wide = squares * squares, squares * tl.cdiv(inner, TILE)
     tile = tl.program_id(0)
-    if tile < each:
+    if tile < square:
         _cast_tile(query_ptr, qkv8_ptr, qkv_scales_ptr, tile, hidden, hidden, 0, most, target, least, AGAIN, TILE)
-    elif tile < 2 * each:
-        tile -= each
+    elif tile < 2 * square:
+        tile -= square
         _cast_tile(key_ptr, qkv8_ptr, qkv_scales_ptr, tile, hidden, hidden, 1, most, target, least, AGAIN, TILE)
-    elif tile < 3 * each:
-        tile -= 2 * each
+    elif tile < 3 * square:
+        tile -= 2 * square
         _cast_tile(value_ptr, qkv8_ptr, qkv_scales_ptr, tile, hidden, hidden, 2, most, target, least, AGAIN, TILE)
-    elif tile < 4 * each:
-        tile -= 3 * each
+    elif tile < 4 * square:
+        tile -= 3 * square
         _cast_tile(out_ptr, out8_ptr, out_scales_ptr, tile, hidden, hidden, 0, most, target, least, AGAIN, TILE)
-    elif tile < 4 * each + wide:
-        tile -= 4 * each
+    elif tile < 4 * square + wide:
+        tile -= 4 * square
         _cast_tile(up_ptr, up8_ptr, up_scales_ptr, tile, inner, hidden, 0, most, target, least, AGAIN, TILE)
     else:
-        tile -= 4 * each + wide
+        tile -= 4 * square + wide
         _cast_tile(down_ptr, down8_ptr, down_scales_ptr, tile, hidden, inner, 0, most, target, least, AGAIN, TILE)
 
 

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
 from composer_speedups.kernels.gelu import normal_distribution
-from composer_speedups.kernels.norm import kept, threshold_of
 
 __all__ = ["geglu_backward", "geglu_forward"]
 
@@ -62,7 +62,7 @@ def _geglu_forward(x_ptr, out_ptr, seed_ptr, inner, threshold, scale, DROPOUT: t
     gate = tl.load(x_ptr + at + inner, mask=valid, other=0.0).to(tl.float32)
     out = x * normal_distribution(x, tl.exp2(-0.7213475204444817 * x * x)) * gate
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
         out = tl.where(kept(seed, row, columns, threshold), out * scale, 0.0)
     tl.store(out_ptr + row.to(tl.int64) * inner + columns, out.to(out_ptr.dtype.element_ty), mask=valid)
 
@@ -84,7 +84,7 @@ def _geglu_backward(
     activated = x * below
     result = activated * gate
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
         keep = kept(seed, row, columns, threshold)
         grad = tl.where(keep, grad * scale, 0.0)
         result = tl.where(keep, result * scale, 0.0)

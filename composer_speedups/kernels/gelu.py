@@ -22,6 +22,7 @@ from composer_speedups.kernels.float8 import (
     settled_scale,
     targets_of,
 )
+from composer_speedups.kernels.sums import multiprocessors, strips_and_groups
 
 __all__ = ["gelu_backward", "gelu_float8", "gelu_forward"]
 
@@ -47,9 +48,7 @@ def gelu_float8(x_TF: Tensor, scales: Tensor) -> Float8:
     ``scales`` is the operand's row of :func:`~.float8.new_scales`.
     """
     operand = Float8.like(x_TF, ACTIVATION, scales)
-    programs = 4
-    if x_TF.is_cuda:
-        programs = 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count
+    programs = 8 * multiprocessors(x_TF) if x_TF.is_cuda else 4
     for again in (False, True):
         _gelu_float8[(programs,)](
             x_TF, operand.values, scales, x_TF.numel(), *targets_of(ACTIVATION), AGAIN=again, **_FORWARD_FLOAT8
@@ -71,9 +70,7 @@ def gelu_backward(grad_TF: Tensor, x_TF: Tensor, operand: Float8 | None = None) 
     """
     tokens, features = x_TF.shape
     result = torch.empty_like(x_TF)
-    strips, groups = triton.cdiv(features, _BACKWARD["COLUMNS"]), 3
-    if x_TF.is_cuda:
-        groups = max(1, 8 * torch.cuda.get_device_properties(x_TF.device).multi_processor_count // strips)
+    strips, groups = strips_and_groups(x_TF, _BACKWARD["COLUMNS"])
     partial = torch.empty(groups, features, device=x_TF.device, dtype=torch.float32)
     _gelu_backward[(strips, groups)](
         grad_TF, x_TF, result, *(operand or (x_TF, x_TF)), partial, tokens, features, FLOAT8=operand is not None,

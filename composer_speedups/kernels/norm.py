@@ -10,14 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.dropout_bits import hash_bits, mix_bits, spread_bits
+from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
 from composer_speedups.kernels.float8 import Float8, note_magnitude, scale_of, settle
+from composer_speedups.kernels.sums import multiprocessors
 
-__all__ = ["add_norm_backward", "add_norm_forward", "kept", "threshold_of"]
+__all__ = ["add_norm_backward", "add_norm_forward"]
 
-# Rows in registers per program of the backward kernel, and warps per multiprocessor. More rows would reduce the number
-# of warps, and a single warp does not have enough registers for its sums over tokens.
-_BACKWARD = {"ROWS": 2, "warps": 16}
+# Rows in registers per program of the backward kernels, and their warps per multiprocessor. More rows would reduce the
+# number of warps, and a single warp does not have enough registers for its sums over tokens.
+BACKWARD_ROWS = 2
+_BACKWARD_WARPS = 16
 
 
 def add_norm_forward(
@@ -92,7 +94,7 @@ def add_norm_backward(
     again = None if bias_H is None else torch.empty_like(grad_TH)
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(8, block // 256))
-    programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
+    programs = backward_programs(grad_TH, warps)
     partial = torch.empty(programs, 3, hidden, device=grad_TH.device, dtype=torch.float32)
     _layernorm_backward[(programs,)](
         grad_TH, summed_TH, statistics, weight_H, weight_H if bias_H is None else bias_H,
@@ -100,30 +102,26 @@ def add_norm_backward(
         grad_TH if more_TH is None else more_TH, *(operand or (grad_x, seed)),
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
         DROPOUT=dropout > 0, AGAIN=again is not None, MORE=more_TH is not None, FLOAT8=operand is not None,
-        ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        ROWS=BACKWARD_ROWS, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     if operand is not None:
         settle(operand, grad_x)
     return grad_residual, grad_x, partial, again
 
 
-def threshold_of(dropout: float) -> int:
-    """Return the threshold below which a 32-bit random number means dropped."""
-    return min(round(dropout * 2**32), 2**32 - 1)
-
-
-def _programs(x: Tensor, warps: int) -> int:
-    """Return how many programs the device runs at a time; each writes one row of partial sums."""
-    if not x.is_cuda:
-        return 4
-    return _BACKWARD["warps"] // warps * torch.cuda.get_device_properties(x.device).multi_processor_count
+def backward_programs(grad_TH: Tensor, warps: int) -> int:
+    """Return how many programs of ``warps`` warps compute a gradient, each of which writes one row of partial sums: as
+    many as the device runs at a time, if there are enough tokens."""
+    at_a_time = multiprocessors(grad_TH) * (_BACKWARD_WARPS // warps) if grad_TH.is_cuda else 4
+    return min(triton.cdiv(len(grad_TH), BACKWARD_ROWS), at_a_time)
 
 
 @triton.jit
-def kept(seed, row, columns, threshold):
-    """Return whether dropout keeps each number of a row, or of rows (n, 1) at columns (1, m)."""
-    rows = hash_bits((row + tl.zeros((1,), tl.int32)).to(tl.uint32) ^ seed)
-    return mix_bits(rows, spread_bits(columns)) >= threshold
+def standardize(x, valid, hidden, eps):
+    """Return a row minus its mean (0 where it is not valid), the mean, and the inverse standard deviation."""
+    mean = tl.sum(x, 0) / hidden
+    centred = tl.where(valid, x - mean, 0.0)
+    return centred, mean, 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
 
 
 @triton.jit
@@ -138,15 +136,13 @@ def _layernorm_forward(
     at = columns.to(tl.int64) + row * hidden
     x = tl.load(x_ptr + at, mask=valid, other=0.0).to(tl.float32)
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
         x = tl.where(kept(seed, row, columns, threshold), x * scale, 0.0)
     x += tl.load(residual_ptr + at, mask=valid, other=0.0).to(tl.float32)
     x = x.to(x_ptr.dtype.element_ty)  # rounded, as the backward pass reads it
     tl.store(x_ptr + at, x, mask=valid)
     x = x.to(tl.float32)
-    mean = tl.sum(x, 0) / hidden
-    centred = tl.where(valid, x - mean, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    centred, mean, inverse = standardize(x, valid, hidden, eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     bias = tl.load(bias_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     out = (centred * inverse * weight + bias).to(out_ptr.dtype.element_ty)
@@ -174,7 +170,7 @@ def _layernorm_backward(
     if AGAIN:
         bias = tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     sum_bias = tl.zeros((BLOCK,), tl.float32)
     sum_x = tl.zeros((BLOCK,), tl.float32)

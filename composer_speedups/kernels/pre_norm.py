@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from composer_speedups.kernels.norm import _BACKWARD, _programs, kept, threshold_of
+from composer_speedups.kernels.dropout import kept, load_seed, threshold_of
+from composer_speedups.kernels.norm import BACKWARD_ROWS, backward_programs, standardize
 
 __all__ = ["pre_norm_backward", "pre_norm_forward"]
 
@@ -83,13 +84,13 @@ def pre_norm_backward(
     grad_sublayer = torch.empty_like(grad_TH) if sublayer else None
     block = triton.next_power_of_2(hidden)
     warps = max(1, min(8, block // 256))
-    programs = min(triton.cdiv(tokens, _BACKWARD["ROWS"]), _programs(grad_TH, warps))
+    programs = backward_programs(grad_TH, warps)
     partial = torch.empty(programs, hidden, device=grad_TH.device, dtype=torch.float32)
     _pre_norm_backward[(programs,)](
         grad_TH, grad_summed_TH, summed_TH, statistics, weight_H,
         grad_residual, again if grad_sublayer is None else grad_sublayer, again, partial, seed,
         tokens, hidden, threshold_of(dropout), 1 / (1 - dropout),
-        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=_BACKWARD["ROWS"], BLOCK=block, num_warps=warps,
+        SUBLAYER=sublayer, DROPOUT=dropout > 0, ROWS=BACKWARD_ROWS, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return grad_residual, grad_sublayer, partial.sum(0), again
 
@@ -108,13 +109,11 @@ def _pre_norm_forward(
     if SUBLAYER:
         sublayer = tl.load(sublayer_ptr + at, mask=valid, other=0.0).to(tl.float32)
         if DROPOUT:
-            seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+            seed = load_seed(seed_ptr)
             sublayer = tl.where(kept(seed, row, columns, threshold), sublayer * scale, 0.0)
         summed += sublayer
         tl.store(summed_ptr + at, summed, mask=valid)
-    mean = tl.sum(summed, 0) / hidden
-    centred = tl.where(valid, summed - mean, 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(centred * centred, 0) / hidden + eps)
+    centred, mean, inverse = standardize(summed, valid, hidden, eps)
     weight = tl.load(weight_ptr + columns, mask=valid, other=0.0).to(tl.float32)
     tl.store(out_ptr + at, (centred * inverse * weight).to(out_ptr.dtype.element_ty), mask=valid)
     tl.store(statistics_ptr + row, mean)
@@ -133,7 +132,7 @@ def _pre_norm_backward(
     inside = columns < hidden
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if DROPOUT:
-        seed = tl.load(seed_ptr).to(tl.uint32, bitcast=True)
+        seed = load_seed(seed_ptr)
     sum_weight = tl.zeros((BLOCK,), tl.float32)
     for first in range(program * ROWS, tokens, tl.num_programs(0) * ROWS):
         rows = first + tl.arange(0, ROWS)

@@ -21,12 +21,22 @@ _TOTALS = {"ROWS": 128, "COLUMNS": 32, "num_warps": 4}
 _MAX_TENSORS = 4  # summed by one launch of _totals
 
 
+def multiprocessors(x: Tensor) -> int:
+    """Return the number of multiprocessors of a tensor's GPU."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def strips_and_groups(x_TC: Tensor, width: int) -> tuple[int, int]:
+    """Return the grid of a kernel that sums over tokens: strips of ``width`` columns, and groups of tokens per strip,
+    each of which writes one row of partial sums."""
+    strips = triton.cdiv(x_TC.shape[1], width)
+    return strips, max(1, 8 * multiprocessors(x_TC) // strips) if x_TC.is_cuda else 3
+
+
 def partial_sums(x_TC: Tensor) -> Tensor:
     """Return partial sums over the tokens of a contiguous tensor, float32 (P, C)."""
     tokens, columns = x_TC.shape
-    strips, groups = triton.cdiv(columns, _SUMS["COLUMNS"]), 3
-    if x_TC.is_cuda:
-        groups = max(1, 8 * torch.cuda.get_device_properties(x_TC.device).multi_processor_count // strips)
+    strips, groups = strips_and_groups(x_TC, _SUMS["COLUMNS"])
     partial = torch.empty(groups, columns, device=x_TC.device, dtype=torch.float32)
     _column_sums[(strips, groups)](x_TC, partial, tokens, columns, **_SUMS)
     return partial

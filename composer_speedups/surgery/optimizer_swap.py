@@ -13,6 +13,8 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR
 
+from composer_speedups.surgery.optimizer_hooks import closure_with_gradients
+
 __all__ = [
     "LABEL",
     "UnfitOptimizerError",
@@ -69,7 +71,7 @@ def swap_optimizer(old: Optimizer, label: str, factory: Factory) -> Optimizer:
         known = {*_CARRIED, *_IMPLEMENTATION, *_OTHER_MATHS}
         ours.update({key: value for key, value in theirs.items() if key not in known})
         ours[LABEL] = label
-    new.register_step_pre_hook(_closure_with_gradients)
+    new.register_step_pre_hook(closure_with_gradients)
     new.register_load_state_dict_pre_hook(lambda _, state: _check_groups(state["param_groups"], label))
     return new
 
@@ -170,20 +172,10 @@ def _carried(group: dict[str, Any], old: Optimizer) -> dict[str, Any]:
     return carried
 
 
-def _closure_with_gradients(_optimizer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Run a closure with gradients enabled. Composer's closure runs forward and backward, and some optimizers call it
-    under ``no_grad``."""
-    if callable(kwargs.get("closure")):
-        kwargs = {**kwargs, "closure": torch.enable_grad()(kwargs["closure"])}
-    elif len(args) > 1 and callable(args[1]):
-        args = (args[0], torch.enable_grad()(args[1]), *args[2:])
-    return args, kwargs
-
-
 def _check_groups(groups: Groups, label: str) -> None:
-    found = {group.get(LABEL) or "another optimizer" for group in groups if group["params"]}
-    if found - {label}:
+    labels = {group.get(LABEL) or "another optimizer" for group in groups if group["params"]}
+    if labels - {label}:
         raise UnfitOptimizerError(
-            f"the loaded state belongs to {', '.join(sorted(found))}, and this optimizer is {label}",
+            f"the loaded state belongs to {', '.join(sorted(labels))}, and this optimizer is {label}",
             "load a state written by the same one, or the model's weights only",
         )

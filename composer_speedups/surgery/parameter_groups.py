@@ -38,16 +38,16 @@ def replace_parameters(
     optimizers = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers)
     groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
     held = {p for _, group in groups for p in group["params"]}
-    heirs = {old: [new for new in news if new not in held] for old, news in replacements.items()}
-    homeless = [new for old, news in heirs.items() if old not in held for new in news]
+    successors = {old: [new for new in news if new not in held] for old, news in replacements.items()}
+    untrained = [new for old, news in successors.items() if old not in held for new in news]
     for index, (optimizer, group) in enumerate(groups):
         olds = list(group["params"])
-        group["params"][:] = [new for old in olds for new in heirs.get(old, [old])]
+        group["params"][:] = [new for old in olds for new in successors.get(old, [old])]
         if index == 0 and for_untrained == "first group":
-            group["params"] += homeless
+            group["params"] += untrained
         if "param_names" in group:  # torch records names if the optimizer was built from named parameters
             known = {**names, **dict(zip(olds, group["param_names"], strict=True))}
             group["param_names"] = [known[p] for p in group["params"]]
         for old in olds:
-            if old in heirs and (state := optimizer.state.pop(old, None)) and len(heirs[old]) == 1:
-                optimizer.state[heirs[old][0]] = state
+            if old in successors and (state := optimizer.state.pop(old, None)) and len(successors[old]) == 1:
+                optimizer.state[successors[old][0]] = state

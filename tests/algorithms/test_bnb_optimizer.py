@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertForSequenceClassification
 
 from composer_speedups import BnbOptimizer, apply_bnb_optimizer
-from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
+from composer_speedups.algorithms.bnb_optimizer.functional import page_again, paged_tensors
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
 from composer_speedups.core.optimizer_evidence import state_bits
 from composer_speedups.core.requirements import Context

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from composer_speedups.algorithms.cuda_graphs import capture
+from composer_speedups.algorithms.cuda_graphs.capture import SharedGradients
 from composer_speedups.algorithms.cuda_graphs.functional import blocks_to_cut, cut_points
-from composer_speedups.algorithms.cuda_graphs.parameters import ParameterPlaceholders, SharedGradients
+from composer_speedups.algorithms.cuda_graphs.graphed_calls import ParameterPlaceholders
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
 from tests.helpers.rerun import Rerun, graphed
 from tests.reference.loop import gradients

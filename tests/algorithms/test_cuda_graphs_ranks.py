@@ -16,8 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from composer_speedups import CUDAGraphs, apply_cuda_graphs
+from composer_speedups.algorithms.cuda_graphs.capture import CUDARecorder
 from composer_speedups.algorithms.cuda_graphs.graphed_calls import GraphedCalls
-from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder
 from composer_speedups.distributed.ddp import ddp_of
 from tests.helpers.common import batch, tiny_bert
 from tests.helpers.ranks import on_ranks

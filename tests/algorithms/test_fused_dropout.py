@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from composer_speedups import apply_fused_layers, apply_unpadding
-from composer_speedups.algorithms.fused_layers.layer import dropout_seeds
 from composer_speedups.algorithms.fused_layers.modules import FusedEmbeddings, FusedLayer, plain_layer
 from composer_speedups.families.family import DropoutRates
+from composer_speedups.kernels.dropout import draw_seeds
 from tests.helpers.common import batch
 from tests.helpers.models import FAMILIES, tiny_model
 from tests.reference.masked_layer import (
@@ -58,10 +58,10 @@ def set_dropout(site: str, layer: Any, rate: float) -> None:
 def test_every_site_of_every_layer_draws_its_own_seed() -> None:
     """A constant seed would drop the same elements in every layer and step."""
     device = torch.device("cpu")
-    drawn = [int(seed) for _ in range(4) for seed in dropout_seeds(DropoutRates(0.1, 0.0, 0.0), device)]
+    drawn = [int(seed) for _ in range(4) for seed in draw_seeds(3, device, dropout=True)]
     assert len(set(drawn)) == 12
     state = torch.get_rng_state()
-    assert [int(seed) for seed in dropout_seeds(DropoutRates(0.0, 0.0, 0.0), device)] == [0, 0, 0]
+    assert [int(seed) for seed in draw_seeds(3, device, dropout=False)] == [0, 0, 0]
     torch.testing.assert_close(torch.get_rng_state(), state, rtol=0, atol=0)
 
 

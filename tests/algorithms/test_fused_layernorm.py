@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from composer_speedups import FastLayerNorm, MixedPrecision, TorchCompile
-from composer_speedups.algorithms.fast_layernorm import functional, outputs
+from composer_speedups.algorithms.fast_layernorm import fast_layernorm, functional
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS, ApexLayerNorm, TritonLayerNorm
 from composer_speedups.core.errors import NotEngagedError
 from composer_speedups.packing.derived_classes import swap_class
@@ -185,11 +185,11 @@ def test_kernels_in_compiled_graphs_are_found_in_dynamos_table(monkeypatch: pyte
     def _layer_norm_forward_kernel() -> None: ...
 
     monkeypatch.setattr(kernel_side_table, "id_to_kernel", {})
-    assert not outputs.in_compiled_graphs()
+    assert not fast_layernorm.in_compiled_graphs()
     kernel_side_table.id_to_kernel[0] = _layer_norm_forward_kernel
-    assert not outputs.in_compiled_graphs(), "a kernel of another library"
+    assert not fast_layernorm.in_compiled_graphs(), "a kernel of another library"
     _layer_norm_forward_kernel.__module__ = "liger_kernel.ops.layer_norm"
-    assert outputs.in_compiled_graphs()
+    assert fast_layernorm.in_compiled_graphs()
 
 
 @pytest.mark.gpu

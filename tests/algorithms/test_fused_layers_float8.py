@@ -49,7 +49,7 @@ def unpadded(model: Any) -> Any:
 
 
 def test_widths_that_are_not_multiples_of_16_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(functional, "_FLOAT8", (0, 0))
+    monkeypatch.setattr(functional, "_FLOAT8_CAPABILITY", (0, 0))
     model = type(tiny_bert())(tiny_config().from_dict({**tiny_config().to_dict(), "intermediate_size": 72}))
     with pytest.raises(ValueError, match="multiples of 16, and the layers have 32 and 72 units"):
         in_float8(model)

@@ -16,8 +16,7 @@ from transformers import (
 )
 
 from composer_speedups import apply_sparse_upcycling, load_balancing_loss
-from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss
-from composer_speedups.algorithms.sparse_upcycling.loss import sparse_layers
+from composer_speedups.algorithms.sparse_upcycling.experts import SparseFeedForward, balance_loss, sparse_layers
 from tests.helpers.common import awkward_batches, batch, tiny_bert
 from tests.reference.loop import eval_logits
 from tests.reference.tolerance import assert_near

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from composer_speedups import SparseUpcycling, apply_sparse_upcycling, load_balancing_loss, load_sparse_upcycling
-from composer_speedups.algorithms.sparse_upcycling.loss import sparse_layers
+from composer_speedups.algorithms.sparse_upcycling.experts import sparse_layers
 from composer_speedups.core.errors import ConfigError, TechniqueError
 from composer_speedups.families.flops import batch_lengths, training_flops
 from composer_speedups.tasks.classification import Classification

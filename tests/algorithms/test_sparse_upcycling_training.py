@@ -21,7 +21,8 @@ from composer_speedups import (
     load_balancing_loss,
 )
 from composer_speedups.algorithms.float8_linear.modules import RowPaddedFloat8Linear
-from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, sparse_layers
+from composer_speedups.algorithms.sparse_upcycling.experts import sparse_layers
+from composer_speedups.algorithms.sparse_upcycling.sparse_upcycling import add_to_loss
 from composer_speedups.core.errors import NotEngagedError
 from tests.algorithms.test_sparse_upcycling import upcycled
 from tests.helpers.common import (

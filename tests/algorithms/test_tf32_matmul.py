@@ -10,8 +10,8 @@ from composer.core import Event
 from torch.utils.data import DataLoader
 
 from composer_speedups import TF32Matmul, apply_tf32_matmul
+from composer_speedups.algorithms.tf32_matmul.tf32_matmul import matmul_error
 from composer_speedups.core.errors import NotEngagedError, TechniqueError
-from composer_speedups.core.operator_recorder import matmul_error
 from tests.helpers.common import make_trainer, plain_batches
 
 

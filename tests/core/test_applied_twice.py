@@ -106,7 +106,7 @@ def test_the_same_settings_change_nothing(name: str) -> None:
 @pytest.mark.pins
 def test_different_settings_are_refused_by_name(name: str, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("composer_speedups.algorithms.fast_layernorm.functional.requirements_of", lambda *_: ())
-    monkeypatch.setattr("composer_speedups.algorithms.float8_linear.functional._check_device", lambda *_: None)
+    monkeypatch.setattr("composer_speedups.algorithms.float8_linear.functional.unsuitable_device", lambda *_: None)
     applied, value = Applied(name), REFUSED[name][1][setting]
     types = [type(m) for m in applied.model.modules()]
     with pytest.raises(ValueError, match=f"{setting}=") as error:

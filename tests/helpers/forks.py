@@ -157,11 +157,11 @@ if __name__ == "__main__":
     from composer_speedups.train.startup import prefetch_cpu_model
     from tests.helpers.common import tiny_bert
     from tests.helpers.forks import _serve as serve  # under its own name, as what comes in refers to it
-    from tests.helpers.isa import take_the_processors_word
+    from tests.helpers.isa import skip_isa_probe
 
     import_all()
     prefetch_cpu_model().join()  # a process that each child would start
-    take_the_processors_word()
+    skip_isa_probe()
     huggingface._is_registered_causal_lm(tiny_bert())  # imports all of them, as each child with such a model would
     # Nothing that is printed meanwhile may get among the replies.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-__all__ = ["take_the_processors_word"]
+__all__ = ["skip_isa_probe"]
 
 
-def take_the_processors_word() -> None:
+def skip_isa_probe() -> None:
     """No trial of the instruction sets that the processor names, and none of its tiles (AMX).
 
     Each process that compiles would try them all: by a program that is compiled for each, and another Python that

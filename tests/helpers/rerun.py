@@ -21,7 +21,7 @@ def graphed(model: Any, max_graphs: int = 2, segments: int = 1, recorder: Any = 
 
 
 class Rerun:
-    """A recorder as :class:`~composer_speedups.algorithms.cuda_graphs.recorders.CUDARecorder` is."""
+    """A recorder as :class:`~composer_speedups.algorithms.cuda_graphs.capture.CUDARecorder` is."""
 
     def __init__(self, pool: Any = None) -> None:
         self.pool = pool

@@ -29,7 +29,7 @@ def test_kernel_modules_import_only_torch_triton_and_kernels(module: str) -> Non
 def test_the_package_docstring_names_every_public_function() -> None:
     for path in FOLDER.glob("*.py"):
         module = ast.parse(path.read_text())
-        if path.stem in ("__init__", "dropout_bits"):
+        if path.stem in ("__init__", "dropout"):
             continue
         public = next(
             ast.literal_eval(n.value)
@@ -37,5 +37,11 @@ def test_the_package_docstring_names_every_public_function() -> None:
             if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "__all__"
         )
         plain = [n.name for n in module.body if isinstance(n, ast.FunctionDef) and not n.decorator_list]
-        for name in set(public) & set(plain) - {"threshold_of", "targets_of", "launches"}:
+        for name in set(public) & set(plain) - {
+            "targets_of",
+            "launches",
+            "backward_programs",
+            "multiprocessors",
+            "strips_and_groups",
+        }:
             assert name in str(kernels.__doc__), f"{path.stem}.{name}"

@@ -10,13 +10,11 @@ from composer.core import State
 from pydantic import Field
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import page_again, paged_tensors
-from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer
+from composer_speedups.algorithms.bnb_optimizer.functional import apply_bnb_optimizer, page_again, paged_tensors
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     folded_weights,
     stable_embeddings,
 )
-from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, unquantised_reason
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_package
 from composer_speedups.core.technique import Exactness, Variant
@@ -77,17 +75,12 @@ class BnbOptimizer(OptimizerSwapTechnique):
 
     def after_load(self, state: State) -> None:
         super().after_load(state)
-        if self.paged and self._new is not None:
+        if self.paged:
             page_again(self._new)
 
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
-        evidence = count_state_bits(optimizer, embedding_weights(state.model))
         embedding_bits = 32 if self.embeddings_32bit else None
-        reason = unquantised_reason(evidence, self.bits, embedding_bits)
-        if reason is not None:
-            raise self.not_engaged(
-                reason, f"lower min_8bit_size ({self.min_8bit_size} now), or remove it: the model is too small for it"
-            )
+        evidence = self.quantised_state(optimizer, state.model, self.bits, embedding_bits, "min_8bit_size")
         if self.paged:
             evidence["paged_tensors"] = len(paged_tensors(optimizer))
             if not evidence["paged_tensors"]:

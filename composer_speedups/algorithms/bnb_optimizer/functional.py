@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from composer_speedups.algorithms.bnb_optimizer.bnb_adamw import bnb_adamw
 from composer_speedups.algorithms.bnb_optimizer.stable_embedding import (
     apply_stable_embedding,
 )
@@ -15,6 +15,9 @@ from composer_speedups.core.optimizer_evidence import embedding_weights
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError, label_of, swap_optimizer
 
 __all__ = ["apply_bnb_optimizer"]
+
+_MOMENTS = ("state1", "state2")
+_MIN_PAGED = 100_000  # number of values; bitsandbytes keeps smaller tensors in GPU memory
 
 
 def apply_bnb_optimizer(
@@ -61,7 +64,7 @@ def apply_bnb_optimizer(
     norms = {p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()}
     full_precision = embedding_weights(model) if embeddings_32bit else []
     settings = {"optim_bits": bits, "min_8bit_size": min_8bit_size, "is_paged": paged}
-    new = swap_optimizer(optimizer, label, lambda groups: bnb_adamw(groups, full_precision, **settings))
+    new = swap_optimizer(optimizer, label, lambda groups: _bnb_adamw(groups, full_precision, **settings))
     if stable_embedding:
         try:
             parameters = apply_stable_embedding(model)
@@ -72,3 +75,45 @@ def apply_bnb_optimizer(
         group = next((g for g in groups if not similar.isdisjoint(g["params"])), groups[0])
         group["params"].extend(parameters)
     return new
+
+
+def _bnb_adamw(groups: list[dict[str, Any]], full_precision: list[nn.Parameter], **settings: Any) -> Optimizer:
+    """Create bitsandbytes' AdamW with its ``settings``; the parameters in ``full_precision`` keep 32-bit state."""
+    from bitsandbytes.functional import GlobalPageManager
+    from bitsandbytes.optim import AdamW, GlobalOptimManager
+
+    # bitsandbytes has process-wide managers. One keeps overrides by id(), which would outlive the run and apply to any
+    # later parameter with the same id. The other keeps paged tensors alive. This optimizer has its own managers.
+    manager = GlobalOptimManager.__new__(GlobalOptimManager)
+    manager.initialize()
+    manager.override_config(full_precision, "optim_bits", 32)
+    pages = GlobalPageManager.__new__(GlobalPageManager)
+    pages.initialize()
+    optimizer: Any = AdamW(groups, **settings)
+    optimizer.mng, optimizer.page_mng = manager, pages
+    return optimizer
+
+
+def paged_tensors(optimizer: Optimizer) -> list[Tensor]:
+    """Return the state tensors in paged memory."""
+    tensors = (state.get(name) for state in optimizer.state.values() for name in _MOMENTS)
+    return [t for t in tensors if getattr(t, "is_paged", False)]
+
+
+def page_again(optimizer: Any) -> int:
+    """Move state back to paged memory, after loading a checkpoint has put it into plain GPU memory.
+
+    Returns:
+        Number of moved tensors.
+    """
+    moved = 0
+    for parameter, state in optimizer.state.items():
+        for name in _MOMENTS:
+            loaded = state.get(name)
+            if loaded is None or loaded.numel() < _MIN_PAGED or getattr(loaded, "is_paged", False):
+                continue
+            state[name] = optimizer.get_state_buffer(parameter, dtype=loaded.dtype)
+            torch.cuda.synchronize(parameter.device)  # the GPU zeroes it before the host writes to it
+            state[name].copy_(loaded)
+            moved += 1
+    return moved

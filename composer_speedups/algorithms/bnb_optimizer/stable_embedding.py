@@ -53,10 +53,10 @@ def _word_embedding(model: nn.Module) -> nn.Module:
                 return module.get_input_embeddings()
             except NotImplementedError:
                 continue
-    found = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    if len(found) != 1:
-        raise ValueError(f"the model has {len(found)} embeddings and no get_input_embeddings() to select one")
-    return found[0]
+    embeddings = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    if len(embeddings) != 1:
+        raise ValueError(f"the model has {len(embeddings)} embeddings and no get_input_embeddings() to select one")
+    return embeddings[0]
 
 
 def stable_embeddings(model: nn.Module) -> dict[str, Any]:

@@ -6,17 +6,16 @@ parameters. Here, all shapes share the gradient buffers, so a further shape take
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from composer_speedups.algorithms.cuda_graphs.parameters import SharedGradients
-from composer_speedups.algorithms.cuda_graphs.recorders import Recorder
 from composer_speedups.algorithms.cuda_graphs.segments import Segments
+from composer_speedups.core.trainer_state import world_size
 from composer_speedups.kernels.first_derivative import FirstDerivative
 
 
@@ -30,7 +29,7 @@ class Captured:
         call: A function from tensors to tensors; only ``leaves`` get gradients.
         static: The arguments of the captured call; a replay copies its arguments into their memory.
         leaves: The placeholders that stand for ``shared.parameters`` in the call; see
-            :class:`~.parameters.ParameterPlaceholders`.
+            :class:`.ParameterPlaceholders`.
         shared: The buffers for the gradients of each backward pass.
         recorder: Captures the graphs.
         cut_behind: Blocks after which the backward pass is cut into segments with one graph each. A call that cannot be
@@ -56,9 +55,8 @@ class Captured:
         self.output_gradients: list[Tensor | None] = []
         self._trained: list[frozenset[nn.Parameter]] = []  # parameters that get a gradient, by segment
         segments = Segments(call, cut_behind)
-        if cut_behind and not self._can_be_cut(segments, recorder):
+        if not cut_behind or not self._can_be_cut(segments, recorder):
             segments = Segments(call, ())
-        if len(segments) == 1:
             self._warm_up(segments, recorder)
 
         def forward() -> tuple[Tensor, ...]:
@@ -77,7 +75,7 @@ class Captured:
         later = [frozenset[nn.Parameter]().union(*self._trained[i + 1 :]) for i in range(len(segments))]
         complete = [trained - rest for trained, rest in zip(self._trained, later, strict=True)]
         complete[0] |= frozenset(shared.parameters).difference(*self._trained)
-        self.completed = [[p for p in shared.parameters if p in each] for each in complete]
+        self.completed = [[p for p in shared.parameters if p in segment] for segment in complete]
         self._token = torch.zeros((), device=leaves[0].device) if len(segments) > 1 else None
 
     @property
@@ -189,3 +187,96 @@ class _Link(FirstDerivative):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients = ctx.captured.backward_segment(ctx.segment)
         return (None, None, ctx.captured.token() if ctx.needs_input_grad[2] else None, *gradients)
+
+
+class SharedGradients:
+    """One gradient buffer per parameter, shared by all captured graphs; it has the gradient of the last replay.
+
+    If a parameter has no gradient, autograd sets ``parameter.grad`` to the buffer itself.
+
+    Args:
+        parameters: The model's parameters; those that require gradients are used.
+        buffers: Existing tensors to use as buffers of some parameters, with the parameter's shape and dtype.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], buffers: Mapping[nn.Parameter, Tensor] | None = None
+    ) -> None:
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self._buffers = dict(buffers or {})
+
+    def prepare(self, gradients: Sequence[Tensor | None]) -> frozenset[nn.Parameter]:
+        """Allocate the buffers for such gradients, outside of a capture; return the parameters with a gradient."""
+        trained = {p: g for p, g in zip(self.parameters, gradients, strict=True) if g is not None}
+        for parameter, gradient in trained.items():
+            if parameter not in self._buffers:
+                self._buffers[parameter] = torch.empty_like(gradient)
+        return frozenset(trained)
+
+    def fill(self, gradients: Sequence[Tensor | None], begun: Container[nn.Parameter] = ()) -> None:
+        """Write the gradients to their buffers, or add them for the parameters in ``begun``."""
+        trained = {p: g for p, g in zip(self.parameters, gradients, strict=True) if g is not None}
+        added = [p for p in trained if p in begun]
+        written = [p for p in trained if p not in begun]
+        for write, parameters in ((torch._foreach_copy_, written), (torch._foreach_add_, added)):
+            if parameters:
+                write([self._buffers[p] for p in parameters], [trained[p] for p in parameters])
+
+    def release(self) -> None:
+        """Copy the gradients that are buffers, before the buffers are overwritten."""
+        for parameter, buffer in self._buffers.items():
+            if parameter.grad is not None and parameter.grad.data_ptr() == buffer.data_ptr():
+                parameter.grad = parameter.grad.clone()
+
+    def of(self, parameters: Iterable[nn.Parameter], trained: Container[nn.Parameter]) -> list[Tensor | None]:
+        """Return the buffers of ``parameters``, with None for those not in ``trained``."""
+        return [self._buffers[p].detach() if p in trained else None for p in parameters]
+
+
+class Recorder(Protocol):
+    """Captures functions for replay; tests have their own implementations."""
+
+    def settle(self) -> None:
+        """Wait for kernels that were already launched, so that the capture's time does not include them."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run once, so that work of a kernel's first launch is not captured."""
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Return the result of ``run``, and a function that recomputes it in the same memory."""
+
+
+class CUDARecorder:
+    """Captures CUDA graphs that share a memory pool.
+
+    Args:
+        pool: A handle from ``torch.cuda.graph_pool_handle``; None creates a pool.
+    """
+
+    def __init__(self, pool: Any = None) -> None:
+        self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
+
+    def settle(self) -> None:
+        torch.cuda.synchronize()
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        torch.cuda.synchronize()
+        with torch.cuda.stream(_side_stream(torch.cuda.current_device())):
+            run()
+        torch.cuda.synchronize()
+
+    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        # On several ranks, a thread of NCCL queries CUDA events, which "global" forbids in every thread.
+        mode = "thread_local" if world_size() > 1 else "global"
+        # The warm-up's stream: autograd nodes of the parameters may outlive the warm-up, and belong to its stream.
+        stream = _side_stream(torch.cuda.current_device())
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode=mode):
+            result = run()
+        return result, graph.replay
+
+
+@cache
+def _side_stream(device: int) -> torch.cuda.Stream:
+    """Return the only side stream of a device, because cuBLAS keeps a workspace for each stream that uses it."""
+    return torch.cuda.Stream(device)

@@ -104,12 +104,12 @@ class CUDAGraphs(Technique):
             raise self.not_engaged(
                 "no training batch replayed a graph", "train longer, and through the model's forward()"
             )
-        found: dict[str, Any] = {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
+        evidence: dict[str, Any] = {name: getattr(self._calls, name) for name in ("graphs", "replays", "eager_calls")}
         if self._calls.backward_segments > 1:
-            found["backward_segments"] = self._calls.backward_segments
-        if self.ended and found["eager_calls"] > found["replays"]:
-            found["note"] = "most batches had a shape that was not captured; raise max_graphs, or round the shapes"
-        return found
+            evidence["backward_segments"] = self._calls.backward_segments
+        if self.ended and self._calls.eager_calls > self._calls.replays:
+            evidence["note"] = "most batches had a shape that was not captured; raise max_graphs, or round the shapes"
+        return evidence
 
     def close(self) -> None:
         if self._calls is not None:

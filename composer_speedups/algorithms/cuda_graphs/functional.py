@@ -15,7 +15,7 @@ from composer_speedups.packing.labelled_head import labelled_heads
 
 __all__ = ["apply_cuda_graphs"]
 
-_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
+_MIN_SEGMENT = 50 * 2**20  # minimum bytes of gradients per segment
 
 
 def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | None = None) -> GraphedCalls:
@@ -66,7 +66,7 @@ def apply_cuda_graphs(model: nn.Module, max_graphs: int = 4, segments: int | Non
     return current
 
 
-def cut_points(sizes: Sequence[int], least: int = _SEGMENT) -> list[int]:
+def cut_points(sizes: Sequence[int], least: int = _MIN_SEGMENT) -> list[int]:
     """Return after which blocks to cut, so that every segment has at least ``least`` bytes and few blocks.
 
     Args:
@@ -107,8 +107,7 @@ def blocks_to_cut(model: nn.Module, segments: int | None = None) -> list[nn.Modu
         return []
     count = len(blocks)
     if segments is None:
-        trained = [[p for p in block.parameters() if p.requires_grad] for block in blocks.values()]
-        points = cut_points([sum(p.numel() * p.element_size() for p in each) for each in trained])
+        points = cut_points([sum(p.nbytes for p in b.parameters() if p.requires_grad) for b in blocks.values()])
     else:
         segments = min(segments, count)
         points = [i * count // segments - 1 for i in range(1, segments)]

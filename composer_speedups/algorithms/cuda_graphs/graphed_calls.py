@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from composer_speedups.algorithms.cuda_graphs.capture import Captured
-from composer_speedups.algorithms.cuda_graphs.parameters import ParameterPlaceholders, SharedGradients
-from composer_speedups.algorithms.cuda_graphs.recorders import CUDARecorder, Recorder
+from composer_speedups.algorithms.cuda_graphs.capture import Captured, CUDARecorder, Recorder, SharedGradients
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.operator_recorder import capturing
 
@@ -87,22 +85,27 @@ class GraphedCalls:
         missing = any(value is None or (isinstance(value, tuple) and not value) for value in carried)
         key = None if self.held or self.eager_first or missing else _key(leaves, spec)
         self.eager_first = max(self.eager_first - 1, 0)
-        if key is None or (key not in self._graphs and len(self._graphs) >= self.max_graphs):
-            self.eager_calls += 1
-            return self.original(*args, **kwargs)
-        if key not in self._graphs:
-            try:
-                if self._gradients is None:
-                    self._gradients = SharedGradients(self.model.parameters())
-                self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
-            except CaptureError as error:
-                self.on_failure(error)
-                self.release()
-        if key not in self._graphs:  # capturing failed, and the error's memory is released
+        graph = None
+        if key is not None:
+            graph = self._graphs[key] if key in self._graphs else self._capture(key, leaves, spec)
+        if graph is None:
             self.eager_calls += 1
             return self.original(*args, **kwargs)
         self.replays += 1
-        return self._graphs[key](leaves)
+        return graph(leaves)
+
+    def _capture(self, key: Hashable, leaves: list[Any], spec: TreeSpec) -> _Graph | None:
+        """Capture and keep the graph of a shape; None if there are ``max_graphs`` already, or if it failed."""
+        if len(self._graphs) >= self.max_graphs:
+            return None
+        if self._gradients is None:
+            self._gradients = SharedGradients(self.model.parameters())
+        try:
+            self._graphs[key] = _Graph(self, self._gradients, leaves, spec)
+        except CaptureError as error:
+            self.on_failure(error)
+            self.release()
+        return self._graphs.get(key)
 
     def begin(self, buffers: Mapping[nn.Parameter, Tensor]) -> None:
         """Start capturing if :attr:`held`; graphs write gradients to ``buffers`` (see :class:`SharedGradients`)."""
@@ -212,6 +215,42 @@ class _Graph:
         return tuple(leaf for leaf in outputs if isinstance(leaf, Tensor))
 
 
+class ParameterPlaceholders:
+    """Parameters that replace a model's parameters while it is captured; they use the same memory.
+
+    As long as a loss exists, autograd keeps the nodes that accumulate the parameters' gradients, and each node belongs
+    to the stream on which it was created. A capture that uses such a node would make that stream wait for the capturing
+    stream, which CUDA forbids. Other leaf tensors with the same memory have their own nodes.
+
+    Args:
+        model: The model; a parameter shared by several modules has one placeholder.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._slots = [(m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None]
+        self._placeholders = {parameter: _leaf(parameter) for _, _, parameter in self._slots}
+
+    def of(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [self._placeholders[parameter] for parameter in parameters]
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Put the placeholders into the modules, and restore the parameters on exit."""
+        try:
+            for module, name, parameter in self._slots:
+                setattr(module, name, self._placeholders[parameter])  # setattr also updates the weight lists of RNNs
+            yield
+        finally:
+            for module, name, parameter in self._slots:
+                setattr(module, name, parameter)
+
+
+def _leaf(parameter: nn.Parameter) -> nn.Parameter:
+    leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+    leaf.__dict__.update(parameter.__dict__)
+    return leaf
+
+
 @contextlib.contextmanager
 def _generators_restored() -> Iterator[None]:
     """Restore the states of torch's generators, and the current stream if a capture fails.
@@ -220,10 +259,7 @@ def _generators_restored() -> Iterator[None]:
     """
     on_cpu = torch.get_rng_state()
     try:
-        if torch.cuda.is_available():
-            with _cuda_generator_restored():
-                yield
-        else:
+        with _cuda_generator_restored() if torch.cuda.is_available() else contextlib.nullcontext():
             yield
     finally:
         torch.set_rng_state(on_cpu)

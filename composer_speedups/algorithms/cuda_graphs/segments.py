@@ -96,11 +96,11 @@ class Segments:
         if check:
             self._visit(outputs)
         leaves = [cut.leaf for cut in self._cuts]
-        found = torch.autograd.grad(outputs, [*leaves, *inputs], grad_outputs, allow_unused=True)
-        for cut, gradient in zip(self._cuts, found, strict=False):
+        gradients = torch.autograd.grad(outputs, [*leaves, *inputs], grad_outputs, allow_unused=True)
+        for cut, gradient in zip(self._cuts, gradients, strict=False):
             if gradient is not None:
                 cut.gradient = gradient if cut.gradient is None else cut.gradient + gradient
-        return list(found[len(leaves) :])
+        return list(gradients[len(leaves) :])
 
     def release(self) -> None:
         """Release the last call's tensors, so that the next call can use their memory."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
 from composer.core import State, get_precision_context
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from composer_speedups.algorithms.fast_layernorm import functional
 from composer_speedups.algorithms.fast_layernorm.functional import (
@@ -19,7 +21,6 @@ from composer_speedups.algorithms.fast_layernorm.functional import (
     unchanged_layernorms,
 )
 from composer_speedups.algorithms.fast_layernorm.layers import LAYERS
-from composer_speedups.algorithms.fast_layernorm.outputs import Outputs, in_compiled_graphs, is_of
 from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.requirements import (
     Context,
@@ -29,6 +30,9 @@ from composer_speedups.core.requirements import (
 from composer_speedups.core.technique import Stage, Technique, Variant
 from composer_speedups.core.trainer_state import device_of, is_compiled
 from composer_speedups.surgery.already_applied import NoEffectWarning
+
+# Substrings of the autograd functions' names, in lower case and without underscores. torch's is NativeLayerNorm.
+_MARKS = {"low_precision": "nativelayernorm", "triton": "ligerlayernorm", "apex": "fusedlayernorm"}
 
 
 class FastLayerNorm(Technique):
@@ -51,7 +55,7 @@ class FastLayerNorm(Technique):
 
     def reset(self) -> None:
         super().reset()
-        self._outputs = Outputs()
+        self._outputs = _Outputs()
         self._count = 0
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -76,13 +80,9 @@ class FastLayerNorm(Technique):
 
     def watch(self, state: State) -> None:
         if not is_compiled(state.model):  # hooks would change the compiled graph
-            self._outputs.watch(self._modules(state))
-
-    def stop_watching(self, state: State) -> None:
-        self._outputs.stop()
-
-    def close(self) -> None:
-        self._outputs.stop()  # hooks remain if a forward pass raised
+            for module in self._modules(state):
+                hook = module.register_forward_hook(lambda _module, _inputs, output: self._outputs.record(output))
+                self.watching.callback(hook.remove)
 
     def verify(self, state: State) -> dict[str, Any]:
         modules, outputs, seen_in = self._modules(state), self._outputs, "forward pass"
@@ -95,7 +95,8 @@ class FastLayerNorm(Technique):
             outputs, seen_in = self._probe(modules[0], state), "probe"
             if self.implementation == "triton" and is_compiled(state.model) and in_compiled_graphs():
                 seen_in = "compiled graph"
-        other = [name for name in outputs.functions if not is_of(self.implementation, name)]
+        mark = _MARKS[self.implementation]
+        other = [name for name in outputs.functions if mark not in name.replace("_", "").lower()]
         if other:
             raise self.not_engaged(f"its outputs came from {', '.join(other)}", "remove it for this model")
         if self.implementation == "low_precision" and "float32" in outputs.dtypes:
@@ -106,10 +107,10 @@ class FastLayerNorm(Technique):
             "function_seen_in": seen_in,
         }
 
-    def _probe(self, module: nn.Module, state: State) -> Outputs:
+    def _probe(self, module: nn.Module, state: State) -> _Outputs:
         """Run one of the modules on a sample, outside of the model and its compiled code."""
         assert isinstance(module, nn.LayerNorm)
-        device, outputs = device_of(state), Outputs()
+        device, outputs = device_of(state), _Outputs()
         sample = torch.ones(2, *module.normalized_shape, device=device, requires_grad=True)
         # On a CPU, mixed_precision uses its own autocast, not the Trainer's precision.
         autocast = device.type == "cpu" and self.implementation == "low_precision"
@@ -117,3 +118,30 @@ class FastLayerNorm(Technique):
         with torch.enable_grad(), get_precision_context(state.precision, state.precision_config), cpu_autocast:
             outputs.record(module.forward(sample))
         return outputs
+
+
+class _Outputs:
+    """Counts the dtypes of modules' outputs, and the autograd functions that computed them.
+
+    Outputs without a gradient do not show the function and are not counted.
+    """
+
+    def __init__(self) -> None:
+        self.dtypes: Counter[str] = Counter()
+        self.functions: Counter[str] = Counter()
+
+    def record(self, output: Tensor) -> None:
+        self.dtypes[str(output.dtype).removeprefix("torch.")] += 1
+        if output.grad_fn is not None:
+            self.functions[output.grad_fn.name().rstrip("0123456789").removesuffix("Backward")] += 1
+
+
+def in_compiled_graphs() -> bool:
+    """Return whether a graph that torch.compile captured in this process calls Liger's LayerNorm kernel.
+
+    Compiled code does not run hooks, but dynamo keeps the Triton kernels of its graphs in a table.
+    """
+    table = sys.modules.get("torch._higher_order_ops.triton_kernel_wrap")
+    kernels = getattr(getattr(table, "kernel_side_table", None), "id_to_kernel", {}).values()
+    functions = [getattr(kernel, "fn", kernel) for kernel in kernels]
+    return any(f.__module__.startswith("liger_kernel.") and "layer_norm_forward" in f.__name__ for f in functions)

@@ -68,7 +68,7 @@ def apply_fast_layernorm(
 
 
 def requirements_of(implementation: Implementation, context: Context) -> Iterable[Requirement]:
-    """Yield what an implementation requires of the machine; ``"low_precision"`` requires nothing."""
+    """What an implementation requires of the machine; ``"low_precision"`` requires nothing."""
     if implementation == "triton":
         yield needs_cuda(context, "Liger's Triton kernel", (7, 0))
         yield needs_package("liger_kernel", "composer_speedups[liger]")

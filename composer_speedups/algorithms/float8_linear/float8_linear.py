@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -60,7 +59,6 @@ class Float8Linear(Technique):
     def reset(self) -> None:
         super().reset()
         self._recorder: OperatorRecorder | None = None
-        self._recording = ExitStack()
         self._operators: dict[str, int] = {}
         self._seen_in = ""
 
@@ -103,11 +101,10 @@ class Float8Linear(Technique):
                     float8_modules().to_plain(module)
                 self.evidence["linears_restored"] = len(converted)
                 return
-        if self._recorder is None and not is_compiled(state.model):
-            self._recorder = self._recording.enter_context(float8_modules().Float8Recorder())
+        if not is_compiled(state.model):
+            self._recorder = self.watching.enter_context(float8_modules().Float8Recorder())
 
     def stop_watching(self, state: State) -> None:
-        self._recording.close()
         if self._recorder is not None:
             self._note(self._recorder, "forward pass")
             self._recorder = None
@@ -132,9 +129,6 @@ class Float8Linear(Technique):
             output = type(module).forward(module, sample)  # the module's own hooks are not called
             torch.autograd.grad(output.float().sum(), wanted)
         return recorder
-
-    def close(self) -> None:
-        self._recording.close()  # still open if a forward pass raised
 
     def verify(self, state: State) -> dict[str, Any]:
         matmuls = self._operators.get("float8_mm", 0)

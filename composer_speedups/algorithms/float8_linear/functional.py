@@ -7,9 +7,9 @@ import warnings
 from types import ModuleType
 from typing import Literal
 
-import torch
 from torch import nn
 
+from composer_speedups.core.requirements import unsuitable_device
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_float8_linear"]
@@ -50,7 +50,9 @@ def apply_float8_linear(
     if recipe not in CAPABILITY:
         raise ValueError(f"recipe must be one of {', '.join(CAPABILITY)}, not {recipe!r}")
     if not emulate:
-        _check_device(next(model.parameters()).device, recipe)
+        reason = unsuitable_device(next(model.parameters()).device, f"{recipe} float8", CAPABILITY[recipe])
+        if reason is not None:
+            raise ValueError(f"{reason}; set emulate=True to see the effect of its rounding")
     modules, names = float8_modules(), []
     settings = {"recipe": recipe, "min_features": min_features, "emulate": emulate}
     converted = converted_layers(model)
@@ -74,17 +76,6 @@ def float8_modules() -> ModuleType:
         warnings.simplefilter("ignore", SyntaxWarning)  # raised by Python 3.12 for a docstring of torchao
         from composer_speedups.algorithms.float8_linear import modules
     return modules
-
-
-def _check_device(device: torch.device, recipe: str) -> None:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    if capability < CAPABILITY[recipe]:
-        wanted = ".".join(map(str, CAPABILITY[recipe]))
-        raise ValueError(
-            f"{recipe} float8 needs a CUDA GPU of compute capability {wanted} or newer, and the model is on "
-            f"{torch.cuda.get_device_name(device) if capability > (0, 0) else f'the {device.type}'}; set emulate=True "
-            "to see the effect of its rounding"
-        )
 
 
 def _linears_of_blocks(model: nn.Module) -> dict[str, nn.Linear]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
+from composer_speedups.core.optimizer_technique import OptimizerFlagTechnique
 
 
 class ForEachOptimizer(OptimizerFlagTechnique):

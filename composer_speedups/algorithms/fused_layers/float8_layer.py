@@ -8,16 +8,20 @@ Shapes: T packed tokens, H hidden units, F feed-forward units, A heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import IntEnum, auto
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, dropout_seeds, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import (
+    NO_SECOND_DERIVATIVE,
+    parameter_gradients,
+    products,
+    weight_gradient,
+)
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.float8 import (
     ACTIVATION,
@@ -30,7 +34,6 @@ from composer_speedups.kernels.float8 import (
 )
 from composer_speedups.kernels.gelu import gelu_backward, gelu_float8
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
-from composer_speedups.kernels.sums import totals
 
 __all__ = ["OPERANDS", "float8_layer"]
 
@@ -97,9 +100,9 @@ class _Float8Layer(FirstDerivative):
         rows = scales[_Row.QKV_WEIGHT : _Row.DOWN_WEIGHT + 1]
         weights, turned = cast_weights([parameters[i] for i in (0, 2, 4, 6, 10, 12)], rows.unbind())
         qkv_w, out_w, up_w, down_w = weights
-        qkv_b, out_b, up_b, down_b = _biases(parameters, dtype)
+        ((qkv_b, out_b, up_b, down_b),) = products(parameters, dtype, kinds=(1,))
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = dropout_seeds(rates, x.device)
+        seeds = draw_seeds(3, x.device, dropout=any(rates))
         qkv = scaled_product(cast_float8(x, scales[_Row.X]), qkv_w, dtype, qkv_b)
         attended8 = Float8.like(x, ACTIVATION, scales[_Row.ATTENDED])
         attended, logs = attention_forward(
@@ -138,10 +141,10 @@ class _Float8Layer(FirstDerivative):
         d_hidden, d_down, sums2, _ = add_norm_backward(
             grad.contiguous(), summed2, stats2, norm2_w, rates.output, seed2, operand=d_down8
         )
-        d_up, activated, sums_up = gelu_backward(scaled_product(d_down8, down_w, dtype, fast=_FAST), up, d_up8)
+        d_up, activated, sums_up = gelu_backward(scaled_product(d_down8, down_w, dtype), up, d_up8)
         d_down_w = weight_gradient(d_down, activated, ctx.dtypes[12])
         del activated, d_down, d_down8
-        more = scaled_product(d_up8, up_w, dtype, fast=_FAST)
+        more = scaled_product(d_up8, up_w, dtype)
         d_out8 = operand(grad, _Row.D_OUT)
         d_x, d_out, sums1, hidden = add_norm_backward(
             d_hidden, summed1, stats1, norm1_w, rates.attention, seed1, norm1_b, more, d_out8
@@ -150,25 +153,11 @@ class _Float8Layer(FirstDerivative):
         d_up_w = weight_gradient(d_up, hidden, ctx.dtypes[10])
         del d_up, d_up8, hidden, d_hidden, more
         d_out_w = weight_gradient(d_out, attended, ctx.dtypes[6])
-        d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype, fast=_FAST), operand(qkv, _Row.D_QKV)
+        d_attended, d_qkv8 = scaled_product(d_out8, out_w, dtype), operand(qkv, _Row.D_QKV)
         d_qkv, sums_qkv = attention_backward(
             d_attended, qkv, attended, logs, cu, ctx.longest, rates.attention_weights, seed0, operand=d_qkv8
         )
-        norm2, d_up_b, norm1, d_qkv_b = totals([sums2, sums_up, sums1, sums_qkv])
-        d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
-        d_x += scaled_product(d_qkv8, qkv_w, dtype, fast=_FAST)
-        gradients = [g for pair in zip(d_qkv_w, d_qkv_b.chunk(3), strict=True) for g in pair]
-        gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
-        wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return d_x, None, None, None, None, None, *wanted
-
-
-_FAST = True  # fast accumulation in the input gradients' matmuls
-
-
-def _biases(parameters: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return the biases of the four matmuls in a dtype; query, key and value are concatenated."""
-    three = parameters[1].new_empty(3 * len(parameters[1]), dtype=dtype)
-    others = [torch.empty_like(parameters[i], dtype=dtype) for i in (7, 11, 13)]
-    torch._foreach_copy_([*three.chunk(3), *others], [parameters[i] for i in (1, 3, 5, 7, 11, 13)])
-    return [three, *others]
+        d_weights = weight_gradient(d_qkv, x, ctx.dtypes[0]), d_out_w, d_up_w, d_down_w
+        gradients = parameter_gradients(ctx.dtypes, d_weights, (sums2, sums_up, sums1, sums_qkv))
+        d_x += scaled_product(d_qkv8, qkv_w, dtype)
+        return d_x, None, None, None, None, None, *gradients

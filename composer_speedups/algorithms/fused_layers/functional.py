@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from composer_speedups.algorithms.fused_layers.modules import (
     FusedGatedLayer,
     FusedLayer,
 )
-from composer_speedups.core.requirements import needs_triton, require
+from composer_speedups.core.requirements import needs_triton, require, unsuitable_device
 from composer_speedups.core.stock import Untouched, built_on_meta, differences
 from composer_speedups.families.blocks import blocks_of
 from composer_speedups.families.family import config_value, family_of, family_titles
@@ -25,8 +25,8 @@ from composer_speedups.packing.encoder import unpadded_encoders
 from composer_speedups.surgery.already_applied import refuse_other_settings
 
 __all__ = ["apply_fused_layers", "float8_scales", "load_float8_scales", "undo_fused_layers", "unfused_layers"]
-_SIZES = (16, 32, 64, 128)
-_FLOAT8 = (8, 9)  # compute capability of torch._scaled_mm
+_HEAD_SIZES = (16, 32, 64, 128)
+_FLOAT8_CAPABILITY = (8, 9)  # compute capability of torch._scaled_mm
 
 LastLayer = Literal["needed", "all"]
 Precision = Literal["autocast", "fp8"]
@@ -83,28 +83,36 @@ def fuse(model: nn.Module, last_layer: LastLayer, precision: Precision, owner: i
         check_float8(layers.values())
     if _on_gpu(layers.values()):
         require(needs_triton())
-    names = []
+    mixins = _new_mixins(model, layers.keys() - reasons.keys())
+    for name, mixin in mixins.items():
+        module: Any = model.get_submodule(name)
+        module.untouched = Untouched.inside(module)
+        module.__class__ = derived_class(mixin, type(module))
     for name, module in model.named_modules():
-        is_layer = name in layers and name not in reasons and _has_role("layer", module)
-        if is_layer or (_has_role("embeddings", module) and not _why_not(module, name, _config_around(model, name))):
-            module.untouched = Untouched.inside(module)  # type: ignore[assignment]
-            module.__class__ = derived_class(_methods(module) if is_layer else FusedEmbeddings, type(module))
-            module.owner = owner  # type: ignore[assignment]
-            names.append(name)
-        if isinstance(module, FusedLayer):
-            module.last_layer, module.precision = last_layer, precision
-            if precision == "fp8" and "float8_scales" not in module._buffers:
-                module.register_buffer("float8_scales", _new_scales(module), persistent=False)
-        if isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None:
+        if name in mixins or (isinstance(module, FusedLayer | FusedEmbeddings) and module.owner is not None):
             module.owner = owner
     # A layer may be both: some models use one layer at several positions.
     inner = {id(layer) for encoder in encoders for layer in [*blocks_of(encoder)][:-1]}
     for layer in layers.values():
         if isinstance(layer, FusedLayer):
-            layer.is_last = id(layer) not in inner
+            layer.is_last, layer.last_layer, layer.precision = id(layer) not in inner, last_layer, precision
+            if precision == "fp8" and "float8_scales" not in layer._buffers:
+                layer.register_buffer("float8_scales", _new_scales(layer), persistent=False)
     if last_layer == "needed":
         compute_first_tokens(model)
-    return names
+    return [*mixins]
+
+
+def _new_mixins(model: nn.Module, layers: Collection[str]) -> dict[str, type[FusedLayer | FusedEmbeddings]]:
+    """Return the mixins for ``layers`` and for embeddings that are exactly transformers', by name, without those that
+    already are fused."""
+    mixins: dict[str, type[FusedLayer | FusedEmbeddings]] = {}
+    for name, module in model.named_modules():
+        if name in layers and _has_role("layer", module):
+            mixins[name] = _layer_mixin(module)
+        elif _has_role("embeddings", module) and not _why_not(module, name, _config_around(model, name)):
+            mixins[name] = FusedEmbeddings
+    return mixins
 
 
 def undo_fused_layers(model: nn.Module) -> list[str]:
@@ -134,8 +142,7 @@ def float8_scales(model: nn.Module) -> dict[str, list[list[int]]]:
     Returns:
         A row of numbers for each operand, by name of each layer with 8-bit matmuls.
     """
-    found = {name: module for name, module in model.named_modules() if _is_float8(module)}
-    return {name: module.float8_scales.tolist() for name, module in found.items()}
+    return {name: layer.float8_scales.tolist() for name, layer in _float8_layers(model).items()}
 
 
 def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[int]]]) -> None:
@@ -144,12 +151,12 @@ def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[
     Raises:
         ValueError: The scales do not match the model.
     """
-    layers = {name: module for name, module in model.named_modules() if _is_float8(module)}
+    layers = _float8_layers(model)
     if layers.keys() != scales.keys():
         odd = ", ".join(sorted(layers.keys() ^ scales.keys()))
         raise ValueError(f"the scales and the model have different 8-bit layers: {odd}")
-    for name, module in layers.items():
-        held: Tensor = module.float8_scales
+    for name, layer in layers.items():
+        held = layer.float8_scales
         rows = scales[name]
         if (len(rows), {len(row) for row in rows}) != (held.shape[0], {held.shape[1]}):
             raise ValueError(f"{name}'s scales are not {held.shape[0]} rows of {held.shape[1]}")
@@ -158,8 +165,9 @@ def load_float8_scales(model: nn.Module, scales: Mapping[str, Sequence[Sequence[
         held.copy_(torch.tensor(rows, dtype=torch.int32))
 
 
-def _is_float8(module: nn.Module) -> bool:
-    return isinstance(module, FusedLayer) and module.precision == "fp8"
+def _float8_layers(model: nn.Module) -> dict[str, FusedLayer]:
+    modules = model.named_modules()
+    return {name: m for name, m in modules if isinstance(m, FusedLayer) and m.precision == "fp8"}
 
 
 def _on_gpu(layers: Iterable[nn.Module]) -> bool:
@@ -176,14 +184,9 @@ def check_float8(layers: Iterable[Any]) -> None:
         family = family_of(type(layer))
         if family is not None and (family.gated or family.position_table is not None):
             raise ValueError(f"precision='fp8' supports BERT's layers and similar ones, not {type(layer).__name__}")
-        weight = next(layer.parameters())
-        capability = torch.cuda.get_device_capability(weight.device) if weight.is_cuda else (0, 0)
-        if capability < _FLOAT8:
-            where = torch.cuda.get_device_name(weight.device) if weight.is_cuda else f"the {weight.device.type}"
-            wanted = ".".join(map(str, _FLOAT8))
-            raise ValueError(
-                f"precision='fp8' needs a CUDA GPU of compute capability {wanted} or newer, and the model is on {where}"
-            )
+        reason = unsuitable_device(next(layer.parameters()).device, "precision='fp8'", _FLOAT8_CAPABILITY)
+        if reason is not None:
+            raise ValueError(reason)
         if family is not None and family.layer_modules is not None:
             up = family.layer_modules(layer).up
             if up.in_features % 16 or up.out_features % 16:
@@ -203,7 +206,7 @@ def _new_scales(layer: FusedLayer) -> Tensor:
 def unfused_layers(model: nn.Module) -> dict[str, str]:
     """Return why layers of a model's unpadded encoders are not fused or no longer run fused, by name."""
     encoders = {id(layer): encoder for encoder in unpadded_encoders(model) for layer in blocks_of(encoder)}
-    found, built = {}, dict[Any, nn.Module]()
+    reasons, built = {}, dict[Any, nn.Module]()
     for name, layer in _layers(model).items():
         config = encoders[id(layer)].packing.config
         if isinstance(layer, FusedLayer):
@@ -211,8 +214,8 @@ def unfused_layers(model: nn.Module) -> dict[str, str]:
         else:
             reason = _unsupported(config, layer) or _why_not(layer, name, config, built)
         if reason:
-            found[name] = reason
-    return found
+            reasons[name] = reason
+    return reasons
 
 
 def _layers(model: nn.Module) -> dict[str, Any]:
@@ -230,7 +233,7 @@ def _has_role(role: str, module: nn.Module) -> bool:
     return family.has(role, type(module))
 
 
-def _methods(layer: nn.Module) -> type[FusedLayer]:
+def _layer_mixin(layer: nn.Module) -> type[FusedLayer]:
     family = family_of(type(layer))
     assert family is not None
     if family.position_table is not None:
@@ -246,8 +249,8 @@ def _unsupported(config: Any, layer: nn.Module) -> str | None:
     if activation != "gelu":
         return f"fused_layers supports the exact GELU, and this model's activation is {activation!r}"
     size = config.hidden_size // config.num_attention_heads
-    if size not in _SIZES:
-        return f"fused_layers supports heads of {', '.join(map(str, _SIZES))} units, and these have {size}"
+    if size not in _HEAD_SIZES:
+        return f"fused_layers supports heads of {', '.join(map(str, _HEAD_SIZES))} units, and these have {size}"
     family = family_of(type(layer))
     if family is not None and family.gated and any(name.endswith("bias") for name, _ in layer.named_parameters()):
         return f"fused_layers supports {type(layer).__name__} without biases, and this one has some"
@@ -275,9 +278,6 @@ def _why_not(module: nn.Module, name: str, config: Any, built: dict[Any, nn.Modu
 
 def _config_around(model: nn.Module, name: str) -> Any:
     """Return the config of the innermost transformers model around a module."""
-    around = [
-        (outer, module)
-        for outer, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and (outer == "" or name.startswith(f"{outer}."))
-    ]
-    return around[-1][1].config
+    models = ((outer, module) for outer, module in model.named_modules() if isinstance(module, PreTrainedModel))
+    around = [module for outer, module in models if outer == "" or name.startswith(f"{outer}.")]
+    return around[-1].config

@@ -168,7 +168,7 @@ class FusedLayers(ParityCheckedTechnique):
 
     def verify(self, state: State) -> dict[str, Any]:
         ran = [layer.ran for layer in self._layers]
-        wrong = [each for each in ran if each in (None, "stock")]
+        wrong = [way for way in ran if way in (None, "stock")]
         if wrong:
             reason = "did not run" if wrong[0] is None else "ran the stock model's code"
             raise self.not_engaged(f"{len(wrong)} of {len(ran)} layers {reason}", "keep unpadding engaged")
@@ -178,9 +178,9 @@ class FusedLayers(ParityCheckedTechnique):
             raise self.not_engaged(reason, "do not change the layers after INIT")
         if self.precision == "fp8" and "triton, fp8" not in ran:
             raise self.not_engaged("no layer computed in 8 bits", "remove precision: fp8 for this model")
-        counts = {each: ran.count(each) for each in sorted(set(filter(None, ran)))}
+        ways = sorted(set(filter(None, ran)))
         return {
             **({"unfused": unfused} if unfused else {}),
-            "layers_ran": ", ".join(f"{count} {each}" for each, count in counts.items()),
+            "layers_ran": ", ".join(f"{ran.count(way)} {way}" for way in ways),
             "embeddings_ran": ", ".join(sorted({module.ran or "not at all" for module in self._embeddings})),
         }

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, dropout_seeds, weight_gradient
+from composer_speedups.algorithms.fused_layers.layer import NO_SECOND_DERIVATIVE, weight_gradient
 from composer_speedups.families.family import DropoutRates, GatedLayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
+from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.geglu import geglu_backward, geglu_forward
 from composer_speedups.kernels.pre_norm import pre_norm_backward, pre_norm_forward
@@ -65,7 +66,7 @@ class _GatedLayer(FirstDerivative):
         x, cos, sin = x.float().contiguous(), cos.contiguous(), sin.contiguous()
         qkv_w, out_w, up_w, down_w = _in_dtype(parameters[:4], dtype)
         norms = parameters[4:]  # of the attention, if it has one, and of the feed-forward layer
-        seeds = dropout_seeds(rates, x.device)
+        seeds = draw_seeds(3, x.device, dropout=any(rates))
         normed, stats1 = x.to(dtype), x.new_empty(0)
         if modules.attention_norm is not None:
             normed, _, stats1 = pre_norm_forward(x, None, norms[0], modules.attention_norm.eps, 0.0, seeds[0], dtype)

@@ -16,6 +16,7 @@ from torch import Tensor
 from composer_speedups.families.family import DropoutRates, LayerModules
 from composer_speedups.kernels.attention import attention_backward, attention_forward
 from composer_speedups.kernels.disentangled_attention import disentangled_backward, disentangled_forward
+from composer_speedups.kernels.dropout import draw_seeds
 from composer_speedups.kernels.first_derivative import FirstDerivative
 from composer_speedups.kernels.gelu import gelu_backward, gelu_forward
 from composer_speedups.kernels.norm import add_norm_backward, add_norm_forward
@@ -70,9 +71,9 @@ class _Layer(FirstDerivative):
         *parameters: Tensor,
     ) -> Tensor:
         x = x.contiguous()
-        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = _products(parameters, x.dtype)
+        (qkv_w, out_w, up_w, down_w), (qkv_b, out_b, up_b, down_b) = products(parameters, x.dtype)
         norm1_w, norm1_b, norm2_w, norm2_b = (parameters[i] for i in (8, 9, 14, 15))
-        seeds = dropout_seeds(rates, x.device)
+        seeds = draw_seeds(3, x.device, dropout=any(rates))
         qkv = torch.addmm(qkv_b, x, qkv_w.t())
         attention_inputs = (cu, longest, modules.heads, rates.attention_weights, seeds[0])
         if positions is None or entries is None:
@@ -120,35 +121,43 @@ class _Layer(FirstDerivative):
             d_qkv, d_positions = disentangled_backward(d_attended, qkv, positions, entries, *attention_inputs)
             d_positions = d_positions.to(positions.dtype)
             sums_qkv = partial_sums(d_qkv)
-        d_qkv_w = weight_gradient(d_qkv, x, ctx.dtypes[0]).chunk(3)
-        norm2, d_up_b, norm1, d_qkv_b = totals([sums2, sums_up, sums1, sums_qkv])
+        d_weights = weight_gradient(d_qkv, x, ctx.dtypes[0]), d_out_w, d_up_w, d_down_w
+        gradients = parameter_gradients(ctx.dtypes, d_weights, (sums2, sums_up, sums1, sums_qkv))
         d_x.addmm_(d_qkv, qkv_w)
-        gradients = [g for pair in zip(d_qkv_w, d_qkv_b.chunk(3), strict=True) for g in pair]
-        gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
-        wanted = [g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
-        return d_x, None, None, None, None, d_positions, None, *wanted
+        return d_x, None, None, None, None, d_positions, None, *gradients
 
 
-def _products(parameters: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the weights and the biases of the four matmuls in a dtype; query, key and value are concatenated."""
-    features = parameters[0].shape[0]
+def products(parameters: Sequence[Tensor], dtype: torch.dtype, kinds: Sequence[int] = (0, 1)) -> list[list[Tensor]]:
+    """Return the four matmuls' weights (kind 0) and biases (kind 1) in a dtype; query, key and value are one matmul."""
+    sources: list[Tensor] = []
     targets: list[Tensor] = []
-    products: tuple[list[Tensor], list[Tensor]] = ([], [])
-    for kind, found in enumerate(products):
-        three = parameters[0].new_empty(3 * features, *parameters[kind].shape[1:], dtype=dtype)
-        others = [torch.empty_like(parameters[i + kind], dtype=dtype) for i in (6, 10, 12)]
-        found += [three, *others]
+    results: list[list[Tensor]] = []
+    for kind in kinds:
+        originals = [parameters[i + kind] for i in (0, 2, 4, 6, 10, 12)]
+        query, *_ = originals
+        three = query.new_empty(3 * len(query), *query.shape[1:], dtype=dtype)
+        others = [torch.empty_like(p, dtype=dtype) for p in originals[3:]]
+        sources += originals
         targets += [*three.chunk(3), *others]
-    sources = [parameters[i + kind] for kind in (0, 1) for i in (0, 2, 4, 6, 10, 12)]
+        results.append([three, *others])
     torch._foreach_copy_(targets, sources)
-    return products
+    return results
 
 
-def dropout_seeds(rates: DropoutRates, device: torch.device) -> tuple[Tensor, ...]:
-    """Draw a seed for each dropout site from torch's generator of the device, without synchronizing."""
-    if not any(rates):
-        return (torch.zeros(1, dtype=torch.int32, device=device),) * 3
-    return torch.randint(-(2**31), 2**31 - 1, (3,), dtype=torch.int32, device=device).split(1)
+def parameter_gradients(
+    dtypes: Sequence[torch.dtype], weights: Sequence[Tensor], partial_sums: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return the gradients of a layer's parameters, in their order and dtypes.
+
+    Args:
+        dtypes: The parameters' dtypes.
+        weights: Gradients of the four matmuls' weights: qkv, out, up, down.
+        partial_sums: Of the second norm, of the up projection, of the first norm and of qkv, from their kernels.
+    """
+    (d_qkv_w, d_out_w, d_up_w, d_down_w), (norm2, d_up_b, norm1, d_qkv_b) = weights, totals(partial_sums)
+    gradients = [g for pair in zip(d_qkv_w.chunk(3), d_qkv_b.chunk(3), strict=True) for g in pair]
+    gradients += [d_out_w, norm1[2], norm1[0], norm1[1], d_up_w, d_up_b, d_down_w, norm2[2], norm2[0], norm2[1]]
+    return [g.to(dtype) for g, dtype in zip(gradients, dtypes, strict=True)]
 
 
 def weight_gradient(grad_TO: Tensor, x_TI: Tensor, dtype: torch.dtype) -> Tensor:

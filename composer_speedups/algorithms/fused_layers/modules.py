@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from composer_speedups.core.stock import Untouched
 from composer_speedups.core.trainer_state import autocast_dtype
-from composer_speedups.families.family import DropoutRates, Family, GatedLayerModules, LayerModules, family_of
+from composer_speedups.families.family import DropoutRates, Family, LayerModules, family_of
 from composer_speedups.kernels import Shape
 from composer_speedups.packing.attention import real_keys, repad
 from composer_speedups.packing.disentangled_attention import Relative, first_tokens_attention
@@ -75,7 +75,7 @@ class FusedLayer(nn.Module):
     def rates(self, *, in_training: bool = False) -> DropoutRates:
         """Return the dropout rates that apply now (0 for a module in eval mode), or those of training mode."""
         return DropoutRates(
-            *(each[1].p if each is not None and (in_training or each[0].training) else 0.0 for each in self.dropouts())
+            *(site[1].p if site is not None and (in_training or site[0].training) else 0.0 for site in self.dropouts())
         )
 
     def forward(
@@ -98,60 +98,85 @@ class FusedLayer(nn.Module):
             self.ran = "unfused"
             return super().forward(hidden_states, *args, unpadding=unpadding, **kwargs)
         x_TH = hidden_states.squeeze(0)
-        return self.fused(x_TH, unpadding, first_tokens_only=first_tokens_only, **kwargs).unsqueeze(0)
-
-    def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
-        """Map (T, H) to (T, H), and set :attr:`ran`."""
-        modules, rates = self.layer_modules(), self.rates()
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        by_kernels = x_TH.is_cuda and dtype != torch.float32
+        can_run_kernels = x_TH.is_cuda and dtype != torch.float32
         if first_tokens_only and self.is_last:
-            self.ran = "triton for first tokens" if by_kernels else "first tokens"
-            return _first_tokens_layer(x_TH, modules, rates, unpadding)
-        if not by_kernels:
+            self.ran = "triton for first tokens" if can_run_kernels else "first tokens"
+            out_TH = self.first_tokens(x_TH, unpadding, **kwargs)
+        elif can_run_kernels:
+            self.ran = "triton" if self.precision == "autocast" else "triton, fp8"
+            out_TH = self.by_kernels(x_TH, unpadding, dtype, **kwargs)
+        else:
             self.ran = "torch"
-            return plain_layer(x_TH, modules, rates, unpadding)
-        if self.precision == "fp8":
-            return self._float8(x_TH, dtype, modules, rates, unpadding)
-        from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
+            out_TH = self.by_torch(x_TH, unpadding, **kwargs)
+        return out_TH.unsqueeze(0)
 
-        self.ran = "triton"
-        return fused_layer(x_TH.to(dtype), modules, rates, unpadding.cu_seqlens, unpadding.longest)
+    def by_kernels(self, x_TH: Tensor, plan: Plan, dtype: torch.dtype, **_: Any) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
+        inputs = (x_TH.to(dtype), self.layer_modules(), self.rates(), plan.cu_seqlens, plan.longest)
+        if self.precision == "autocast":
+            from composer_speedups.algorithms.fused_layers.layer import fused_layer  # imports Triton
 
-    def _float8(
-        self, x_TH: Tensor, dtype: torch.dtype, modules: LayerModules, rates: DropoutRates, plan: Plan
-    ) -> Tensor:
+            return fused_layer(*inputs)
         if dtype != torch.bfloat16:
             raise ValueError(f"fused_layers with precision='fp8' needs bf16 autocast, and the compute dtype is {dtype}")
         from composer_speedups.algorithms.fused_layers.float8_layer import float8_layer  # imports Triton
 
-        self.ran = "triton, fp8"
-        learn = self.training and torch.is_grad_enabled()
-        scales = self.float8_scales
-        return float8_layer(x_TH.to(dtype), modules, rates, plan.cu_seqlens, plan.longest, scales, learn=learn)
+        return float8_layer(*inputs, self.float8_scales, learn=self.training and torch.is_grad_enabled())
+
+    def by_torch(self, x_TH: Tensor, plan: Plan, **_: Any) -> Tensor:
+        """Map (T, H) to (T, H) with torch's operators."""
+        return plain_layer(x_TH, self.layer_modules(), self.rates(), plan)
+
+    def first_tokens(self, x_TH: Tensor, plan: Plan, **_: Any) -> Tensor:
+        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
+
+        It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries
+        and everything after attention, only for one token per row.
+        """
+        modules, rates, first_BH = self.layer_modules(), self.rates(), _first_tokens(x_TH, plan)
+        key_value = _projected(x_TH, modules.key, modules.value)
+        query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
+        attended_BH = _attend(query_BH, key_value, plan, modules.heads, rates.attention_weights)
+        return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
 
 
 class FusedGatedLayer(FusedLayer):
-    """Mixin for fused layers with pre-norms and a gated feed-forward layer; with kernels, the output is float32."""
+    """Mixin for fused layers with pre-norms and a gated feed-forward layer; with kernels, the output is float32.
 
-    def fused(self, x_TH: Tensor, unpadding: Plan, *, first_tokens_only: bool, **kwargs: Any) -> Tensor:
-        """Map (T, H) to (T, H); ``position_embeddings`` in ``kwargs`` are the angles' cosines and sines, (1, T, D)."""
-        modules = self.layer_modules()
-        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
-        dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
-        by_kernels = x_TH.is_cuda and dtype != torch.float32
-        if first_tokens_only and self.is_last:
-            self.ran = "triton for first tokens" if by_kernels else "first tokens"
-            return _gated_first_tokens(x_TH, modules, self.rates(), unpadding, cos_TD, sin_TD)
-        if not by_kernels:
-            self.ran = "torch"
-            stock: Any = super(FusedLayer, self)
-            return stock.forward(x_TH.unsqueeze(0), unpadding=unpadding, **kwargs).squeeze(0)  # type: ignore[no-any-return]
+    ``position_embeddings`` are the cosines and sines of the tokens' rotary angles, (1, T, D).
+    """
+
+    def by_kernels(self, x_TH: Tensor, plan: Plan, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+        """Map (T, H) to (T, H) with Triton kernels and matmuls in ``dtype``."""
         from composer_speedups.algorithms.fused_layers.gated_layer import gated_layer  # imports Triton
 
-        self.ran = "triton"
-        plan = (unpadding.cu_seqlens, unpadding.longest)
-        return gated_layer(x_TH, modules, self.rates(), cos_TD, sin_TD, *plan, dtype)
+        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
+        inputs = (x_TH, self.layer_modules(), self.rates(), cos_TD, sin_TD)
+        return gated_layer(*inputs, plan.cu_seqlens, plan.longest, dtype)
+
+    def by_torch(self, x_TH: Tensor, plan: Plan, **kwargs: Any) -> Tensor:
+        """Map (T, H) to (T, H) with the original forward."""
+        stock: Any = super(FusedLayer, self)
+        return stock.forward(x_TH.unsqueeze(0), unpadding=plan, **kwargs).squeeze(0)  # type: ignore[no-any-return]
+
+    def first_tokens(self, x_TH: Tensor, plan: Plan, **kwargs: Any) -> Tensor:
+        """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H)."""
+        modules, rates = self.layer_modules(), self.rates()
+        cos_TD, sin_TD = (angles.squeeze(0) for angles in kwargs["position_embeddings"])
+        normed_TH = x_TH if modules.attention_norm is None else modules.attention_norm(x_TH)
+        query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
+        query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (modules.heads, -1))
+        query_BAD = _rotated(query_BAD, *(_first_tokens(angles, plan) for angles in (cos_TD, sin_TD)))
+        key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
+        key_TH = _rotated(key_TH.unflatten(-1, (modules.heads, -1)), cos_TD, sin_TD).flatten(1)
+        key_value = torch.cat([key_TH, value_TH], 1)
+        settings = (modules.heads, rates.attention_weights, modules.window)
+        attended_BH = _attend(query_BAD.flatten(1), key_value, plan, *settings)
+        summed = _first_tokens(x_TH, plan) + F.dropout(modules.out(attended_BH), rates.attention)
+        activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
+        out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
+        return _among_zeros(out_BH, plan, len(x_TH))
 
 
 class FusedDisentangledLayer(FusedLayer):
@@ -187,7 +212,14 @@ class FusedDisentangledLayer(FusedLayer):
         modules, rates, plan = self.layer_modules(), self.rates(), relative.plan
         if relative.first_tokens_only and self.is_last:
             self.ran = "first tokens"
-            return _disentangled_first_tokens(x_TH, modules, rates, self.position_table(rel_embeddings), relative)
+            first_BH = _first_tokens(x_TH, plan)
+            query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
+            query_BAD = query_BH.unflatten(-1, (modules.heads, -1))
+            key_value = _projected(x_TH, modules.key, modules.value)
+            key, value = (repad(half, plan, modules.heads) for half in key_value.chunk(2, -1))
+            table = self.position_table(rel_embeddings)
+            attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.attention_weights)
+            return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
         dtype = autocast_dtype(x_TH.device.type, x_TH.dtype)
         if not x_TH.is_cuda or dtype == torch.float32:
             return None
@@ -202,25 +234,17 @@ class FusedDisentangledLayer(FusedLayer):
 
 def plain_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
     """Compute a BERT layer with torch's operators, (T, H) → (T, H)."""
-    weight = torch.cat([modules.query.weight, modules.key.weight, modules.value.weight])
-    bias = torch.cat([modules.query.bias, modules.key.bias, modules.value.bias])
-    query, key, value = (repad(each, plan, modules.heads) for each in F.linear(x_TH, weight, bias).chunk(3, -1))
+    qkv = _projected(x_TH, modules.query, modules.key, modules.value)
+    query, key, value = (repad(third, plan, modules.heads) for third in qkv.chunk(3, -1))
     attended = F.scaled_dot_product_attention(query, key, value, real_keys(plan), rates.attention_weights)
     packed = gather_tokens(attended.transpose(1, 2).reshape(plan.mask_BS.numel(), -1), plan.indices_T)
     return _after_attention(packed, x_TH, modules, rates)
 
 
-def _first_tokens_layer(x_TH: Tensor, modules: LayerModules, rates: DropoutRates, plan: Plan) -> Tensor:
-    """Compute the output of each row's first token, with zeros elsewhere, (T, H) → (T, H).
-
-    It is for a last layer whose head reads only first tokens. Keys and values are computed for all tokens; queries and
-    everything after attention, only for one token per row.
-    """
-    first_BH = _first_tokens(x_TH, plan)
-    query_BH = F.linear(first_BH, modules.query.weight, modules.query.bias)
-    weight, bias = (torch.cat([getattr(modules.key, n), getattr(modules.value, n)]) for n in ("weight", "bias"))
-    attended_BH = _attend(query_BH, F.linear(x_TH, weight, bias), plan, modules.heads, rates.attention_weights)
-    return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
+def _projected(x_TH: Tensor, *linears: nn.Linear) -> Tensor:
+    """Apply several Linears as one matmul, and concatenate their results."""
+    weight, bias = (torch.cat([getattr(linear, name) for linear in linears]) for name in ("weight", "bias"))
+    return F.linear(x_TH, weight, bias)
 
 
 def _attend(
@@ -231,43 +255,12 @@ def _attend(
         from composer_speedups.kernels.first_token_attention import first_token_attention  # imports Triton
 
         return first_token_attention(query_BH, key_value, plan.cu_seqlens, heads, dropout, window)
-    key, value = (repad(each, plan, heads) for each in key_value.chunk(2, -1))
+    key, value = (repad(half, plan, heads) for half in key_value.chunk(2, -1))
     seen = real_keys(plan)
     if window is not None:  # a row longer than the window has padding only at its end, so its slots are positions
         seen = seen & (torch.arange(seen.shape[-1], device=seen.device) <= window)
     query = query_BH.unflatten(-1, (heads, 1, -1))
     return F.scaled_dot_product_attention(query, key, value, seen, dropout).flatten(1)
-
-
-def _gated_first_tokens(
-    x_TH: Tensor, modules: GatedLayerModules, rates: DropoutRates, plan: Plan, cos_TD: Tensor, sin_TD: Tensor
-) -> Tensor:
-    """Compute :func:`_first_tokens_layer` for a gated layer."""
-    normed_TH = x_TH if modules.attention_norm is None else modules.attention_norm(x_TH)
-    query, key_value = modules.qkv.weight.split([x_TH.shape[1], 2 * x_TH.shape[1]])
-    query_BAD = F.linear(_first_tokens(normed_TH, plan), query).unflatten(-1, (modules.heads, -1))
-    query_BAD = _rotated(query_BAD, *(_first_tokens(angles, plan) for angles in (cos_TD, sin_TD)))
-    key_TH, value_TH = F.linear(normed_TH, key_value).chunk(2, -1)
-    key_TH = _rotated(key_TH.unflatten(-1, (modules.heads, -1)), cos_TD, sin_TD).flatten(1)
-    key_value = torch.cat([key_TH, value_TH], 1)
-    attended_BH = _attend(query_BAD.flatten(1), key_value, plan, modules.heads, rates.attention_weights, modules.window)
-    summed = _first_tokens(x_TH, plan) + F.dropout(modules.out(attended_BH), rates.attention)
-    activated, gate = modules.up(modules.output_norm(summed)).chunk(2, -1)
-    out_BH = summed + modules.down(F.dropout(F.gelu(activated) * gate, rates.output))
-    return _among_zeros(out_BH, plan, len(x_TH))
-
-
-def _disentangled_first_tokens(
-    x_TH: Tensor, modules: LayerModules, rates: DropoutRates, table: Tensor, relative: Relative
-) -> Tensor:
-    """Compute :func:`_first_tokens_layer` for a DeBERTa layer."""
-    plan = relative.plan
-    first_BH = _first_tokens(x_TH, plan)
-    query_BAD = F.linear(first_BH, modules.query.weight, modules.query.bias).unflatten(-1, (modules.heads, -1))
-    weight, bias = (torch.cat([getattr(modules.key, n), getattr(modules.value, n)]) for n in ("weight", "bias"))
-    key, value = (repad(each, plan, modules.heads) for each in F.linear(x_TH, weight, bias).chunk(2, -1))
-    attended_BH = first_tokens_attention(query_BAD, key, value, table, relative, rates.attention_weights)
-    return _among_zeros(_after_attention(attended_BH, first_BH, modules, rates), plan, len(x_TH))
 
 
 def _rotated(x_TAD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
@@ -325,8 +318,8 @@ class FusedEmbeddings(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Map ids (B, S) to (B, S, H), with the original's arguments; in the autocast dtype if the kernel runs."""
         inputs = dict(zip(self.arguments, args, strict=False)) | kwargs
-        others = {name: value for name, value in inputs.items() if name not in _READ}
-        input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _READ)
+        others = {name: value for name, value in inputs.items() if name not in _INDEX_ARGUMENTS}
+        input_ids, position_ids, token_type_ids = (inputs.get(name) for name in _INDEX_ARGUMENTS)
         if input_ids is None or not self._can_run(input_ids, others):
             self.ran = "stock"
             return super().forward(*args, **kwargs)
@@ -357,7 +350,7 @@ class FusedEmbeddings(nn.Module):
         )
 
 
-_READ = ("input_ids", "position_ids", "token_type_ids")
+_INDEX_ARGUMENTS = ("input_ids", "position_ids", "token_type_ids")
 
 
 def modules_shape(layer: FusedLayer, embeddings: FusedEmbeddings | None) -> Shape:

@@ -10,8 +10,9 @@ from composer.core import Precision, State
 from pydantic import Field
 
 from composer_speedups.algorithms.fused_optimizer.functional import apply_fused_optimizer
+from composer_speedups.algorithms.fused_optimizer.triton_step import triton_step_of
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.optimizer_flags import OptimizerFlagTechnique
+from composer_speedups.core.optimizer_technique import OptimizerFlagTechnique
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda, needs_triton
 from composer_speedups.surgery.optimizer_swap import UnfitOptimizerError
 
@@ -36,23 +37,21 @@ class FusedOptimizer(OptimizerFlagTechnique):
         if self.kernel == "triton":
             fix = "set kernel: torch"
             yield needs_cuda(context, "kernel: triton")._replace(fix=fix)
-            yield from (each._replace(fix=f"{each.fix}, or {fix}") for each in needs_triton())
+            yield from (needed._replace(fix=f"{needed.fix}, or {fix}") for needed in needs_triton())
             yield Requirement(not context.sharded, "kernel: triton needs whole parameters", fix)
             scales = context.precision == Precision.AMP_FP16.value
             yield Requirement(not scales, "kernel: triton does not support loss scaling", f"{fix}, or train in bf16")
 
-    def _set(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def set_flag(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         try:
             return apply_fused_optimizer(optimizer, self.kernel)
-        except UnfitOptimizerError as error:
-            raise TechniqueError(self.name, error.reason, f"{error.fix}, or remove it") from error
+        except UnfitOptimizerError:
+            raise
         except ValueError as error:  # of the Triton kernel
             raise TechniqueError(self.name, str(error), "set kernel: torch") from error
 
     def operators(self, state: State) -> dict[str, int]:
         if self.kernel == "torch":
             return super().operators(state)
-        from composer_speedups.algorithms.fused_optimizer.triton_step import triton_step_of
-
         step = triton_step_of(state.optimizers[0])
         return {"triton_adamw": step.updates} if step is not None and step.updates and not step.left_to_torch else {}

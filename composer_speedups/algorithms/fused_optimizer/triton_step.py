@@ -108,16 +108,12 @@ class TritonStep:
         beta2: float,
         weight_decay: float,
         eps: float,
-        amsgrad: bool,
-        maximize: bool,
-        grad_scale: Tensor | None = None,
-        found_inf: Tensor | None = None,
+        **others: Any,
     ) -> bool:
-        if amsgrad or maximize or isinstance(lr, Tensor) or grad_scale is not None or found_inf is not None:
+        # amsgrad, maximize, or grad_scale and found_inf of a loss scaler
+        if isinstance(lr, Tensor) or any(value is not None and value is not False for value in others.values()):
             return False
-        if not (beta1 and beta2):
-            return False
-        if not all(map(self._supports, gradients)):
+        if not (beta1 and beta2 and all(map(self._supports, gradients))):
             return False
         from composer_speedups.kernels.adamw import AdamWTables, adamw_step  # imports Triton
 

@@ -49,13 +49,7 @@ class GradientCheckpointing(Technique):
 
     def watch(self, state: State) -> None:
         if is_compiled(state.model):
-            self._watch.start()
-
-    def stop_watching(self, state: State) -> None:
-        self._watch.stop()
-
-    def close(self) -> None:
-        self._watch.stop()  # still active if a forward pass raised
+            self.watching.enter_context(self._watch.counting())
 
     def verify(self, state: State) -> dict[str, Any]:
         """Check that blocks were recomputed in the first backward pass, or that its compiled graphs do that."""

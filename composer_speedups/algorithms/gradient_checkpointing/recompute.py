@@ -6,7 +6,8 @@ the block run around the new ``forward``, so they run once per step and not agai
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -77,7 +78,7 @@ def _previous_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 class GraphWatch:
-    """Counts the checkpointed regions in the graphs that torch.compile captures between start and stop.
+    """Counts the checkpointed regions in the graphs that torch.compile captures.
 
     Compiled code recomputes activations without running Python code that could count. Instead, each graph is inspected
     when dynamo passes it to the backend. This replaces a method of dynamo, because torch 2.7 to 2.11 has no hook at
@@ -91,24 +92,22 @@ class GraphWatch:
 
     def __init__(self) -> None:
         self.graphs = self.regions = 0
-        self._counting = ExitStack()
 
-    def start(self) -> None:
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the graphs that are captured inside the ``with`` block."""
         # Imported here, because the import is slow and only compiled models need it.
         from torch._dynamo.output_graph import OutputGraph
         from torch._higher_order_ops.wrap import tag_activation_checkpoint
 
-        self.stop()
         original = OutputGraph.call_user_compiler
 
         def call_user_compiler(output: Any, graph: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
             self.graphs += 1
-            subgraphs = (each for each in graph.modules() if isinstance(each, torch.fx.GraphModule))
-            nodes = (node for each in subgraphs for node in each.graph.nodes)
+            subgraphs = [module.graph for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+            nodes = (node for subgraph in subgraphs for node in subgraph.nodes)
             self.regions += sum(node.target is tag_activation_checkpoint for node in nodes)
             return original(output, graph, *args, **kwargs)
 
-        self._counting.enter_context(temporary_attribute(OutputGraph, "call_user_compiler", call_user_compiler))
-
-    def stop(self) -> None:
-        self._counting.close()
+        with temporary_attribute(OutputGraph, "call_user_compiler", call_user_compiler):
+            yield

@@ -19,10 +19,10 @@ _SETTINGS = "_lora_settings"  # attribute of the model
 _TASKS = {"SequenceClassification": "SEQ_CLS", "TokenClassification": "TOKEN_CLS", "QuestionAnswering": "QUESTION_ANS"}
 
 
-def host(model: nn.Module) -> nn.Module:
+def adapter_host(model: nn.Module) -> nn.Module:
     """Return the module to insert adapters into: the Hugging Face model inside ``model``, or ``model`` itself."""
-    found = [*outermost_models(model).values()]
-    return found[0] if len(found) == 1 else model
+    models = [*outermost_models(model).values()]
+    return models[0] if len(models) == 1 else model
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
@@ -39,20 +39,20 @@ def trained_copies(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
 
 
-def heirs(model: nn.Module) -> dict[Parameter, list[Parameter]]:
+def replacements(model: nn.Module) -> dict[Parameter, list[Parameter]]:
     """Map each frozen parameter to the trained parameters that replace it in the optimizer; most have none."""
-    found: dict[Parameter, list[Parameter]] = {}
+    replaced: dict[Parameter, list[Parameter]] = {}
     for layer in adapted_layers(model).values():
-        found[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+        replaced[layer.get_base_layer().weight] = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
     for wrapper in trained_copies(model).values():
         copied = dict(wrapper.modules_to_save[ADAPTER].named_parameters())
-        found |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
-    return {p: found.get(p, []) for p in model.parameters() if not p.requires_grad}
+        replaced |= {original: [copied[name]] for name, original in wrapper.original_module.named_parameters()}
+    return {p: replaced.get(p, []) for p in model.parameters() if not p.requires_grad}
 
 
 def settings_of(model: nn.Module) -> dict[str, Any] | None:
     """Return the settings that :func:`insert` got for the adapters in ``model``; None without our adapters."""
-    settings: dict[str, Any] | None = vars(host(model)).get(_SETTINGS)
+    settings: dict[str, Any] | None = vars(adapter_host(model)).get(_SETTINGS)
     return settings if adapted_layers(model) else None
 
 
@@ -100,7 +100,7 @@ def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
     """Freeze ``model``, insert adapters with the given settings, and return the names of the adapted modules.
 
     Args:
-        model: The module that :func:`host` returned; changed in place.
+        model: The module that :func:`adapter_host` returned; changed in place.
         settings: As returned by :func:`wanted_settings`.
 
     Raises:
@@ -123,7 +123,8 @@ def insert(model: nn.Module, settings: dict[str, Any]) -> list[str]:
         _check_targets(model, config, names)
     for name in saved:
         if not any(key == name or key.endswith(f".{name}") for key, _ in model.named_modules()):
-            raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {_children(model)}")
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(f"modules_to_save: the model has no module {name!r}; its children are {children}")
     inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     vars(model)[_SETTINGS] = settings
     return list(adapted_layers(model))
@@ -172,7 +173,3 @@ def _check_targets(model: nn.Module, config: Any, names: str | Sequence[str]) ->
 def _linear_names(model: nn.Module) -> str:
     last = {name.split(".")[-1] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     return ", ".join(sorted(last)) or "none"
-
-
-def _children(model: nn.Module) -> str:
-    return ", ".join(name for name, _ in model.named_children())

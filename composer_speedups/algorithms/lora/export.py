@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, host, trained_copies
+from composer_speedups.algorithms.lora.adapters import ADAPTER, adapted_layers, adapter_host, trained_copies
 from composer_speedups.core.files import replace_folder
 
 
@@ -67,7 +67,7 @@ def save_adapter(model: nn.Module, folder: Path | str, weights: dict[str, Tensor
     """
     from peft.utils import SAFETENSORS_WEIGHTS_NAME, get_peft_model_state_dict
 
-    model = host(model)
+    model = adapter_host(model)
     if not adapted_layers(model):
         raise ValueError("the model has no adapters; call apply_lora first")
     # With save_embedding_layers="auto", PEFT would look up the base model on the hub to check its vocabulary size.

@@ -10,9 +10,9 @@ from torch import nn
 
 from composer_speedups.algorithms.lora.adapters import (
     adapted_layers,
-    heirs,
-    host,
+    adapter_host,
     insert,
+    replacements,
     settings_of,
     wanted_settings,
 )
@@ -21,7 +21,7 @@ from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_lora", "merged_state_dict", "save_adapter"]
-MOST_RANKS = 4096  # larger than the hidden size of any BERT
+MAX_RANK = 4096  # larger than the hidden size of any BERT
 
 
 def apply_lora(
@@ -56,16 +56,19 @@ def apply_lora(
 
     Source: arXiv 2106.09685; PEFT.
     """
-    if not 1 <= rank <= MOST_RANKS:
-        raise ValueError(f"rank must be 1 to {MOST_RANKS}, not {rank}")
+    if not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"rank must be 1 to {MAX_RANK}, not {rank}")
     if alpha <= 0:
         raise ValueError(f"alpha must be above 0, not {alpha}")
     if not 0 <= dropout < 1:
         raise ValueError(f"dropout must be 0 to below 1, not {dropout}")
-    inner = host(model)
+    from peft import PeftModel
+
+    inner = adapter_host(model)
     wanted = wanted_settings(inner, rank, alpha, dropout, targets, modules_to_save)
     before = settings_of(model)
-    if _is_peft_model(model) or (adapted_layers(model) and before is None):
+    wrapped = any(isinstance(module, PeftModel) for module in model.modules())
+    if wrapped or (adapted_layers(model) and before is None):
         raise ValueError("the model already has PEFT adapters; pass its base model, or remove the technique")
     names = []
     if before is None:
@@ -73,11 +76,5 @@ def apply_lora(
     else:
         refuse_other_settings("LoRA's adapters", before, wanted)
     names_of = {p: name for name, p in inner.named_parameters()}
-    replace_parameters(optimizers, heirs(inner), names_of, for_untrained="first group")
+    replace_parameters(optimizers, replacements(inner), names_of, for_untrained="first group")
     return names
-
-
-def _is_peft_model(model: nn.Module) -> bool:
-    from peft import PeftModel
-
-    return any(isinstance(module, PeftModel) for module in model.modules())

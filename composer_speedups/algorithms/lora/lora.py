@@ -15,11 +15,11 @@ from torch.nn import Parameter
 from composer_speedups.algorithms.lora.adapters import (
     ADAPTER,
     adapted_layers,
-    host,
+    adapter_host,
     trained_copies,
 )
 from composer_speedups.algorithms.lora.export import merged_state_dict, save_adapter
-from composer_speedups.algorithms.lora.functional import MOST_RANKS, apply_lora
+from composer_speedups.algorithms.lora.functional import MAX_RANK, apply_lora
 from composer_speedups.core.requirements import Context, Requirement, needs_package
 from composer_speedups.core.technique import Conflict, Stage, Technique
 from composer_speedups.core.trainer_state import model_of
@@ -41,7 +41,7 @@ class LoRA(Technique):
     )
     gain = 1.15
 
-    rank: int = Field(8, ge=1, le=MOST_RANKS)
+    rank: int = Field(8, ge=1, le=MAX_RANK)
     """Rank of the adapters."""
     alpha: float = Field(16.0, gt=0)
     """The adapters' output is scaled by alpha / rank."""
@@ -64,8 +64,8 @@ class LoRA(Technique):
         settings = (self.rank, self.alpha, self.targets, self.dropout, self.modules_to_save)
         with self.refusals():
             apply_lora(state.model, state.optimizers, *settings)
-        inner = host(state.model)
-        trained, frozen = _split(inner)
+        inner = adapter_host(state.model)
+        trained, frozen = _trained_and_frozen(inner)
         return {
             "modules": len(adapted_layers(inner)),
             "trained_whole": ", ".join(trained_copies(inner)),
@@ -76,7 +76,7 @@ class LoRA(Technique):
     def watch(self, state: State) -> None:
         """Record the sums of the weights and the learning rate before the first step."""
         if not self._before:
-            trained, frozen = _split(host(model_of(state)))
+            trained, frozen = _trained_and_frozen(adapter_host(model_of(state)))
             self._before = _sums({**trained, **frozen})
             self._rate = max(float(group["lr"]) for o in state.optimizers for group in o.param_groups)
 
@@ -84,8 +84,8 @@ class LoRA(Technique):
         """Check that the adapters have gradients and changed, and that frozen weights do not and did not."""
         if not self._before:
             return {}
-        inner = host(model_of(state))
-        trained, frozen = _split(inner)
+        inner = adapter_host(model_of(state))
+        trained, frozen = _trained_and_frozen(inner)
         before, self._before = self._before, {}
         now = _sums({**trained, **frozen})
         adapters = [layer.lora_B[ADAPTER].weight for layer in adapted_layers(inner).values()]
@@ -112,12 +112,12 @@ class LoRA(Technique):
 
     def export(self, state: State, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
         """Save the adapters in ``adapter/`` next to ``folder``, and return the merged weights."""
-        inner = host(model_of(state))
+        inner = adapter_host(model_of(state))
         save_adapter(inner, folder.parent / "adapter", weights)
         return merged_state_dict(inner, weights)
 
 
-def _split(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
+def _trained_and_frozen(model: nn.Module) -> tuple[dict[str, Parameter], dict[str, Parameter]]:
     """Return the trained and the frozen parameters, according to PEFT's modules, not to requires_grad."""
     added = [m[ADAPTER] for layer in adapted_layers(model).values() for m in (layer.lora_A, layer.lora_B)]
     added += [wrapper.modules_to_save[ADAPTER] for wrapper in trained_copies(model).values()]

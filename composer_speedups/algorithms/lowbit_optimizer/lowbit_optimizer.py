@@ -10,7 +10,6 @@ from pydantic import Field
 from torch.optim import Optimizer
 
 from composer_speedups.algorithms.lowbit_optimizer.functional import apply_lowbit_optimizer
-from composer_speedups.core.optimizer_evidence import count_state_bits, embedding_weights, unquantised_reason
 from composer_speedups.core.optimizer_technique import OptimizerSwapTechnique
 from composer_speedups.core.requirements import (
     Context,
@@ -63,11 +62,5 @@ class LowBitOptimizer(OptimizerSwapTechnique):
         )
 
     def effect(self, optimizer: Optimizer, state: State) -> dict[str, Any]:
-        counts = count_state_bits(optimizer, embedding_weights(state.model))
-        bits = _STATE_BITS[self.bits]
-        reason = unquantised_reason(counts, bits, 32 if self.embeddings_32bit else None)
-        if reason is not None:
-            raise self.not_engaged(
-                reason, f"lower min_size ({self.min_size} now), or remove it: the model is too small for it"
-            )
-        return counts
+        embedding_bits = 32 if self.embeddings_32bit else None
+        return self.quantised_state(optimizer, state.model, _STATE_BITS[self.bits], embedding_bits, "min_size")

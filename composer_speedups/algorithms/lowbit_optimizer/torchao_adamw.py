@@ -62,23 +62,14 @@ def lowbit_adamw(
     full_precision: Iterable[Tensor] = (),
     min_size: int = 4096,
     compiled: bool | None = None,
-    **defaults: Any,
 ) -> torch.optim.Optimizer:
-    """Return torchao's AdamW8bit, AdamW4bit or AdamWFp8.
+    """Create torchao's AdamW8bit, AdamW4bit or AdamWFp8 with parameter ``groups``.
 
-    Args:
-        groups: Parameter groups, as for any torch optimizer.
-        bits: 8 (blocks of 256 values), 4 (blocks of 128) or ``"fp8"`` (e4m3, blocks of 256).
-        full_precision: Parameters whose state has the parameter's dtype.
-        min_size: Parameters with fewer values, or whose number of values is not a multiple of the block size, also
-            have state in the parameter's dtype.
-        compiled: Compile the step, with one graph per shape. None (default) compiles on a GPU, not on a CPU, where the
-            C++ compiler takes seconds per shape.
-        defaults: ``lr``, ``betas``, ``eps``, ``weight_decay``, ``amsgrad`` as in torch's AdamW.
-
-    Source: torchao.optim; Dettmers et al., arXiv 2110.02861 (8 bits); Li et al., arXiv 2309.01507 (4 bits).
+    The state of ``full_precision`` has the parameter's dtype; for the other arguments, see
+    :func:`.apply_lowbit_optimizer`.
     """
-    optimizer: Any = _class_of(bits)(groups, **defaults)
+    kind: Any = _class_of(bits)
+    optimizer = kind(groups)
     optimizer.full_precision = frozenset(map(id, full_precision))
     optimizer.min_size, optimizer.compiled = min_size, compiled
     return optimizer

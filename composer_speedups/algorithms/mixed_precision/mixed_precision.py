@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -48,7 +47,6 @@ class MixedPrecision(Technique):
     def reset(self) -> None:
         super().reset()
         self._seen: set[str] = set()
-        self._hook = ExitStack()
 
     @property
     def matmul_precision(self) -> str | None:
@@ -88,20 +86,18 @@ class MixedPrecision(Technique):
         linear = next((m for m in state.model.modules() if isinstance(m, nn.Linear)), None)
         for module in (linear, getattr(model_of(state), "model", None)):
             if isinstance(module, nn.Module):
-                self._hook.callback(module.register_forward_hook(lambda _m, _i, out: self._note(out)).remove)
+                self.watching.callback(module.register_forward_hook(lambda _m, _i, out: self._note(out)).remove)
 
     def stop_watching(self, state: State) -> None:
         self._note(state.outputs)
-        self.close()
-
-    def close(self) -> None:
-        self._hook.close()  # still open if a forward pass raised
 
     def _note(self, outputs: Any) -> None:
-        values = outputs.values() if isinstance(outputs, Mapping) else outputs
-        for value in values if isinstance(values, (list, tuple)) or values is not outputs else [values]:
-            if isinstance(value, torch.Tensor) and value.is_floating_point():
-                self._seen.add(str(value.dtype).removeprefix("torch."))
+        if isinstance(outputs, Mapping):
+            outputs = outputs.values()
+        elif not isinstance(outputs, (list, tuple)):
+            outputs = [outputs]
+        floats = (value for value in outputs if isinstance(value, torch.Tensor) and value.is_floating_point())
+        self._seen.update(str(value.dtype).removeprefix("torch.") for value in floats)
 
     def verify(self, state: State) -> dict[str, Any]:
         wanted = str(DTYPES[self.dtype]).removeprefix("torch.")

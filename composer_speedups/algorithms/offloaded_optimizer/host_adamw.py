@@ -9,7 +9,6 @@ format that Composer can neither schedule nor save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class HostAdamW(Optimizer):
         return loss
 
     def _chunks(self) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
-        """Yield chunks of at least 16 MiB of parameters with gradients.
+        """Chunks of at least 16 MiB of parameters with gradients.
 
         A chunk is smaller if the parameter group ends or the next parameter is on another device.
         """
@@ -89,7 +88,7 @@ class HostAdamW(Optimizer):
 
     def _fetch(self, chunk: list[Tensor]) -> torch.cuda.Event | None:
         stream = self._stream(chunk[0].device)
-        with torch.cuda.stream(stream) if stream else nullcontext():
+        with torch.cuda.stream(stream):  # for None, it changes nothing
             for parameter in chunk:
                 assert parameter.grad is not None
                 for host, source in zip(self._host(parameter), (parameter, parameter.grad), strict=True):
@@ -129,7 +128,7 @@ class HostAdamW(Optimizer):
 
     def _send(self, chunk: list[Tensor]) -> None:
         stream = self._stream(chunk[0].device)
-        with torch.cuda.stream(stream) if stream else nullcontext():
+        with torch.cuda.stream(stream):  # for None, it changes nothing
             for parameter in chunk:
                 parameter.copy_(self._host(parameter)[0], non_blocking=True)
 

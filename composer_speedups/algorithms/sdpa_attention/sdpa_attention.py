@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -48,7 +47,6 @@ class SDPAAttention(ParityCheckedTechnique):
         self._kernel: str | None = None
         self._seen_in = "probe"
         self._recorder: OperatorRecorder | None = None
-        self._recording = ExitStack()
         self._before: dict[PreTrainedModel, str] = {}  # each model's previous attention
 
     def requirements(self, context: Context) -> Iterable[Requirement]:
@@ -59,15 +57,15 @@ class SDPAAttention(ParityCheckedTechnique):
         models = outermost_models(state.model).values()
         if not models:
             raise TechniqueError(self.name, "the model has no Hugging Face model", "remove it")
-        found = {module: module.config._attn_implementation or "eager" for module in models}
+        implementations = {module: module.config._attn_implementation or "eager" for module in models}
         with self.refusals("remove it"):
             self.reapply(state)
-        for module, implementation in found.items():
+        for module, implementation in implementations.items():
             # Take over changes of an earlier Trainer's technique that is not closed.
             earlier = vars(module).get(_CHANGED_BY)
             self._before.setdefault(module, implementation if earlier is None else earlier[1])
             vars(module)[_CHANGED_BY] = (self.owner, self._before[module])
-        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(found.values())))}
+        return {"backend": self.backend, "implementation_before": ", ".join(sorted(set(implementations.values())))}
 
     def reapply(self, state: State) -> None:
         apply_sdpa_attention(state.model, self.backend)
@@ -100,10 +98,9 @@ class SDPAAttention(ParityCheckedTechnique):
             self._restore_attention(error)
             return
         if not is_compiled(state.model):
-            self._recorder = self._recording.enter_context(OperatorRecorder())
+            self._recorder = self.watching.enter_context(OperatorRecorder())
 
     def stop_watching(self, state: State) -> None:
-        self._recording.close()
         if self._recorder is not None:
             self._kernel, self._seen_in, self._recorder = _kernel_among(self._recorder), "forward pass", None
 
@@ -115,29 +112,24 @@ class SDPAAttention(ParityCheckedTechnique):
         self.evidence["going_on_with"] = ", ".join(sorted({m.config._attn_implementation for m in self._before}))
 
     def close(self) -> None:
-        self._recording.close()  # still open if a forward pass raised
         super().close()
         for module in self._before:
             if self._owns(module):
                 del vars(module)[_CHANGED_BY]
 
     def _kernel_for(self, state: State) -> str | None:
-        """Return the kernel for this batch's shapes and mask; None for unknown kinds of batches and models."""
-        model = next(iter(outermost_models(state.model).values()))
-        device, config, batch = device_of(state), model.config, state.batch
-        heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config also has BERT's names
-        if heads is None or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), torch.Tensor):
+        """Run the attention function on random queries with this batch's shape and mask, and return the kernel that
+        ran; None for unknown kinds of batches and models."""
+        model, device = next(iter(outermost_models(state.model).values())), device_of(state)
+        config = model.config
+        inputs = _shape_and_mask(config, state.batch)
+        if inputs is None:
             return None
-        ids, mask = batch["input_ids"], batch.get("attention_mask")
-        if mask is not None and mask.shape != ids.shape:
-            return None
-        length = ids.shape[-1]
-        rows = ids.numel() // length  # a multiple-choice model flattens (questions, choices)
-        shape = (rows, heads, length, config.hidden_size // heads)
+        shape, mask = inputs
         if mask is not None and not is_compiled(state.model) and bool(mask.all()):
             mask = None  # like transformers, except during tracing
         if mask is not None:
-            mask = mask.reshape(rows, 1, 1, length).bool().expand(rows, 1, length, length).to(device)
+            mask = mask.expand(-1, -1, shape[2], -1).to(device)
         function = AttentionInterface().get(config._attn_implementation)
         if function is None:  # eager attention is not registered
             return str(config._attn_implementation)
@@ -162,6 +154,21 @@ class SDPAAttention(ParityCheckedTechnique):
         if self.backend not in ("auto", *self._kernel.split("_")):
             raise self.not_engaged(f"the kernel that ran is {self._kernel}", "use backend: auto")
         return {"kernel": self._kernel, "kernel_seen_in": self._seen_in}
+
+
+def _shape_and_mask(config: Any, batch: Any) -> tuple[tuple[int, ...], torch.Tensor | None] | None:
+    """Return the shape of a batch's queries (rows, heads, tokens, units), and its mask, bool (rows, 1, 1, tokens), or
+    None if it has none; only None for unknown kinds of batches and models."""
+    heads = getattr(config, "num_attention_heads", None)  # DistilBERT's config also has BERT's names
+    if heads is None or not isinstance(batch, Mapping) or not isinstance(batch.get("input_ids"), torch.Tensor):
+        return None
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is not None and mask.shape != ids.shape:
+        return None
+    length = ids.shape[-1]
+    rows = ids.numel() // length  # a multiple-choice model flattens (questions, choices)
+    shape = (rows, heads, length, config.hidden_size // heads)
+    return shape, None if mask is None else mask.reshape(rows, 1, 1, length).bool()
 
 
 def _kernel_among(recorder: OperatorRecorder) -> str | None:

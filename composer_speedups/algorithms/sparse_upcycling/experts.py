@@ -166,3 +166,8 @@ class SparseFeedForward(nn.Module):
         outputs = [expert(x) for expert, x in zip(self.experts, sorted_SH.split(rows), strict=True)]
         outputs_SH = torch.cat(outputs).index_select(0, order_S.argsort())
         return outputs_SH.view(*chosen_TK.shape, -1)
+
+
+def sparse_layers(model: nn.Module) -> list[SparseFeedForward]:
+    """Return the layers of experts in a model, first to last."""
+    return [m for m in model.modules() if isinstance(m, SparseFeedForward)]

@@ -1,26 +1,25 @@
-"""Functions for sparse upcycling: replace feed-forward layers by experts, and load an exported model."""
+"""Replace feed-forward layers by experts, compute their load-balancing loss, and load an exported model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from composer_speedups.algorithms.sparse_upcycling.experts import Routing
-from composer_speedups.algorithms.sparse_upcycling.loss import load_balancing_loss
-from composer_speedups.algorithms.sparse_upcycling.upcycle import encoder_of, find_blocks, upcycle
+from composer_speedups.algorithms.sparse_upcycling.experts import Routing, SparseFeedForward, sparse_layers
 from composer_speedups.core.pretrained import pretrained_config
-from composer_speedups.families.family import family_of, family_titles
+from composer_speedups.core.stock import outermost_models
+from composer_speedups.families.family import families, family_of, family_titles
 from composer_speedups.surgery.already_applied import refuse_other_settings
 from composer_speedups.surgery.parameter_groups import replace_parameters
 
 __all__ = ["apply_sparse_upcycling", "load_balancing_loss", "load_sparse_upcycling"]
-MOST_EXPERTS = 1024
+MAX_EXPERTS = 1024
 
 
 def apply_sparse_upcycling(
@@ -53,8 +52,8 @@ def apply_sparse_upcycling(
     Source: Sparse Upcycling, arXiv 2212.05055, without its capacity limit: no token is dropped.
     """
     check_settings(experts, every, top_k)
-    encoder, settings = encoder_of(model), {"experts": experts, "every": every, "top_k": top_k}
-    blocks = find_blocks(model, encoder)
+    encoder, settings = _encoder_of(model), {"experts": experts, "every": every, "top_k": top_k}
+    blocks = _find_blocks(model, encoder)
     present = getattr(encoder.config, "sparse_upcycling", None)
     if any(block.is_sparse for block in blocks):
         refuse_other_settings("layers of experts", present or {}, settings)
@@ -63,7 +62,7 @@ def apply_sparse_upcycling(
     if not chosen:
         family = family_of(type(encoder))
         if family is not None and family.feed_forward is None:
-            known = family_titles(lambda each: each.feed_forward)
+            known = family_titles(lambda family: family.feed_forward)
             raise ValueError(
                 f"sparse_upcycling supports the feed-forward layers of {known}, and this is {family.title}"
             )
@@ -74,12 +73,38 @@ def apply_sparse_upcycling(
     routing = Routing()
     replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
     for block in chosen:
-        replaced |= upcycle(block, routing, experts=experts, top_k=top_k)
+        replaced |= _upcycle(block, routing, experts=experts, top_k=top_k)
     encoder.register_forward_pre_hook(routing.begin, with_kwargs=True)
     encoder.register_forward_hook(routing.end)
     encoder.config.sparse_upcycling = settings
     replace_parameters(optimizers, replaced, {p: n for n, p in model.named_parameters()})
     return [block.name for block in chosen]
+
+
+def load_balancing_loss(model: nn.Module) -> Tensor:
+    """Return the load-balancing loss of the last forward pass in training mode, summed over the layers of experts.
+
+    A layer's loss is 1 if its real tokens are spread evenly, and at most ``experts / top_k``. Add it to the training
+    loss with a coefficient such as 0.01; otherwise routers tend to use only a few experts.
+
+    Args:
+        model: A model changed by ``apply_sparse_upcycling``.
+
+    Returns:
+        A scalar with a gradient.
+
+    Raises:
+        ValueError: There are no experts, or there was no forward pass in training mode with gradients.
+
+    Source: Switch Transformer, arXiv 2101.03961, section 2.2.
+    """
+    layers = sparse_layers(model)
+    if not layers:
+        raise ValueError("the model has no experts; call apply_sparse_upcycling first")
+    losses = list(layers[0].routing.balance.values())
+    if not losses:
+        raise ValueError("the routers recorded nothing: there was no forward pass in training mode with gradients")
+    return torch.stack(losses).sum()
 
 
 def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceClassification) -> PreTrainedModel:
@@ -108,16 +133,15 @@ def load_sparse_upcycling(folder: str | Path, auto: Any = AutoModelForSequenceCl
     weights = {name: weight for file in files for name, weight in load_file(file).items()}
     missing, unexpected = model.load_state_dict(weights, strict=False)
     model.tie_weights()
-    tied = set(getattr(model, "all_tied_weights_keys", None) or getattr(model, "_tied_weights_keys", None) or ())
-    lacking = [name for name in missing if name not in tied] + list(unexpected)
+    lacking = [name for name in missing if name not in model.all_tied_weights_keys] + list(unexpected)
     if lacking:
         raise ValueError(f"the weights in {folder} do not fit its config: {lacking[0]} and {len(lacking) - 1} more")
     return model.eval()
 
 
 def check_settings(experts: int, every: int, top_k: int) -> None:
-    if not 2 <= experts <= MOST_EXPERTS:
-        raise ValueError(f"experts must be 2 to {MOST_EXPERTS}, not {experts}")
+    if not 2 <= experts <= MAX_EXPERTS:
+        raise ValueError(f"experts must be 2 to {MAX_EXPERTS}, not {experts}")
     if every < 1:
         raise ValueError(f"every must be at least 1, not {every}")
     if not 2 <= top_k <= experts:
@@ -125,3 +149,82 @@ def check_settings(experts: int, every: int, top_k: int) -> None:
             f"top_k must be 2 to experts={experts}, not {top_k}; with one expert per token, its weight would always be "
             "1, and the router would get no gradient from the task"
         )
+
+
+class _Block(NamedTuple):
+    """A feed-forward block: the owners and attributes of its first Linear, its activation and its second Linear."""
+
+    name: str  # name of the layer
+    owners: tuple[nn.Module, nn.Module, nn.Module]
+    attributes: tuple[str, str, str]
+
+    @property
+    def parts(self) -> tuple[Any, Any, Any]:
+        first, middle, last = (getattr(o, a) for o, a in zip(self.owners, self.attributes, strict=True))
+        return first, middle, last
+
+    @property
+    def is_sparse(self) -> bool:
+        return isinstance(self.parts[0], SparseFeedForward)
+
+
+def _find_blocks(model: nn.Module, encoder: PreTrainedModel) -> list[_Block]:
+    """Return the feed-forward layers of a model, first to last, whether dense or already sparse.
+
+    They are searched where the encoder's family has them, or for an unknown family, where any family has them.
+    """
+    family = family_of(type(encoder))
+    searched = families() if family is None else [family]
+    layouts = {layout for family in searched if (layout := family.feed_forward) is not None}
+    blocks = []
+    for name, module in model.named_modules():
+        for layout in layouts:
+            places = [_owner(module, path) for path in layout]
+            if all(hasattr(owner, attribute) for owner, attribute in places):
+                owners, attributes = zip(*places, strict=True)
+                blocks.append(_Block(name, owners, attributes))
+    return blocks
+
+
+def _owner(module: Any, path: str) -> tuple[Any, str]:
+    """Return the module that owns the last attribute of a path (None if it does not exist), and the attribute."""
+    *outer, attribute = path.split(".")
+    for name in outer:
+        module = getattr(module, name, None)
+    return module, attribute
+
+
+def _encoder_of(model: nn.Module) -> PreTrainedModel:
+    """Return the Hugging Face encoder in a model, which has the config and receives the attention mask.
+
+    Raises:
+        ValueError: There is none, or it computes its feed-forward layers in chunks.
+    """
+    outermost = next(iter(outermost_models(model).values()), None)
+    if outermost is None:
+        raise ValueError("the model has no Hugging Face model whose feed-forward layers could be replaced by experts")
+    if getattr(outermost.config, "chunk_size_feed_forward", 0):
+        raise ValueError("experts need all tokens of a layer at once; set the model's chunk_size_feed_forward to 0")
+    encoder = outermost.base_model
+    assert isinstance(encoder, PreTrainedModel)
+    return encoder
+
+
+def _upcycle(block: _Block, routing: Routing, *, experts: int, top_k: int) -> dict[nn.Parameter, list[nn.Parameter]]:
+    """Replace a dense block by experts, and return the new parameters for each removed one.
+
+    The experts replace the first Linear, and identities the rest of the block. So the layer's forward is unchanged,
+    including its dropout, residual and LayerNorm.
+    """
+    up, activation, down = block.parts
+    sparse = SparseFeedForward(up, activation, down, experts=experts, top_k=top_k, name=block.name, routing=routing)
+    sparse.train(up.training)
+    parts = (sparse, nn.Identity(), nn.Identity())
+    for owner, attribute, new in zip(block.owners, block.attributes, parts, strict=True):
+        setattr(owner, attribute, new)
+    replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+    for part, dense in (("up", up), ("down", down)):
+        for name, old in dense.named_parameters():
+            replaced[old] = [expert.get_submodule(part).get_parameter(name) for expert in sparse.experts]
+    replaced[up.weight].append(sparse.router.get_parameter("weight"))
+    return replaced

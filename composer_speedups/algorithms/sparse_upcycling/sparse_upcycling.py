@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,12 +10,13 @@ from composer.core import State
 from pydantic import Field
 from torch import Tensor, nn
 
+from composer_speedups.algorithms.sparse_upcycling.experts import sparse_layers
 from composer_speedups.algorithms.sparse_upcycling.functional import (
-    MOST_EXPERTS,
+    MAX_EXPERTS,
     apply_sparse_upcycling,
     check_settings,
+    load_balancing_loss,
 )
-from composer_speedups.algorithms.sparse_upcycling.loss import add_to_loss, load_balancing_loss, sparse_layers
 from composer_speedups.core.technique import Conflict, Stage, Technique
 
 
@@ -41,7 +41,7 @@ class SparseUpcycling(Technique):
     trials = ()
     never_tried = "it adds parameters and does not make steps faster"
 
-    experts: int = Field(4, ge=2, le=MOST_EXPERTS)
+    experts: int = Field(4, ge=2, le=MAX_EXPERTS)
     """Experts per layer."""
     every: int = Field(2, ge=1)
     """Replace every n-th layer."""
@@ -56,7 +56,6 @@ class SparseUpcycling(Technique):
     def reset(self) -> None:
         super().reset()
         self._rows: dict[str, list[int]] = {}  # by layer: output rows of each expert in the first batch
-        self._hooks = ExitStack()
         self._reached = False  # whether the backward pass reached the load-balancing loss
         self._losses: list[Tensor] = []  # load-balancing losses of this batch's micro-batches
         self._balance = 0.0  # load-balancing loss of the last batch, summed over layers
@@ -103,10 +102,7 @@ class SparseUpcycling(Technique):
         for layer in sparse_layers(state.model):
             counts = self._rows.setdefault(layer.name, [0] * len(layer.experts))
             for index, expert in enumerate(layer.experts):
-                self._hooks.callback(expert.register_forward_hook(_count_into(counts, index)).remove)
-
-    def stop_watching(self, state: State) -> None:
-        self.close()
+                self.watching.callback(expert.register_forward_hook(_count_into(counts, index)).remove)
 
     def verify(self, state: State) -> dict[str, Any]:
         layers = sparse_layers(state.model)
@@ -138,12 +134,23 @@ class SparseUpcycling(Technique):
         shares = torch.stack(list(self._load.values()))
         return f"{float(shares.min()):.3f}–{float(shares.max()):.3f}"
 
-    def close(self) -> None:
-        self._hooks.close()
-
 
 def _count_into(counts: list[int], index: int) -> Callable[..., None]:
     def count(module: nn.Module, args: Any, output: Tensor) -> None:
         counts[index] += len(output)
 
     return count
+
+
+def add_to_loss(loss: Any, extra: Tensor) -> Any:
+    """Add a term to a ComposerModel's loss and return it in the same form.
+
+    Composer accepts a tensor, a list or tuple of tensors (which it sums), or a dict (of which it uses ``total``, or
+    else the sum).
+    """
+    if isinstance(loss, dict):
+        total = {"total": loss["total"] + extra} if "total" in loss else {}
+        return {**loss, **total, "load_balancing": extra}
+    if isinstance(loss, (list, tuple)):
+        return [*loss, extra]
+    return loss + extra

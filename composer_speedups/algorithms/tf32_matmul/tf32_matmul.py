@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import torch
 from composer.core import State
 from pydantic import Field
 
 from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique
-from composer_speedups.core.operator_recorder import matmul_error
 from composer_speedups.core.requirements import Context, Requirement, needs_cuda
 from composer_speedups.core.technique import Stage, Variant
 from composer_speedups.core.trainer_state import device_of
@@ -46,3 +46,13 @@ class TF32Matmul(FlagTechnique):
                 "look for code that sets torch's matmul precision during fit",
             )
         return {"matmul_relative_error": error}
+
+
+def matmul_error(device: torch.device) -> float:
+    """Relative error of a float32 matmul on ``device`` compared with float64: about 1e-7 in float32, 3e-4 in TF32."""
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(256, 256, generator=generator, dtype=torch.float64).float() for _ in range(2))
+    exact = a.double() @ b.double()
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        product = (a.to(device) @ b.to(device)).cpu().double()
+    return float((product - exact).norm() / exact.norm())

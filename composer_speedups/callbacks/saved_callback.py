@@ -1,0 +1,22 @@
+"""Base class of callbacks whose state is in checkpoints."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, ClassVar
+
+from composer.core import Callback
+
+__all__ = ["SavedCallback"]
+
+
+class SavedCallback(Callback):
+    """A callback of which checkpoints hold the attributes in :attr:`checkpoint_fields`, with their types."""
+
+    checkpoint_fields: ClassVar[dict[str, Any]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: copy(getattr(self, name)) for name in self.checkpoint_fields}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update({name: state[name] for name in self.checkpoint_fields if name in state})
