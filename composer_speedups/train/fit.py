@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SIZES = ("trainer.microbatch_size: ", "data.batch_size: ")
+_SIZE_KEYS = ("trainer.microbatch_size: ", "data.batch_size: ")
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"
 
 
@@ -73,7 +73,7 @@ class StopSignals:
         """From now on, ignore signals: training is over."""
         self._phase = "never"
 
-    def agreed(self, device: Device) -> int | None:
+    def signal_on_any_rank(self, device: Device) -> int | None:
         """The signal that any rank has received so far. Collective; ``device`` is used for the reduction."""
         return max_over_ranks(device, self.received or 0) or None
 
@@ -141,7 +141,7 @@ def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[No
     try:
         yield
     except (EOFError, MemoryError, OSError, RuntimeError, UserError) as error:
-        _hear_no_more_of_workers()
+        _restore_sigchld()
         for worker in multiprocessing.active_children():
             worker.kill()  # a worker that hangs would outlive the run
         if stop is not None:
@@ -152,7 +152,7 @@ def failed_run(trainer: Trainer, stop: StopSignals | None = None) -> Iterator[No
         raise
 
 
-def _hear_no_more_of_workers() -> None:
+def _restore_sigchld() -> None:
     """Disable torch's handler, which raises in any line when a worker ends and may report one death twice."""
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -166,7 +166,7 @@ def _explained(error: Exception) -> str | None:
     if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):
         return f"data.workers: a DataLoader worker died ({said}); {_WORKER_FIX}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
-        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZES):
+        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZE_KEYS):
             return f"{fix[0]} ({said})"  # MicrobatchTrainer's message names a size that fits
         return f"out of memory: {said}; lower data.batch_size, data.max_length or trainer.microbatch_size"
     return None

@@ -80,7 +80,7 @@ class WholeCheckpointSaver(CheckpointSaver):
             self._due = self.save_interval(state, Event.BATCH_CHECKPOINT)
         else:
             super().batch_checkpoint(state, logger)
-        signum = self.stop.agreed(state.device)
+        signum = self.stop.signal_on_any_rank(state.device)
         if signum is None:
             return
         unsaved = self.last_checkpoint_batch != state.timestamp.batch
