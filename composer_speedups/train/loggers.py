@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import dist
 
 from composer_speedups.callbacks.guarded_logger import GuardedLogger
 from composer_speedups.train.config.schema import Config
@@ -13,10 +14,10 @@ from composer_speedups.train.console import TrainingProgress
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["RunProgress", "loggers_of"]
+__all__ = ["loggers_of"]
 
 
-class RunProgress(GuardedLogger, TrainingProgress):
+class _Progress(GuardedLogger, TrainingProgress):
     label = "trainer.progress_bar"
 
 
@@ -36,9 +37,14 @@ class _File(GuardedLogger, FileLogger):
         self._receive("write", prefix, s)
 
 
-def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
-    """The loggers that the config names, with their files in the run's folder."""
+def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:
+    """The progress display, and the loggers that the config names, which write to the run's folder; None writes no
+    file."""
     loggers: list[LoggerDestination] = []
+    if config.trainer.progress_bar and dist.get_global_rank() == 0:
+        loggers.append(_Progress())
+    if folder is None:
+        return loggers
     if (wandb := config.loggers.wandb) is not None:
         loggers.append(
             _WandB(

@@ -21,6 +21,7 @@ from composer_speedups.core.errors import RunFailedError
 from composer_speedups.data.loader import tokens_and_weight
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.task import Task
 from composer_speedups.train import out_of_memory
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.train.report import summary_table
@@ -66,15 +67,15 @@ MASKED = [masked([[1, 2, 3, 4, 5], [6], [7, 8], [], [9, 10, 11]], 1), masked([[3
 
 
 def train(
-    *algorithms: Algorithm, batches: list[Batch] = BATCHES, size: int = 7, mlm: bool = False, **settings: Any
+    *algorithms: Algorithm, batches: list[Batch] = BATCHES, size: int = 7, task: Task | None = None, **settings: Any
 ) -> tuple[Any, Recorder, MicrobatchHistory]:
     recorder, history = Recorder(), MicrobatchHistory()
     model: Any = tiny_bert()
-    if mlm:
+    if task is not None:
         torch.manual_seed(0)
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         masked_lm = BertForMaskedLM(tiny_config(initializer_range=0.2, **none))
-        model = FinetuneModel(masked_lm, MaskedLanguageModelling(), train_metrics=False)
+        model = FinetuneModel(masked_lm, task, train_metrics=False)
     trainer = make_trainer(
         algorithms,
         model=model,
@@ -83,14 +84,12 @@ def train(
         train_dataloader=DataSpec(
             DataLoader(Batches(batches), batch_size=None),
             get_num_samples_in_batch=lambda b: len(b["labels"]),
-            get_num_tokens_in_batch=partial(tokens_and_weight, MaskedLanguageModelling()) if mlm else None,
+            get_num_tokens_in_batch=None if task is None else partial(tokens_and_weight, task),
         ),
         max_duration=f"{len(batches)}ba",
         device_train_microbatch_size=size,
-        accumulate_train_batch_on_tokens=mlm and size < 5,
+        **settings,
     )
-    for name, value in settings.items():
-        setattr(trainer, name, value)
     trainer.fit()
     trainer.close()
     return trainer, recorder, history
@@ -192,15 +191,17 @@ def test_micro_batches_are_halved_as_often_as_needed() -> None:
 
 
 @SAID
-def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens() -> None:
+def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples have 0 to 5 labelled tokens. A mean over samples would differ, and be NaN for a sample without any."""
-    whole, losses, _ = train(batches=MASKED, mlm=True, size=5)
-    given, by_config, _ = train(batches=MASKED, mlm=True, size=2)
-    pieces, smaller, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=True)
+    task = MaskedLanguageModelling()
+    whole, losses, _ = train(batches=MASKED, task=task, size=5)
+    given, by_config, _ = train(batches=MASKED, task=task, size=2)
+    pieces, smaller, _ = train(SmallGPU(1), batches=MASKED, task=task, size=5)
     for recorder, trainer in ((by_config, given), (smaller, pieces)):
         assert_near(recorder.losses, losses.losses, what="losses")
         assert_near(final_weights(trainer), final_weights(whole), what="weights")
-    _, by_rows, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=False)
+    monkeypatch.setattr(MaskedLanguageModelling, "weights_losses", False)
+    _, by_rows, _ = train(SmallGPU(1), batches=MASKED, task=task, size=5)
     assert abs(by_rows.losses[0] - losses.losses[0]) > 0.01, "the batches distinguish both means"
 
 
