@@ -20,6 +20,7 @@ from composer_speedups.tasks.models import build_model, resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.fit import failed_run
+from composer_speedups.train.report import callback_of
 from composer_speedups.train.trainer import build_trainer
 
 __all__ = ["baseline_techniques", "measure_baseline"]
@@ -86,7 +87,8 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
 
 
 def _steady_rate_of(trainer: Trainer, turn: int) -> float:
-    [monitor] = (callback for callback in trainer.state.callbacks if isinstance(callback, ThroughputMonitor))
+    monitor = callback_of(trainer.state, ThroughputMonitor)
+    assert monitor is not None
     return steady_rate(monitor.batches, turn)
 
 

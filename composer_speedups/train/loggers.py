@@ -14,10 +14,10 @@ from composer_speedups.train.console import TrainingProgress
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = ["loggers_of"]
+__all__ = ["RunProgress", "loggers_of"]
 
 
-class _Progress(GuardedLogger, TrainingProgress):
+class RunProgress(GuardedLogger, TrainingProgress):
     label = "trainer.progress_bar"
 
 
@@ -42,7 +42,7 @@ def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestinati
     file."""
     loggers: list[LoggerDestination] = []
     if config.trainer.progress_bar and dist.get_global_rank() == 0:
-        loggers.append(_Progress())
+        loggers.append(RunProgress())
     if folder is None:
         return loggers
     if (wandb := config.loggers.wandb) is not None:

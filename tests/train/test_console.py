@@ -200,16 +200,16 @@ def test_without_clipping_no_norm_is_computed(logged: dict[str, list[float]]) ->
 def test_the_plot_of_a_resumed_run_contains_all_losses_and_evaluations(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from composer_speedups.train import report
+    from composer_speedups.train import plot as module
 
     drawn: list[Any] = []
-    plot = report.plot_run
+    plot = module.plot_run
 
     def recorded(*arguments: Any, **settings: Any) -> None:
         drawn.append(arguments[1])
         plot(*arguments, **settings)
 
-    monkeypatch.setattr(report, "plot_run", recorded)
+    monkeypatch.setattr(module, "plot_run", recorded)
     settings = ["plot=true", "checkpoint.interval=3ba", "checkpoint.keep=-1", "trainer.max_duration=2ep"]
     run(*settings, "run_name=whole")
     run(*settings, "run_name=part", "checkpoint.load=runs/whole/checkpoints/ep1-ba9-rank0.pt")
