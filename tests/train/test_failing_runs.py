@@ -110,7 +110,7 @@ def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
     endless = ["trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "data.workers=1", "algorithms=null"]
     fork = Fork(
