@@ -368,12 +368,11 @@ def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[A
 
 def conflicts_between(one: Any, other: Any) -> Iterator[tuple[Any, Any, Conflict]]:
     """Yield each conflict of two techniques or classes: the one that declares it, the other one, and the conflict."""
-    for states, meets in ((one, other), (other, one)):
-        for conflict in states.conflicts:
-            shared = conflict.slot is not None and any(theirs.slot == conflict.slot for theirs in meets.conflicts)
-            if shared or conflict.other == meets.name:
-                why = conflict.why or f"both set the {conflict.slot}"
-                yield states, meets, replace(conflict, why=why)
+    for owner, opponent in ((one, other), (other, one)):
+        for conflict in owner.conflicts:
+            shared = conflict.slot is not None and any(theirs.slot == conflict.slot for theirs in opponent.conflicts)
+            if shared or conflict.other == opponent.name:
+                yield owner, opponent, replace(conflict, why=conflict.why or f"both set the {conflict.slot}")
 
 
 def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None) -> Sequence[Algorithm]:
@@ -386,8 +385,8 @@ def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None
     for one, other in combinations(techniques_of(algorithms), 2):
         if one.name == other.name:
             raise TechniqueError(one.name, "is listed twice", "list it once")
-        for states, meets, conflict in conflicts_between(one, other):
-            if conflict.when is None or conflict.when(states, meets):
+        for owner, opponent, conflict in conflicts_between(one, other):
+            if conflict.when is None or conflict.when(owner, opponent):
                 raise TechniqueError(
                     one.name, f"conflicts with {other.name}: {conflict.why}", f"remove {one.name} or {other.name}"
                 )

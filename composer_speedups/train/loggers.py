@@ -59,6 +59,8 @@ def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestinati
     if (tensorboard := config.loggers.tensorboard) is not None:
         loggers.append(_Tensorboard(str(folder / "tensorboard"), tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
-        again = f".{folder.starts}" if folder.starts > 1 else ""  # the log of an interrupted process is kept
-        loggers.append(_File(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
+        name = f"log-rank{dist.get_global_rank()}"
+        earlier = len([*folder.path.glob(f"{name}.*txt")])  # logs of interrupted processes are kept
+        path = folder / f"{name}{f'.{earlier + 1}' if earlier else ''}.txt"
+        loggers.append(_File(str(path), flush_interval=file.flush_interval))
     return loggers

@@ -53,7 +53,6 @@ class RunFolder:
         load: The checkpoint to load: the one found in the folder, or ``checkpoint.load``; None for none. The same on
             all ranks.
         resumed: Whether autoresume found it.
-        starts: Number of launches in this folder, including this one.
 
     Raises:
         ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
@@ -62,7 +61,7 @@ class RunFolder:
 
     def __init__(self, config: Config, *, named: bool = False) -> None:
         self.path = Path(config.runs_folder) / config.run_name
-        self.load, self.resumed, self.starts = config.checkpoint.load, False, 1
+        self.load, self.resumed = config.checkpoint.load, False
         self._named = named
         self._lock: io.FileIO | None = None
         self._began = False  # in a new folder, on this rank
@@ -75,9 +74,9 @@ class RunFolder:
                     f"runs_folder: {with_working_directory(self.path)} is not writable ({error.strerror}); choose "
                     "another folder"
                 ) from error
-        shared = [(self.load, self.resumed, self.starts)]
+        shared = [(self.load, self.resumed)]
         dist.broadcast_object_list(shared)
-        self.load, self.resumed, self.starts = shared[0]
+        self.load, self.resumed = shared[0]
 
     def _claim(self, config: Config) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +129,6 @@ class RunFolder:
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
         for path in checkpoints_after(Path(_formatted(str(self.load), self.path.name)).resolve()):
             path.rename(_free_name(path, date))
-        self.starts = 1 + len(list(self.path.glob("log-rank0*.txt")))
 
     @property
     def _config(self) -> Path:

@@ -76,10 +76,3 @@ def test_a_folder_that_cannot_be_written_is_refused_in_one_line() -> None:
     Path("file").touch()
     with pytest.raises(ConfigError, match=r"runs_folder: file/deep/run \(relative to /.*\) is not writable"):
         RunFolder(load_config(None, ["runs_folder=file/deep"]))
-
-
-def test_a_run_that_loads_a_checkpoint_of_its_own_folder_keeps_the_folder() -> None:
-    settings = [*BRIEF, "checkpoint.interval=2ba", "checkpoint.keep=-1"]
-    run(*settings, "trainer.max_duration=2ba")
-    run(*settings, "trainer.max_duration=4ba", "checkpoint.load=runs/quickstart/checkpoints/ep0-ba2-rank0.pt")
-    assert [path.name for path in Path("runs").iterdir() if path.is_dir()] == ["quickstart"]
