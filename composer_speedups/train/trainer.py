@@ -48,13 +48,7 @@ from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchT
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = [
-    "build_trainer",
-    "callbacks_of",
-    "context_of",
-    "join_ranks",
-    "open_device",
-]
+__all__ = ["build_trainer", "context_of", "join_ranks", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -156,7 +150,7 @@ def build_trainer(
             algorithms=[*techniques, *_gradient_clipping(config.optimizer)],
             algorithm_passes=[refuse_conflicts, sort_techniques],
             # the saver last, so that it saves the state of all others
-            callbacks=[*callbacks_of(config, techniques), *callbacks, *_saver(checkpoint, folder, stop)],
+            callbacks=[*_callbacks(config, techniques), *callbacks, *_saver(checkpoint, folder, stop)],
             loggers=loggers_of(config, folder),
             run_name=config.run_name,
             progress_bar=False,  # TrainingProgress replaces it
@@ -215,7 +209,7 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
             )
 
 
-def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
+def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     """The callbacks that the config names, and those of every run."""
     named = config.callbacks
     sets_matmul_precision = any(

@@ -23,8 +23,6 @@ from tests.conftest import ROOT
 from tests.helpers.common import make_trainer
 from tests.helpers.jobs import SHORT, run
 
-EPOCHS = ["trainer.max_duration=2ep", "trainer.progress_bar=true"]
-
 
 class Clock:
     """Clock that advances by a second per call."""
@@ -42,29 +40,24 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_run_prints_five_lines_before_training(capfd: pytest.CaptureFixture[str]) -> None:
-    run("trainer.max_duration=1ba", "trainer.eval_batches=1", "trainer.progress_bar=true")
+def test_a_run_prints_five_lines_and_then_lines_with_one_based_epochs_and_full_metric_names(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(console, "_MIN_SECONDS", 0.0)
+    run("trainer.max_duration=2ep", "trainer.progress_bar=true")
     out, err = capfd.readouterr()
     lines = out.splitlines()[:5]
     assert [line.split()[0] for line in lines] == ["model", "data", "techniques", "batch", "results"]
     assert "random BERT of size tiny (2 layers, hidden size 128), 0.5 M parameters" in lines[0]
     assert "48 samples to train on, 16 samples to validate on" in lines[1]
     assert lines[2].split(maxsplit=1)[1] == "fused_optimizer, sdpa_attention"
-    assert "8 samples, 1ba in all, on " in lines[3]
+    assert "8 samples, 2ep in all, on " in lines[3]
     assert lines[4].split()[1] == "runs/quickstart/"
     for text in (out, err):
         assert "google-bert" not in text, "the weights are random, not of this model"
         assert "deprecated" not in text
-        assert "data.source" not in text
-        assert "prefetch_factor" not in text, "the config is printed by --print-config only"
-
-
-def test_a_log_file_gets_lines_with_one_based_epochs_and_full_metric_names(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(console, "_MIN_SECONDS", 0.0)
-    run(*EPOCHS)
-    lines = [line for line in capfd.readouterr().err.splitlines() if "epoch" in line]
+        assert "data.source" not in text, "the config is printed by --print-config only"
+    lines = [line for line in err.splitlines() if "epoch" in line]
     assert lines[0].startswith("training   8%  epoch 1/2, batch 1, loss 0.")
     assert lines[0].endswith(" left")
     assert any(" samples/s, " in line for line in lines)

@@ -13,10 +13,8 @@ from matplotlib.image import imread
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.core.errors import ConfigError, DataError, TechniqueError
 from composer_speedups.train import application
-from composer_speedups.train import plot as plots
 from composer_speedups.train.config.load import load_config
 from composer_speedups.train.report import summary_table
 from composer_speedups.train.trainer import open_device
@@ -62,58 +60,55 @@ def test_the_report_has_the_measurements_of_the_run(capsys: pytest.CaptureFixtur
     assert "engaged" in printed
 
 
-def test_the_saved_config_reproduces_the_run() -> None:
-    first = run("trainer.max_duration=3ba")
-    assert load_config("runs/quickstart/config.yaml").data.train_samples == 48
-    application.main(["-f", "runs/quickstart/config.yaml", "run_name=again"])
-    again = json.loads(Path("runs/again/report.json").read_text())
-    assert again["metrics"] == first["metrics"]
-    assert again["config"] == {**first["config"], "run_name": "again"}
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three epochs, six batches each, with checkpoints."""
+    folder = tmp_path_factory.mktemp("finished")
+    saving = ["checkpoint.interval=4ba", "checkpoint.keep=-1", "plot=true"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run("trainer.max_duration=3ep", "model.dropout=0.1", *saving, "algorithms.mixed_precision={allow_cpu: true}")
+    return folder / "runs" / "quickstart"
+
+
+def saved_state(folder: Path) -> dict[str, Any]:
+    return torch.load(folder / "checkpoints" / "ep3-ba18-rank0.pt", weights_only=False)["state"]
 
 
 @pytest.mark.pins
-def test_the_export_loads_without_this_package_and_gives_the_same_logits() -> None:
-    report = run("trainer.max_duration=4ba", "checkpoint.interval=1ep", "algorithms.mixed_precision.allow_cpu=true")
-    model: Any = AutoModelForSequenceClassification.from_pretrained("runs/quickstart/model")
-    tokenizer = AutoTokenizer.from_pretrained("runs/quickstart/model")
-    weights = load_file("runs/quickstart/model/model.safetensors")
+def test_the_export_loads_without_this_package_and_gives_the_same_logits(finished: Path) -> None:
+    model: Any = AutoModelForSequenceClassification.from_pretrained(finished / "model")
+    tokenizer = AutoTokenizer.from_pretrained(finished / "model")
+    weights = load_file(finished / "model" / "model.safetensors")
     assert model.config.id2label == {0: "negative", 1: "positive"}
-    assert report["algorithms"]["mixed_precision"]["engaged"]
+    assert json.loads((finished / "report.json").read_text())["algorithms"]["mixed_precision"]["engaged"]
     assert {w.dtype for w in weights.values()} == {torch.float32}
-    checkpoint = next(Path("runs/quickstart/checkpoints").glob("ep*.pt"))
-    trained = torch.load(checkpoint, weights_only=False)["state"]["model"]
+    trained = saved_state(finished)["model"]
     torch.testing.assert_close(weights, {n: trained[f"model.{n}"] for n in weights}, rtol=0, atol=0)
     inputs = tokenizer("the plot was not dull", return_tensors="pt")
     assert model(**inputs).logits.shape == (1, 2)
 
 
 @pytest.mark.pins
-def test_resuming_a_run_ends_where_the_uninterrupted_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_saved_config_and_a_checkpoint_reproduce_the_run(finished: Path) -> None:
     """Its plot, too, contains all losses and evaluations."""
-    curves: list[LearningCurves] = []
-    draw = plots.plot_run
-
-    def plot_run(monitor: Any, drawn: LearningCurves, *others: Any, **settings: Any) -> None:
-        curves.append(drawn)
-        draw(monitor, drawn, *others, **settings)
-
-    monkeypatch.setattr(plots, "plot_run", plot_run)
-    settings = ["trainer.max_duration=3ep", "model.dropout=0.1", "checkpoint.interval=4ba", "checkpoint.keep=-1"]
-    settings.append("plot=true")
-    whole = run(*settings, "run_name=whole")
-    resumed = run(*settings, "run_name=part", "checkpoint.load=runs/whole/checkpoints/ep1-ba8-rank0.pt")
-    assert resumed["metrics"] == whole["metrics"]
-    assert resumed["training"]["batches"] == 18
-    assert list(curves[0].losses) == list(range(1, 19))
-    assert list(curves[0].evaluations) == [6, 12, 18]
-    assert {"accuracy", "loss"} <= set(curves[0].evaluations[6])
-    assert (curves[1].losses, curves[1].evaluations) == (curves[0].losses, curves[0].evaluations)
-    height, width = imread("runs/part/throughput.png").shape[:2]
+    load = f"checkpoint.load={finished}/checkpoints/ep1-ba8-rank0.pt"
+    application.main(["-f", str(finished / "config.yaml"), load])
+    resumed = Path("runs/quickstart")
+    before, after = (json.loads((folder / "report.json").read_text()) for folder in (finished, resumed))
+    assert (after["metrics"], after["training"]["batches"]) == (before["metrics"], 18)
+    assert after["config"]["checkpoint"].pop("load") != before["config"]["checkpoint"].pop("load")
+    assert after["config"] == before["config"]
+    curves = saved_state(resumed)["callbacks"]["LearningCurves"]
+    assert curves == saved_state(finished)["callbacks"]["LearningCurves"]
+    assert list(curves["losses"]) == list(range(1, 19))
+    assert {"accuracy", "loss"} <= set(curves["evaluations"][6])
+    height, width = imread(resumed / "throughput.png").shape[:2]
     assert height > 0.7 * width, "two panels"
-    one, other = (load_file(f"runs/{name}/model/model.safetensors") for name in ("whole", "part"))
+    one, other = (load_file(folder / "model" / "model.safetensors") for folder in (finished, resumed))
     torch.testing.assert_close(one, other, rtol=0, atol=0)
-    with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer.*this run has \[SDPA"):
-        run(*settings, "checkpoint.load=runs/whole/checkpoints/ep1-ba8-rank0.pt", "algorithms.fused_optimizer=null")
+    with pytest.raises(ConfigError, match=r"written with techniques \[FusedOptimizer.*this run has \[MixedPrecision"):
+        application.main(["-f", str(finished / "config.yaml"), load, "algorithms.fused_optimizer=null"])
 
 
 def test_conflicts_and_bad_data_are_refused_before_a_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
