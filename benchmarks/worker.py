@@ -203,6 +203,7 @@ def import_all() -> None:
     import composer_speedups.data
     import composer_speedups.tasks.export
     import composer_speedups.tasks.models
+    import composer_speedups.train.plot
     import composer_speedups.train.report
     import composer_speedups.train.trainer  # noqa: F401
     from composer_speedups.train import application  # noqa: F401

@@ -143,7 +143,6 @@ class Technique(Declared, Algorithm):
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)
     checkpoint_fields: ClassVar[dict[str, Any]] = {
         "repr": str,
-        "techniques": list[str],
         "evidence": dict[str, Any] | None,
     }
     _heard: ClassVar[frozenset[Event]]
@@ -166,7 +165,6 @@ class Technique(Declared, Algorithm):
         self.engaged: bool | None = None
         self.applied = self.in_force = self.ended = False
         self.evidence: dict[str, Any] = {}
-        self.peers: list[str] = []
         self._verified = self._resumed = self._postponed = False
         self._evidence_before: dict[str, Any] | None = None  # from the process that was interrupted
         self.watching = ExitStack()  # hooks and recorders of the forward pass that is observed
@@ -282,7 +280,7 @@ class Technique(Declared, Algorithm):
     # Methods that Composer calls.
 
     def match(self, event: Event, state: State) -> bool:
-        if event in (Event.INIT, Event.AFTER_LOAD, Event.FIT_END) or self._hears(event):
+        if event in (Event.INIT, Event.FIT_END) or self._hears(event):
             return True
         if self._verified or not self.engaged:
             return False
@@ -294,8 +292,6 @@ class Technique(Declared, Algorithm):
         self._logger, self.ended = weakref.ref(logger), event == Event.FIT_END
         if event == Event.INIT:
             engage_all(state)
-        elif event == Event.AFTER_LOAD:
-            self._check_resume(state)
         elif event in _BEFORE_FORWARD and first:
             for technique in techniques_of(state.algorithms):  # all of them, before any changes or observes the pass
                 technique.before_first_forward(event, state)
@@ -339,7 +335,7 @@ class Technique(Declared, Algorithm):
         """Composer's name for :attr:`changes_structure`.
 
         Composer adds such an algorithm automatically when a checkpoint was written with it, but it knows only its own
-        algorithms. For techniques, :meth:`load_state_dict` and EngagementReport stop the run instead.
+        algorithms. For techniques, :class:`_TechniqueKeeper` and EngagementReport stop the run instead.
         """
         return cls.changes_structure
 
@@ -357,18 +353,10 @@ class Technique(Declared, Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         evidence = self.evidence if self._verified else self._evidence_before
-        return {"repr": repr(self), "techniques": self.peers, "evidence": evidence}
+        return {"repr": repr(self), "evidence": evidence}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._resumed = True
-        if state.get("techniques", self.peers) != self.peers:
-            raise resume_error(state["techniques"], self.peers)
-        self._evidence_before = state.get("evidence")
-
-    def _check_resume(self, state: State) -> None:
-        resuming = state.load_path is not None and state.timestamp.batch.value > 0
-        if resuming and not self._resumed:
-            raise resume_error([], self.peers)
+        self._resumed, self._evidence_before = True, state.get("evidence")
 
 
 def techniques_of(algorithms: Sequence[Algorithm]) -> list[Technique]:
@@ -387,12 +375,11 @@ def sort_techniques(algorithms: Sequence[Algorithm], event: Event) -> Sequence[A
 
 def conflicts_between(one: Any, other: Any) -> Iterator[tuple[Any, Any, Conflict]]:
     """Yield each conflict of two techniques or classes: the one that declares it, the other one, and the conflict."""
-    for states, meets in ((one, other), (other, one)):
-        for conflict in states.conflicts:
-            shared = conflict.slot is not None and any(theirs.slot == conflict.slot for theirs in meets.conflicts)
-            if shared or conflict.other == meets.name:
-                why = conflict.why or f"both set the {conflict.slot}"
-                yield states, meets, replace(conflict, why=why)
+    for owner, opponent in ((one, other), (other, one)):
+        for conflict in owner.conflicts:
+            shared = conflict.slot is not None and any(theirs.slot == conflict.slot for theirs in opponent.conflicts)
+            if shared or conflict.other == opponent.name:
+                yield owner, opponent, replace(conflict, why=conflict.why or f"both set the {conflict.slot}")
 
 
 def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None) -> Sequence[Algorithm]:
@@ -405,8 +392,8 @@ def refuse_conflicts(algorithms: Sequence[Algorithm], event: Event | None = None
     for one, other in combinations(techniques_of(algorithms), 2):
         if one.name == other.name:
             raise TechniqueError(one.name, "is listed twice", "list it once")
-        for states, meets, conflict in conflicts_between(one, other):
-            if conflict.when is None or conflict.when(states, meets):
+        for owner, opponent, conflict in conflicts_between(one, other):
+            if conflict.when is None or conflict.when(owner, opponent):
                 raise TechniqueError(
                     one.name, f"conflicts with {other.name}: {conflict.why}", f"remove {one.name} or {other.name}"
                 )
@@ -455,7 +442,6 @@ def engage_all(state: State) -> None:
     same_draws = nullcontext() if state.fsdp_config is None else seed_context(state.rank_zero_seed)
     with same_draws:
         for technique in techniques:
-            technique.peers = sorted(map(repr, techniques))
             if technique.engaged is None:
                 try:
                     technique.evidence.update(technique.engage(state))
@@ -473,7 +459,7 @@ def resume_error(recorded: list[str], current: list[str]) -> ConfigError:
 
 
 class _TechniqueKeeper(Callback):
-    """Close techniques with the Trainer, in reverse order, and record them in checkpoints.
+    """Close techniques with the Trainer, in reverse order, and refuse to resume checkpoints of other techniques.
 
     It is a callback because Composer does not send a close event to algorithms, and does not call an algorithm's
     ``load_state_dict`` if the checkpoint was written without that algorithm.
@@ -491,6 +477,11 @@ class _TechniqueKeeper(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if (recorded := state["techniques"]) != (current := self.state_dict()["techniques"]):
             raise resume_error(recorded, current)
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        resumes = state.load_path is not None and state.timestamp.batch.value > 0
+        if resumes and not all(technique._resumed for technique in self._techniques):  # it has no keeper's state
+            raise resume_error([], self.state_dict()["techniques"])
 
     def close(self, state: State, logger: Logger) -> None:
         with ExitStack() as stack:  # closes in reverse order, and continues if one of them raises

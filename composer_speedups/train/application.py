@@ -62,8 +62,9 @@ def train(
         from composer_speedups.train.console import describe_run
         from composer_speedups.train.environment import device_name
         from composer_speedups.train.fit import StopSignals, train_to_end
+        from composer_speedups.train.plot import write_plot
         from composer_speedups.train.recording import Recording
-        from composer_speedups.train.report import StartupTimes, write_plot, write_report
+        from composer_speedups.train.report import StartupTimes, write_report
         from composer_speedups.train.run_folder import RunFolder
         from composer_speedups.train.trainer import build_trainer, context_of, join_ranks, open_device
 

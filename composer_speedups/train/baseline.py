@@ -20,6 +20,8 @@ from composer_speedups.tasks.models import build_model, resolve_name
 from composer_speedups.tasks.task import build_task
 from composer_speedups.train.config.schema import CallbacksConfig, CheckpointConfig, Config, LoggersConfig
 from composer_speedups.train.fit import failed_run
+from composer_speedups.train.report import callback_of
+from composer_speedups.train.trainer import build_trainer
 
 __all__ = ["baseline_techniques", "measure_baseline"]
 
@@ -44,36 +46,29 @@ def measure_baseline(config: Config, device: Device) -> dict[str, Any] | None:
     """
     if config.baseline is None:
         return None
-    asked = [baseline_techniques(config), build_techniques(config.algorithms, config.on_unavailable)]
+    sets = [baseline_techniques(config), build_techniques(config.algorithms, config.on_unavailable)]
     if dist.get_global_rank() == 0 and config.trainer.progress_bar:
-        first, second = (", ".join(t.name for t in techniques) or "no technique" for techniques in asked)
+        first, second = (", ".join(t.name for t in techniques) or "no technique" for techniques in sets)
         print(f"comparing {second} with {first}, {config.baseline.batches} batches each", flush=True)
     batches = config.baseline.batches // _TURNS
-    rates = []
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
         trainers = []
-        for techniques in asked:
+        for techniques in sets:
             trainers.append(_short_trainer(config, techniques, device))
-            opened.callback(trainers[-1].close)
-        for _ in range(_TURNS):
-            for trainer in trainers:
-                with failed_run(trainer):
-                    trainer.fit(duration=f"{batches}ba")
-        for trainer in trainers:
-            [monitor] = (each for each in trainer.state.callbacks if isinstance(each, ThroughputMonitor))
-            rates.append(dist.get_world_size() * steady_rate(monitor.batches, batches))
+            stack.callback(trainers[-1].close)
+        for trainer in trainers * _TURNS:
+            with failed_run(trainer):
+                trainer.fit(duration=f"{batches}ba")
+        before, now = (dist.get_world_size() * _steady_rate_of(trainer, batches) for trainer in trainers)
     return {
-        "algorithms": [technique.name for technique in asked[0] if technique.engaged],
+        "algorithms": [technique.name for technique in sets[0] if technique.engaged],
         "batches": batches * _TURNS,
-        "samples_per_sec": rates[0],
-        "run_samples_per_sec": rates[1],
+        "samples_per_sec": before,
+        "run_samples_per_sec": now,
     }
 
 
 def _short_trainer(config: Config, techniques: list[Technique], device: Device) -> Trainer:
-    # imported here, because at the top it would create the longest chain of imports
-    from composer_speedups.train.trainer import build_trainer
-
     short = dataclasses.replace(
         config,
         run_name=f"{config.run_name}-baseline",
@@ -89,6 +84,12 @@ def _short_trainer(config: Config, techniques: list[Technique], device: Device) 
     reproducibility.seed_all(short.seed)
     model = build_model(short.model, task, data.tokenizer, short.data.max_length)
     return build_trainer(short, model, data._replace(eval=None), techniques, device)
+
+
+def _steady_rate_of(trainer: Trainer, turn: int) -> float:
+    monitor = callback_of(trainer.state, ThroughputMonitor)
+    assert monitor is not None
+    return steady_rate(monitor.batches, turn)
 
 
 def steady_rate(batches: Sequence[Batch], turn: int) -> float:

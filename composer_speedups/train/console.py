@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections import deque
@@ -25,8 +24,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainingProgress", "describe_run"]
 
-_RECENT = 50  # number of batches whose rate determines the time left
-_BETWEEN_LINES = (0.1, 5.0)  # minimum progress and seconds between two lines of a log file
+_RECENT_BATCHES = 50  # their rate determines the time left
+_MIN_PROGRESS, _MIN_SECONDS = 0.1, 5.0  # between two lines of a log file
 _EVALUATION = "metrics/eval/"
 
 
@@ -87,8 +86,8 @@ class TrainingProgress(LoggerDestination):
     elsewhere.
 
     Each evaluation prints a line with its metrics, named as in the report. Epochs count from 1. The time left is based
-    on the rate of the last 50 batches. Only rank 0 prints. It replaces Composer's ProgressBarLogger, which prints the
-    whole config, counts epochs from 0 and truncates metric names.
+    on the rate of the last 50 batches. Only rank 0 should have it. It replaces Composer's ProgressBarLogger, which
+    prints the whole config, counts epochs from 0 and truncates metric names.
 
     Args:
         stream: Where to print; None for stderr.
@@ -98,7 +97,7 @@ class TrainingProgress(LoggerDestination):
     def __init__(self, stream: TextIO | None = None, now: Callable[[], float] = time.monotonic) -> None:
         self.stream, self._now = stream or sys.stderr, now
         self._bar: tqdm[Any] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)  # (time, fraction of the run)
+        self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT_BATCHES)  # (time, fraction of the run)
         self._printed = (-1.0, -1.0)  # fraction and time of the last printed line
         self._rate: float | None = None
         self._loss: float | None = None
@@ -113,10 +112,8 @@ class TrainingProgress(LoggerDestination):
                 self._metrics[REPORTED_NAMES.get(name, name)] = float(value)
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0:
-            return
         self._recent.append((self._now(), _fraction(state)))
-        if _is_terminal(self.stream):
+        if self.stream.isatty():
             self._bar = tqdm(
                 total=1.0,
                 initial=_fraction(state),
@@ -126,8 +123,6 @@ class TrainingProgress(LoggerDestination):
             )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        if dist.get_global_rank() != 0:
-            return
         now, fraction = self._now(), _fraction(state)
         self._recent.append((now, fraction))
         if self._bar is not None:
@@ -135,7 +130,7 @@ class TrainingProgress(LoggerDestination):
             self._bar.update(fraction - self._bar.n)
             return
         before, then = self._printed
-        if fraction - before >= _BETWEEN_LINES[0] and now - then >= _BETWEEN_LINES[1]:
+        if fraction - before >= _MIN_PROGRESS and now - then >= _MIN_SECONDS:
             self._printed = fraction, now
             self._print(f"training {fraction:4.0%}  {self._status(state)}")
 
@@ -147,7 +142,7 @@ class TrainingProgress(LoggerDestination):
     def eval_after_all(self, state: State, logger: Logger) -> None:
         if self._bar is not None:
             self._bar.set_description_str(self._status(state))
-        if dist.get_global_rank() == 0 and self._metrics:
+        if self._metrics:
             values = ", ".join(f"{name} {value:.4g}" for name, value in sorted(self._metrics.items()))
             self._print(f"{_position(state, over=True)}: {values}")
             self._metrics = {}
@@ -175,15 +170,8 @@ class TrainingProgress(LoggerDestination):
             parts.append(f"loss {self._loss:.4f}")
         (started, first), (now, last) = self._recent[0], self._recent[-1]
         if last > first:
-            parts.append(f"{_clock((1 - last) * (now - started) / (last - first))} left")
+            parts.append(f"{tqdm.format_interval((1 - last) * (now - started) / (last - first))} left")
         return ", ".join(parts)
-
-
-def _is_terminal(stream: TextIO) -> bool:
-    try:
-        return os.isatty(stream.fileno())
-    except (OSError, ValueError):  # a stream of a test or a notebook
-        return False
 
 
 def _fraction(state: State) -> float:
@@ -203,10 +191,3 @@ def _position(state: State, *, over: bool = False) -> str:
     total = state.max_duration.value
     ended = over and state.timestamp.batch_in_epoch.value == 0
     return f"epoch {min(total, state.timestamp.epoch.value + (not ended))}/{total}, {batch}"
-
-
-def _clock(seconds: float) -> str:
-    """Format seconds as ``0:07``, ``12:40`` or ``3:05:00``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

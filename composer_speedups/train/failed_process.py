@@ -6,7 +6,7 @@ import re
 import signal
 from pathlib import Path
 
-__all__ = ["own_line", "ran_out_of_memory", "where"]
+__all__ = ["crash_location", "own_line", "ran_out_of_memory"]
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)  # sent by the kernel's out-of-memory killer
 _SIGNS = (
@@ -36,7 +36,7 @@ def own_line(output: str) -> str:
     return (own or lines or [""])[-1]
 
 
-def where(output: str) -> str:
+def crash_location(output: str) -> str:
     """``", at FILE:LINE in FUNCTION"``, from faulthandler's stack of the main thread; empty if there is none.
 
     It names the innermost call, and the call of this package that led to it.

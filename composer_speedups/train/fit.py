@@ -23,15 +23,10 @@ from torch.utils.data import dataloader
 from composer_speedups.core.errors import Interrupted, RunFailedError, UserError, first_line
 from composer_speedups.core.trainer_state import max_over_ranks
 
-__all__ = [
-    "StopSignals",
-    "end_evaluation_workers",
-    "failed_run",
-    "train_to_end",
-]
+__all__ = ["StopSignals", "failed_run", "train_to_end"]
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SIZES = ("trainer.microbatch_size: ", "data.batch_size: ")
+_SIZE_KEYS = ("trainer.microbatch_size: ", "data.batch_size: ")
 _WORKER_FIX = "look for the kernel's out-of-memory killer, lower data.workers, or start again"
 
 
@@ -111,13 +106,13 @@ def train_to_end(trainer: Trainer, stop: StopSignals | None = None) -> None:
             with failed_run(trainer, stop):
                 trainer.fit(duration=None if state.timestamp < state.max_duration else "1ba")  # raised by RunHistory
         except Interrupted:
-            end_evaluation_workers(trainer)
+            _end_evaluation_workers(trainer)
             trainer.close()
             raise
-    end_evaluation_workers(trainer)
+    _end_evaluation_workers(trainer)
 
 
-def end_evaluation_workers(trainer: Trainer) -> None:
+def _end_evaluation_workers(trainer: Trainer) -> None:
     """End the persistent workers of evaluation loaders. Composer ends only those of the training loader.
 
     With pinned memory, torch would otherwise wait five seconds for each of them at exit.
@@ -166,7 +161,7 @@ def _explained(error: Exception) -> str | None:
     if isinstance(error, (EOFError, ConnectionError)) and _from_dataloader(error):
         return f"data.workers: a DataLoader worker died ({said}); {_WORKER_FIX}"
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
-        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZES):
+        if (fix := str(error).strip().splitlines()[-1:]) and fix[0].startswith(_SIZE_KEYS):
             return f"{fix[0]} ({said})"  # MicrobatchTrainer's message names a size that fits
         return f"out of memory: {said}; lower data.batch_size, data.max_length or trainer.microbatch_size"
     return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from composer.loggers import FileLogger, LoggerDestination, TensorboardLogger, WandBLogger
+from composer.utils import dist
 
 from composer_speedups.callbacks.guarded_logger import GuardedLogger
 from composer_speedups.train.config.schema import Config
@@ -36,9 +37,14 @@ class _File(GuardedLogger, FileLogger):
         self._receive("write", prefix, s)
 
 
-def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
-    """The loggers that the config names, with their files in the run's folder."""
+def loggers_of(config: Config, folder: RunFolder | None) -> list[LoggerDestination]:
+    """The progress display, and the loggers that the config names, which write to the run's folder; None writes no
+    file."""
     loggers: list[LoggerDestination] = []
+    if config.trainer.progress_bar and dist.get_global_rank() == 0:
+        loggers.append(RunProgress())
+    if folder is None:
+        return loggers
     if (wandb := config.loggers.wandb) is not None:
         loggers.append(
             _WandB(
@@ -53,6 +59,8 @@ def loggers_of(config: Config, folder: RunFolder) -> list[LoggerDestination]:
     if (tensorboard := config.loggers.tensorboard) is not None:
         loggers.append(_Tensorboard(str(folder / "tensorboard"), tensorboard.flush_interval))
     if (file := config.loggers.file) is not None:
-        again = f".{folder.starts}" if folder.starts > 1 else ""  # the log of an interrupted process is kept
-        loggers.append(_File(str(folder / f"log-rank{{rank}}{again}.txt"), flush_interval=file.flush_interval))
+        name = f"log-rank{dist.get_global_rank()}"
+        earlier = len([*folder.path.glob(f"{name}.*txt")])  # logs of interrupted processes are kept
+        path = folder / f"{name}{f'.{earlier + 1}' if earlier else ''}.txt"
+        loggers.append(_File(str(path), flush_interval=file.flush_interval))
     return loggers

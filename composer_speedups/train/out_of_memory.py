@@ -12,6 +12,7 @@ from composer.loggers import Logger
 from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
 
+from composer_speedups.core.errors import first_line
 from composer_speedups.core.technique import techniques_of
 from composer_speedups.core.trainer_state import model_of
 from composer_speedups.distributed.fsdp import offloading
@@ -28,21 +29,22 @@ class MicrobatchTrainer(Trainer):
     Composer's ``device_train_microbatch_size="auto"`` asks all ranks after every forward pass whether one ran out of
     memory, which makes the host wait for the GPU. This Trainer does nothing until memory runs out, and also reduces
     sizes given as numbers. The gradient is the mean over the whole batch at any size: Composer weights each micro-batch
-    by its samples, or by its :meth:`.Task.loss_weight` with ``by_tokens``. Dropout masks differ, as with any other
-    micro-batch size.
+    by its samples, or by its :meth:`.Task.loss_weight` if the task's loss is a weighted mean. Dropout masks differ, as
+    with any other micro-batch size.
 
     It stops, and names the size to set, if continuing would change the run: with several ranks (which wait in
     collectives of the batch), with captured graphs, with a micro-batch of one sample, and if the optimizer's update ran
     out of memory, since some weights may already have changed. A loss over the whole batch, such as one with in-batch
     negatives, cannot be divided: it stops as well, and names ``model.gradient_cache``.
 
-    Attributes:
+    Args:
         on_out_of_memory: ``"halve"`` or ``"stop"``.
-        by_tokens: Weight micro-batches by :meth:`.Task.loss_weight` when there are several.
+        settings: The arguments of Composer's Trainer.
     """
 
-    on_out_of_memory: Literal["halve", "stop"] = "halve"
-    by_tokens: bool = False
+    def __init__(self, on_out_of_memory: Literal["halve", "stop"] = "halve", **settings: Any) -> None:
+        self.on_out_of_memory = on_out_of_memory
+        super().__init__(**settings)
 
     def _wrap_model_for_distributed(self, model: Any, optimizers: Any) -> None:
         with offloading(self.state.fsdp_config):
@@ -54,6 +56,10 @@ class MicrobatchTrainer(Trainer):
     ) -> torch.Tensor:
         batch = self.state.batch  # Composer replaces the batch by each micro-batch
         while True:
+            if len(microbatches) > 1 or dist.get_world_size() > 1:
+                # Summing the weights waits for the GPU, so it is skipped for a single whole batch on one rank.
+                task = _task_of(self.state)
+                self.accumulate_train_batch_on_tokens = task is not None and task.weights_losses
             try:
                 return super()._train_microbatches(microbatches, total_loss_dict, ddp_sync)
             except torch.OutOfMemoryError as error:
@@ -69,13 +75,6 @@ class MicrobatchTrainer(Trainer):
                 loss.zero_()
             microbatches = self._train_data_spec.split_batch(batch, size)
 
-    def restore_microbatch_size(self) -> None:
-        """After loading a checkpoint, continue with the micro-batch size of its run."""
-        for history in (c for c in self.state.callbacks if isinstance(c, MicrobatchHistory)):
-            if history.changes and not self.state.auto_microbatching:
-                self.state.device_train_microbatch_size = history.changes[-1]["to"]
-                self.accumulate_train_batch_on_tokens |= self.by_tokens
-
     def _shrink(self, size: int) -> None:
         state = self.state
         warnings.warn(
@@ -85,7 +84,6 @@ class MicrobatchTrainer(Trainer):
             stacklevel=4,
         )
         state.device_train_microbatch_size = size
-        self.accumulate_train_batch_on_tokens |= self.by_tokens
         _clear_incomplete_train_states(state)
         for metric in (state.train_metrics or {}).values():
             metric.reset()
@@ -95,7 +93,8 @@ _Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": Annotat
 
 
 class MicrobatchHistory(Callback):
-    """Records each change of the micro-batch size, including Composer's automatic ones.
+    """Records each change of the micro-batch size, including Composer's automatic ones, and keeps the size of a resumed
+    run.
 
     Attributes:
         changes: ``{"batch": …, "from": …, "to": …}`` in order; ``batch`` is the number of batches trained before.
@@ -108,6 +107,10 @@ class MicrobatchHistory(Callback):
     def __init__(self) -> None:
         self.changes: list[dict[str, Any]] = []
         self._size: Any = None
+
+    def after_load(self, state: State, logger: Logger) -> None:
+        if self.changes and not state.auto_microbatching:  # of the run that the checkpoint continues
+            state.device_train_microbatch_size = self.changes[-1]["to"]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         self._size = state.device_train_microbatch_size
@@ -125,16 +128,21 @@ class MicrobatchHistory(Callback):
         self.changes = list(state["changes"])
 
 
+def _task_of(state: State) -> Task | None:
+    model = model_of(state)
+    return model.task if isinstance(model, FinetuneModel) else None
+
+
 def _half_of(state: State, rows: int, wanted: str, error: torch.OutOfMemoryError) -> int:
     """The micro-batch size to continue with, for a batch of ``rows``.
 
     Raises:
         torch.OutOfMemoryError: There is none. The last line of the message states the reason and what to set.
     """
-    first = next(iter(str(error).strip().splitlines()), "CUDA out of memory")
-    model = model_of(state)
-    if isinstance(model, FinetuneModel) and model.task.needs_whole_batch:
-        raise torch.OutOfMemoryError(f"{first}\n{_no_micro_batches_message(model.task, state, rows)}") from error
+    first = first_line(error)
+    task = _task_of(state)
+    if task is not None and task.needs_whole_batch:
+        raise torch.OutOfMemoryError(f"{first}\n{_no_micro_batches_message(task, state, rows)}") from error
     assert state.device_train_microbatch_size is not None
     rows = min(int(state.device_train_microbatch_size), rows)
     half = max(1, rows // 2)

@@ -1,30 +1,23 @@
-"""runs/<name>/report.json, the summary table on the console, and the plot."""
+"""runs/<name>/report.json, and the summary table on the console."""
 
 from __future__ import annotations
 
-import io
-import statistics
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from composer import Trainer
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from composer_speedups.callbacks.divergence import DivergenceGuard
 from composer_speedups.callbacks.engagement import EngagementReport
 from composer_speedups.callbacks.finite_loss import FiniteLoss
-from composer_speedups.callbacks.learning_curves import LearningCurves
 from composer_speedups.callbacks.loss_scale import LossScaleMonitor
 from composer_speedups.callbacks.memory import MemoryAnatomy
 from composer_speedups.callbacks.run_history import RunHistory
-from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
-from composer_speedups.core.files import write_atomically, write_json
+from composer_speedups.callbacks.throughput import ThroughputMonitor
+from composer_speedups.core.files import write_json
 from composer_speedups.core.process_age import process_age
 from composer_speedups.core.trainer_state import device_of
 from composer_speedups.distributed.ddp import sums_of
@@ -38,14 +31,10 @@ if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
     from composer_speedups.train.startup import StartupClock
 
-__all__ = [
-    "StartupTimes",
-    "build_report",
-    "plot_run",
-    "summary_table",
-    "write_plot",
-    "write_report",
-]
+__all__ = ["StartupTimes", "build_report", "callback_of", "summary_table", "write_report"]
+
+C = TypeVar("C", bound=Callback)
+_GUARDS = (FiniteLoss, LossScaleMonitor, DivergenceGuard)
 
 
 def write_report(
@@ -69,34 +58,24 @@ def write_report(
     return report
 
 
-def write_plot(trainer: Trainer, config: Config, folder: RunFolder) -> None:
-    """Write throughput.png on rank 0, unless ``plot`` is false or nothing was measured."""
-    monitor = _callback(trainer.state, ThroughputMonitor)
-    if dist.get_global_rank() == 0 and config.plot and monitor is not None and monitor.batches:
-        curves = _callback(trainer.state, LearningCurves)
-        plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
-
-
 def build_report(
     state: State, config: Config, wall_seconds: float, baseline: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Collect everything that the run measured, for report.json."""
-    throughput, memory = _callback(state, ThroughputMonitor), _callback(state, MemoryAnatomy)
-    engagement, startup = _callback(state, EngagementReport), _callback(state, StartupTimes)
-    history = _callback(state, RunHistory) or RunHistory()
-    microbatches = _callback(state, MicrobatchHistory)
+    engagement, microbatches = callback_of(state, EngagementReport), callback_of(state, MicrobatchHistory)
+    history = callback_of(state, RunHistory) or RunHistory()
     changes = microbatches.changes if microbatches else []
     sums = sums_of(state.model)
     return {
         "run_name": config.run_name,
-        "throughput": throughput.summary() if throughput else {},
+        "throughput": _summary(state, ThroughputMonitor),
         "baseline": baseline,
-        "memory": memory.summary() if memory else {},
-        "startup": startup.summary() if startup else {},
+        "memory": _summary(state, MemoryAnatomy),
+        "startup": _summary(state, StartupTimes),
         "metrics": {**history.metrics, **final_metrics(state)},
         "algorithms": EngagementReport.summary(state),
         "numerics": engagement.numerics if engagement else {},
-        "guards": _guarded(state),
+        "guards": {k: v for guard in _GUARDS for k, v in _summary(state, guard).items()},
         "ddp": sums.summary() if sums else None,
         "training": {
             "batches": state.timestamp.batch.value,
@@ -207,98 +186,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
 
 
-def _guarded(state: State) -> dict[str, Any]:
-    """The counts of the callbacks that guard losses, weights and the loss scale."""
-    guards = (_callback(state, cls) for cls in (FiniteLoss, LossScaleMonitor, DivergenceGuard))
-    return {name: value for guard in guards if guard for name, value in guard.summary().items()}
+def callback_of(state: State, kind: type[C]) -> C | None:
+    """The Trainer's callback of this class; None if it has none."""
+    return next((callback for callback in state.callbacks if isinstance(callback, kind)), None)
 
 
-def _callback(state: State, cls: type) -> Any:
-    return next((c for c in state.callbacks if isinstance(c, cls)), None)
-
-
-def plot_run(
-    monitor: ThroughputMonitor, curves: LearningCurves | None, title: str, path: Path, *, world: int = 1
-) -> None:
-    """Draw samples/s per batch, and below it training loss and accuracy, and write a PNG.
-
-    Args:
-        monitor: After ``fit``.
-        curves: After ``fit``; None draws samples/s only.
-        title: Title of the picture.
-        path: The PNG.
-        world: Number of ranks; each batch's rate is multiplied by it.
-    """
-    figure = Figure(figsize=(9, 4 if curves is None else 6.5), dpi=120, layout="constrained")
-    panels = figure.subplots(1 if curves is None else 2, 1, sharex=True, squeeze=False)[:, 0]
-    _draw_rates(panels[0], monitor, world)
-    panels[0].set_title(title)
-    if curves is not None:
-        _draw_learning(panels[1], curves, monitor.window)
-    panels[-1].set_xlabel("training batch")
-    for axes in panels:
-        axes.margins(x=0.01)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    image = io.BytesIO()
-    figure.savefig(image, format="png")
-    write_atomically(path, image.getvalue())
-
-
-def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
-    """Draw each batch, the moving average, batches outside the steady state, and evaluations."""
-    batches = monitor.batches
-    index = [b.index for b in batches]
-
-    def rate(some: Sequence[Batch]) -> float:
-        return world * sum(b.samples for b in some) / sum(b.seconds for b in some)
-
-    axes.plot(index, [rate([b]) for b in batches], color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
-    window = min(monitor.window, max(1, len(batches) // 4))
-    smooth = [rate(batches[max(0, i - window + 1) : i + 1]) for i in range(len(batches))]
-    axes.plot(index, smooth, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
-    steady = monitor.summary().get("samples_per_sec")
-    if steady:
-        axes.axhline(steady, color="black", linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
-    for i, mark in enumerate(monitor.eval_marks):
-        axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
-    unsteady = [b.index for b in batches if not b.steady]
-    for i, batch in enumerate(unsteady):
-        axes.axvspan(
-            batch - 0.5,
-            batch + 0.5,
-            color="tab:red",
-            alpha=0.15,
-            linewidth=0,
-            label="warm-up or compiling" if i == 0 else None,
-        )
-    axes.set(ylabel="samples/s", ylim=(0, None))
-    _legend_on_the_right(axes)
-
-
-def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
-    """Draw each batch's training loss and its mean, and loss and accuracy of evaluations, with accuracy on its own
-    axis."""
-    batches, losses = list(curves.losses), list(curves.losses.values())
-    means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
-    axes.plot(batches, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
-    axes.plot(batches, means, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
-    axes.set(ylabel="loss", ylim=(0, None))
-    if found := curves.of_evaluations("loss"):
-        axes.plot([*found], [*found.values()], "o", color="tab:red", label="validation loss")
-    if found := curves.of_evaluations("accuracy"):
-        right = axes.twinx()
-        right.plot([*found], [*found.values()], "s--", color="tab:green", clip_on=False)
-        right.set(ylabel="accuracy", ylim=(0, 1))
-        right.spines["top"].set_visible(False)
-        axes.plot([], [], "s--", color="tab:green", label="validation accuracy")  # for one legend of both axes
-    _legend_on_the_right(axes, gap=0.08)
-
-
-def _legend_on_the_right(axes: Axes, gap: float = 0.0) -> None:
-    """Put the legend to the right of the panel, where it covers no curve; ``gap`` leaves room for an axis, in panel
-    widths."""
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01 + gap, 1.0), fontsize=8, frameon=False)
+def _summary(state: State, kind: type[Any]) -> dict[str, Any]:
+    callback = callback_of(state, kind)
+    return callback.summary() if callback else {}
 
 
 class StartupTimes(Callback):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -12,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from composer.core import Time
 from composer.utils import dist, partial_format
 
-from composer_speedups.core.errors import ConfigError, mask
+from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
 from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
 from composer_speedups.train.checkpoints.saver import checkpoints_after, checkpoints_in, remove_partials
@@ -33,7 +33,7 @@ _IGNORED_KEYS = (
     "data.pin_memory data.prefetch_factor data.worker_timeout data.cache_dir "
     "checkpoint.interval checkpoint.keep checkpoint.autoresume checkpoint.trust_checkpoint"
 ).split()
-_MISSING = object()
+_UNSET = object()
 
 
 class RunFolder:
@@ -53,7 +53,6 @@ class RunFolder:
         load: The checkpoint to load: the one found in the folder, or ``checkpoint.load``; None for none. The same on
             all ranks.
         resumed: Whether autoresume found it.
-        starts: Number of launches in this folder, including this one.
 
     Raises:
         ConfigError: The folder is not writable, another process is using it, its run was interrupted under another
@@ -62,7 +61,7 @@ class RunFolder:
 
     def __init__(self, config: Config, *, named: bool = False) -> None:
         self.path = Path(config.runs_folder) / config.run_name
-        self.load, self.resumed, self.starts = config.checkpoint.load, False, 1
+        self.load, self.resumed = config.checkpoint.load, False
         self._named = named
         self._lock: io.FileIO | None = None
         self._began = False  # in a new folder, on this rank
@@ -75,9 +74,9 @@ class RunFolder:
                     f"runs_folder: {with_working_directory(self.path)} is not writable ({error.strerror}); choose "
                     "another folder"
                 ) from error
-        agreed = [(self.load, self.resumed, self.starts)]
-        dist.broadcast_object_list(agreed)
-        self.load, self.resumed, self.starts = agreed[0]
+        shared = [(self.load, self.resumed)]
+        dist.broadcast_object_list(shared)
+        self.load, self.resumed = shared[0]
 
     def _claim(self, config: Config) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +87,7 @@ class RunFolder:
                 f"run_name: {config.run_name!r} is in use by a running process; choose another name"
             ) from None
         try:
-            continues = self._find(config)
+            continues = self._choose_checkpoint(config)
         except BaseException:
             self._lock.close()
             raise
@@ -101,21 +100,18 @@ class RunFolder:
             print(f"{config.run_name}: resumes from {self.load}", flush=True)
         save_config(config, self._config)
 
-    def _find(self, config: Config) -> bool:
+    def _choose_checkpoint(self, config: Config) -> bool:
         """Set the checkpoint to load, and return whether the run resumes in its folder. Does not change files."""
         settings, load = config.checkpoint, config.checkpoint.load
         path = None if load is None else _formatted(load, config.run_name)
         inside = path is not None and self.path.resolve() in Path(path).resolve().parents
         interrupted = self._config.exists() and not (self.path / "report.json").exists()
         resumable = self._named and settings.autoresume and settings.interval is not None and interrupted
-        if (
-            resumable
-            and checkpoints_in(self._checkpoints)
-            and (not inside or began_with_same_load(config, self._config))
-        ):
+        resumable = resumable and bool(checkpoints_in(self._checkpoints))
+        if resumable and (not inside or began_with_same_load(config, self._config)):
             check_same_run(config, self._config)
-            if found := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
-                self.load, self.resumed = str(found), True
+            if newest := newest_undamaged(self._checkpoints, trust=settings.trust_checkpoint):
+                self.load, self.resumed = str(newest), True
                 return True
         if problem := checkpoint_problem(path):
             raise ConfigError(f"{_LOAD} {problem}")
@@ -133,7 +129,6 @@ class RunFolder:
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
         for path in checkpoints_after(Path(_formatted(str(self.load), self.path.name)).resolve()):
             path.rename(_free_name(path, date))
-        self.starts = 1 + len(list(self.path.glob("log-rank0*.txt")))
 
     @property
     def _config(self) -> Path:
@@ -190,7 +185,7 @@ def _date_of(path: Path) -> str:
 
 def _free_name(path: Path, date: str) -> Path:
     candidates = [path.with_name(f"{path.name}.{date}{suffix}") for suffix in ("", *(f"-{i}" for i in range(2, 100)))]
-    return next(c for c in candidates if not c.exists())
+    return next(candidate for candidate in candidates if not candidate.exists())
 
 
 def check_same_run(config: Config, stored: Path) -> None:
@@ -206,42 +201,36 @@ def check_same_run(config: Config, stored: Path) -> None:
     Raises:
         ConfigError: Names the key that differs and both values. A longer ``trainer.max_duration`` is allowed.
     """
-    fix = "to resume, set the same value; or choose another run_name, or checkpoint.autoresume=false to start over"
-    try:
-        before = _read(stored)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(
-            f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; choose another "
-            "run_name, or checkpoint.autoresume=false to start over"
-        ) from error
-    # Earlier versions stored resolved interpolations, so those are compared, too.
-    now, resolved = dict(_flat(written(config))), dict(_flat(mask(asdict(config))))
-    defaults = dict(_flat(asdict(Config())))
+    fix = "choose another run_name, or checkpoint.autoresume=false to start over"
+    before = _stored_values(stored)
+    if before is None:
+        raise ConfigError(f"run_name: {config.run_name!r} was interrupted, and its {stored} cannot be read; {fix}")
+    now, defaults = dict(_flat(written(config))), dict(_flat(asdict(Config())))
     for name in sorted(before.keys() | now.keys()):
-        old, new = (values.get(name, defaults.get(name, _MISSING)) for values in (before, now))
-        if old in (new, resolved.get(name, new)) or any(
-            name == key or name.startswith(f"{key}.") for key in _IGNORED_KEYS
-        ):
+        # a key that the stored file lacks, since the version that wrote it did not have it, had its default
+        old, new = (values.get(name, defaults.get(name, _UNSET)) for values in (before, now))
+        if old == new or any(f"{name}.".startswith(f"{key}.") for key in _IGNORED_KEYS):
             continue
         if name == "trainer.max_duration" and _longer(old, new):
             continue
         raise ConfigError(
             f"run_name: {config.run_name!r} was interrupted under another config: {name} was {_format(old)} and is "
-            f"{_format(new)}; {fix}"
+            f"{_format(new)}; to resume, set the same value; or {fix}"
         )
 
 
 def began_with_same_load(config: Config, stored: Path) -> bool:
     """Whether the interrupted run was started with the same ``checkpoint.load``; False if its file cannot be read."""
+    before = _stored_values(stored)
+    return before is not None and before.get(_LOAD) == written(config)["checkpoint"]["load"]
+
+
+def _stored_values(stored: Path) -> dict[str, Any] | None:
+    """Dotted key → value, from a config.yaml; None if it cannot be read."""
     try:
-        before = _read(stored).get("checkpoint.load")
+        return dict(_flat(parse_plain(stored.read_text())))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError):
-        return False
-    return before in (mask(config.checkpoint.load), written(config)["checkpoint"]["load"])
-
-
-def _read(stored: Path) -> dict[str, Any]:
-    return dict(_flat(mask(parse_plain(stored.read_text()))))  # earlier versions did not mask credentials
+        return None
 
 
 def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -253,12 +242,12 @@ def _flat(section: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _longer(old: Any, new: Any) -> bool:
-    """Whether one Composer time is longer than another in the same unit."""
-    times = [re.fullmatch(r"(\d+)([a-z]+)", str(value)) for value in (old, new)]
-    if times[0] is None or times[1] is None:
+    """Whether ``new`` is a longer time than ``old``, in the same unit."""
+    try:
+        return Time.from_timestring(str(old)) < Time.from_timestring(str(new))
+    except (RuntimeError, ValueError):  # other units, or not a time
         return False
-    return times[0][2] == times[1][2] and int(times[0][1]) < int(times[1][1])
 
 
 def _format(value: Any) -> str:
-    return "unset" if value is _MISSING else "null" if value is None else str(value)
+    return "unset" if value is _UNSET else "null" if value is None else str(value)

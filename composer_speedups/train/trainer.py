@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,7 @@ from composer_speedups.callbacks.run_history import RunHistory
 from composer_speedups.callbacks.run_summary import RunSummary
 from composer_speedups.callbacks.throughput import ThroughputMonitor
 from composer_speedups.callbacks.wandb_axes import WandbAxes
-from composer_speedups.core.errors import ConfigError, UserError, first_line, masked_command_line
+from composer_speedups.core.errors import ConfigError, first_line, masked_command_line
 from composer_speedups.core.flags import MATMUL_PRECISION, FlagTechnique, Float32Matmuls
 from composer_speedups.core.requirements import Context
 from composer_speedups.core.technique import Technique, refuse_conflicts, sort_techniques
@@ -39,22 +39,16 @@ from composer_speedups.tasks.models import FinetuneModel
 from composer_speedups.train.checkpoints.reading import restricted_loading
 from composer_speedups.train.checkpoints.saver import WholeCheckpointSaver
 from composer_speedups.train.config.load import written
-from composer_speedups.train.config.schema import Config, TrainerConfig
+from composer_speedups.train.config.schema import CheckpointConfig, Config, OptimizerConfig, TrainerConfig
 from composer_speedups.train.fit import StopSignals
-from composer_speedups.train.loggers import RunProgress, loggers_of
+from composer_speedups.train.loggers import loggers_of
 from composer_speedups.train.optimization import build_optimizer, build_scheduler
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 
 if TYPE_CHECKING:
     from composer_speedups.train.run_folder import RunFolder
 
-__all__ = [
-    "build_trainer",
-    "callbacks_of",
-    "context_of",
-    "join_ranks",
-    "open_device",
-]
+__all__ = ["build_trainer", "context_of", "join_ranks", "open_device"]
 
 
 def open_device(config: TrainerConfig) -> Device:
@@ -69,14 +63,15 @@ def open_device(config: TrainerConfig) -> Device:
     """
     if config.device == "gpu" and not torch.cuda.is_available():
         raise ConfigError("trainer.device: there is no GPU here; set trainer.device=cpu or auto")
-    if config.device != "cpu" and torch.cuda.is_available():
+    on_gpu = config.device != "cpu" and torch.cuda.is_available()
+    if config.fsdp is not None:
+        check_sharding(config.fsdp, on_gpu=on_gpu)
+    if on_gpu:
         ranks, gpus = dist.get_local_world_size(), torch.cuda.device_count()
         if ranks > gpus:
             raise ConfigError(
                 f"trainer.device: {ranks} ranks need one GPU each, and there are {gpus}; lower composer -n"
             )
-        if config.fsdp is not None:
-            check_sharding(config.fsdp, on_gpu=True)
         device = DeviceGPU(allow_tf32=False)
         if dist.get_world_size() == ranks or os.environ.get("GLOO_SOCKET_IFNAME"):
             # Allows host tensors to be reduced on the host. Across nodes, gloo must be told the network interface.
@@ -86,8 +81,6 @@ def open_device(config: TrainerConfig) -> Device:
         raise ConfigError(f"trainer.precision: {config.precision} needs a GPU; set trainer.precision=fp32")
     if config.parallelism_config:
         raise ConfigError("trainer.parallelism_config: Composer's FSDP needs GPUs; on the CPU use trainer.fsdp, or DDP")
-    if config.fsdp is not None:
-        check_sharding(config.fsdp, on_gpu=False)
     if config.microbatch_size == "auto":
         raise ConfigError("trainer.microbatch_size: auto needs a GPU; give a number, or null")
     return DeviceCPU()
@@ -128,7 +121,7 @@ def build_trainer(
         data: The data.
         techniques: The techniques of ``config.algorithms``.
         device: The device to train on.
-        folder: Folder of checkpoints and logs; None if the config requests neither.
+        folder: Folder of checkpoints and logs; None writes neither.
         callbacks: Additional callbacks, which come after those of the config.
         stop: Requests the end of training after a checkpoint.
 
@@ -136,25 +129,16 @@ def build_trainer(
         ConfigError: The checkpoint to load is malformed, does not fit the run, was written with other techniques, or
             contains something that would be executed.
     """
-    settings, checkpoint, stop = config.trainer, config.checkpoint, stop or StopSignals()
+    settings, checkpoint = config.trainer, config.checkpoint
+    load, resumed = (None, False) if folder is None else (folder.load, folder.resumed)
+    weights_only = load is not None and checkpoint.weights_only and not resumed
     offloads = bool(settings.fsdp and settings.fsdp.cpu_offload) or any(t.computes_on_host for t in techniques)
     share_cores(computes=torch_device(device).type == "cpu" or offloads)
-    everyone = [*callbacks_of(config, techniques), *callbacks]
-    if checkpoint.interval is not None and folder is not None:  # last, so that it saves the state of all others
-        everyone.append(WholeCheckpointSaver(folder / "checkpoints", checkpoint.interval, checkpoint.keep, stop))
-    # If the loss is a weighted mean, such as one over labelled tokens, samples differ in their weight. Summing the
-    # weights waits for the GPU, so it is skipped for a single whole batch on one rank.
-    by_tokens = model.task.weights_losses
-    several = settings.microbatch_size is not None or dist.get_world_size() > 1
-    algorithms: list[Algorithm] = [*techniques]
-    if config.optimizer.max_grad_norm is not None:
-        algorithms.append(GradientClipping("norm", clipping_threshold=config.optimizer.max_grad_norm))
     if settings.fsdp:
         sharded_blocks(model)
-    progress = [RunProgress()] if settings.progress_bar else []
-    with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint):
-        trainer = _trainer(
-            config.loggers.wandb is not None,
+    with restricted_loading("checkpoint.load", trust=checkpoint.trust_checkpoint), _one_line_from_wandb():
+        trainer = MicrobatchTrainer(
+            on_out_of_memory=settings.on_out_of_memory,
             model=model,
             train_dataloader=data.train,
             eval_dataloader=data.eval,
@@ -163,41 +147,50 @@ def build_trainer(
             max_duration=settings.max_duration,
             optimizers=build_optimizer(model, config.optimizer),
             schedulers=build_scheduler(config.scheduler),
-            algorithms=algorithms,
+            algorithms=[*techniques, *_gradient_clipping(config.optimizer)],
             algorithm_passes=[refuse_conflicts, sort_techniques],
-            callbacks=everyone,
-            loggers=[*progress, *([] if folder is None else loggers_of(config, folder))],
+            # the saver last, so that it saves the state of all others
+            callbacks=[*_callbacks(config, techniques), *callbacks, *_saver(checkpoint, folder, stop)],
+            loggers=loggers_of(config, folder),
             run_name=config.run_name,
-            progress_bar=False,  # RunProgress replaces it
+            progress_bar=False,  # TrainingProgress replaces it
             device=device,
             precision=settings.precision,
             device_train_microbatch_size=settings.microbatch_size,
-            accumulate_train_batch_on_tokens=by_tokens and several,
             parallelism_config=fsdp_parallelism(settings.fsdp) if settings.fsdp else settings.parallelism_config,
             dist_timeout=settings.dist_timeout,
             seed=config.seed,
             deterministic_mode=settings.deterministic,
             # Not Composer's autoresume, which takes the latest file without checking that it is complete, and unpickles
             # anything.
-            load_path=None if folder is None else folder.load,
-            load_weights_only=checkpoint.weights_only and folder is not None and not folder.resumed,
+            load_path=load,
+            load_weights_only=weights_only,
         )
-    # Halving the batch would change a loss in which samples interact.
-    trainer.on_out_of_memory = "stop" if model.task.needs_whole_batch else settings.on_out_of_memory
-    trainer.by_tokens = by_tokens
-    trainer.restore_microbatch_size()
-    if folder is not None and folder.load is not None and (folder.resumed or not checkpoint.weights_only):
+    if load is not None and not weights_only:
         _check_rates(trainer, config.optimizer.lr)
     trainer.logger.log_hyperparameters(written(config))
     return trainer
 
 
-def _trainer(with_wandb: bool, **settings: Any) -> MicrobatchTrainer:
+def _gradient_clipping(config: OptimizerConfig) -> list[Algorithm]:
+    threshold = config.max_grad_norm
+    return [] if threshold is None else [GradientClipping("norm", clipping_threshold=threshold)]
+
+
+def _saver(config: CheckpointConfig, folder: RunFolder | None, stop: StopSignals | None) -> list[Callback]:
+    if config.interval is None or folder is None:
+        return []
+    return [WholeCheckpointSaver(folder / "checkpoints", config.interval, config.keep, stop or StopSignals())]
+
+
+@contextlib.contextmanager
+def _one_line_from_wandb() -> Iterator[None]:
+    """Turn an error of wandb into one line, and mask credentials in the command line, which it records."""
     try:
-        with masked_command_line() if with_wandb else contextlib.nullcontext():  # wandb records it with the run
-            return MicrobatchTrainer(**settings)
-    except Exception as error:  # compared by module name, since importing wandb takes a second
-        if not with_wandb or isinstance(error, UserError) or not type(error).__module__.startswith("wandb"):
+        with masked_command_line():
+            yield
+    except Exception as error:
+        if not type(error).__module__.startswith("wandb"):  # importing wandb, to compare classes, takes a second
             raise
         raise ConfigError(
             f"loggers.wandb: Weights & Biases cannot start a run ({first_line(error)}); "
@@ -216,22 +209,29 @@ def _check_rates(trainer: Trainer, wanted: float) -> None:
             )
 
 
-def callbacks_of(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
+def _callbacks(config: Config, techniques: Sequence[Technique]) -> list[Callback]:
     """The callbacks that the config names, and those of every run."""
-    callbacks: list[Callback] = [EngagementReport(), MicrobatchHistory(), OverlappedDDP()]
-    setters = [t for t in techniques if isinstance(t, FlagTechnique) and t.flag is MATMUL_PRECISION]
-    if all(t.engaged is False for t in setters):
-        callbacks.append(Float32Matmuls())
-    if config.callbacks.throughput is not None:
-        callbacks.append(ThroughputMonitor(**dataclasses.asdict(config.callbacks.throughput)))
-    if config.callbacks.memory is not None:
-        callbacks.append(MemoryAnatomy(**dataclasses.asdict(config.callbacks.memory)))
-    callbacks.append(LossScaleMonitor())
-    if config.callbacks.finite_loss is not None:
-        callbacks.append(FiniteLoss(**dataclasses.asdict(config.callbacks.finite_loss)))
-    if config.callbacks.divergence is not None:
-        callbacks.append(DivergenceGuard(**dataclasses.asdict(config.callbacks.divergence)))
-    callbacks += [OptimizerMonitor(), LearningCurves(), RunHistory(), RunSummary()]
-    if config.loggers.wandb is not None:
-        callbacks.append(WandbAxes())
-    return callbacks
+    named = config.callbacks
+    sets_matmul_precision = any(
+        isinstance(t, FlagTechnique) and t.flag is MATMUL_PRECISION and t.engaged is not False for t in techniques
+    )
+    return [
+        EngagementReport(),
+        MicrobatchHistory(),
+        OverlappedDDP(),
+        *([] if sets_matmul_precision else [Float32Matmuls()]),
+        *_configured(ThroughputMonitor, named.throughput),
+        *_configured(MemoryAnatomy, named.memory),
+        LossScaleMonitor(),
+        *_configured(FiniteLoss, named.finite_loss),
+        *_configured(DivergenceGuard, named.divergence),
+        OptimizerMonitor(),
+        LearningCurves(),
+        RunHistory(),
+        RunSummary(),
+        *([] if config.loggers.wandb is None else [WandbAxes()]),
+    ]
+
+
+def _configured(callback: Callable[..., Callback], section: Any) -> list[Callback]:
+    return [] if section is None else [callback(**dataclasses.asdict(section))]

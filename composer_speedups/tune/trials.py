@@ -38,7 +38,7 @@ from composer_speedups.train.config.schema import (
     MemoryConfig,
     ThroughputConfig,
 )
-from composer_speedups.train.failed_process import own_line, ran_out_of_memory, where
+from composer_speedups.train.failed_process import crash_location, own_line, ran_out_of_memory
 from composer_speedups.tune.candidates import stopping
 from composer_speedups.tune.results import Algorithms, Outcome
 
@@ -127,7 +127,7 @@ class OriginalRun:
             status, output = _run([self.program, "-f", str(folder / "trial.yaml")], caches, timeout)
             wall = time.monotonic() - started
             if status is None:
-                return Outcome("time", f"not done after {wall:.0f} s{where(output)}", wall_seconds=wall)
+                return Outcome("time", f"not done after {wall:.0f} s{crash_location(output)}", wall_seconds=wall)
             if status != 0:
                 return outcome_of_failure(status, output, wall)
             return outcome_of(json.loads((folder / "trial" / "report.json").read_text()), wall)

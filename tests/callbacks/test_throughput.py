@@ -17,7 +17,7 @@ from composer_speedups.callbacks import throughput as module
 from composer_speedups.callbacks.peaks import device_peak, precision_in_force
 from composer_speedups.callbacks.throughput import PhaseClock
 from composer_speedups.core.technique import Technique
-from composer_speedups.train.report import plot_run
+from composer_speedups.train.plot import plot_run
 from tests.helpers.clock import Clock
 from tests.helpers.common import SAVING, Batches, batch, make_trainer, plain_batches, tiny_bert
 from tests.helpers.models import tiny_model

@@ -103,7 +103,7 @@ def test_overriding_match_apply_or_run_event_is_refused(final: str) -> None:
 def test_a_technique_receives_only_the_events_it_has_methods_for() -> None:
     toy = Toy()
     trainer = make_trainer([toy], batches=plain_batches(3))
-    always = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
+    always = {Event.INIT, Event.FIT_END}
     own = {Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
     first = {Event.BEFORE_FORWARD, Event.AFTER_FORWARD}
     assert {event for event in Event if toy.match(event, trainer.state)} == always | own | first
@@ -121,7 +121,7 @@ def test_a_technique_that_was_withdrawn_receives_only_fit_end() -> None:
     with pytest.warns(UserWarning, match="continuing without toy: no kernel; remove it"):
         toy.unavailable(CannotRunError("toy", "no kernel", "remove it"))
     assert toy.evidence == {"unavailable": "no kernel", "fix": "remove it", "applied": "withdrawn"}
-    received = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END}
+    received = {Event.INIT, Event.FIT_END}
     assert {event for event in Event if toy.match(event, trainer.state)} == received
     trainer.fit()
     trainer.close()
@@ -135,7 +135,7 @@ def test_a_technique_without_effect_still_receives_its_own_events() -> None:
     with pytest.warns(UserWarning, match="continuing although toy: was applied but did not take effect"):
         toy.unavailable(toy.not_engaged("nothing happened", "remove it"))
     assert toy.evidence["applied"] == "had no effect, kept"
-    received = {Event.INIT, Event.AFTER_LOAD, Event.FIT_END, Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
+    received = {Event.INIT, Event.FIT_END, Event.BATCH_END, Event.EVAL_BEFORE_FORWARD}
     assert {event for event in Event if toy.match(event, trainer.state)} == received
     trainer.fit(duration="1ba")
     trainer.close()
@@ -152,7 +152,7 @@ def test_a_technique_that_never_engaged_receives_no_event_of_its_own() -> None:
         trainer = trained([toy])
     assert toy.evidence == {"unavailable": "the model has none", "fix": "remove it"}
     assert {event for event in Event if toy.match(event, trainer.state)} == {
-        Event.INIT, Event.AFTER_LOAD, Event.FIT_END
+        Event.INIT, Event.FIT_END
     }  # fmt: skip
     assert toy.calls == []
 

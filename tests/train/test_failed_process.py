@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer_speedups.train.failed_process import own_line, where
+from composer_speedups.train.failed_process import crash_location, own_line
 from tests.conftest import ROOT
 
 
@@ -20,9 +20,9 @@ Current thread 0x2 (most recent call first):
   File "{own}", line 9 in train_to_end
   File "/lib/main.py", line 1 in <module>
 """
-    assert where(stack) == ", at queue.py:7 in get under fit.py:9 in train_to_end"
-    assert where(stack.replace(str(own), "/lib/fit.py")) == ", at queue.py:7 in get"
-    assert where("a line\n") == ""
+    assert crash_location(stack) == ", at queue.py:7 in get under fit.py:9 in train_to_end"
+    assert crash_location(stack.replace(str(own), "/lib/fit.py")) == ", at queue.py:7 in get"
+    assert crash_location("a line\n") == ""
 
 
 @pytest.mark.parametrize(

@@ -28,11 +28,10 @@ from composer_speedups.train.fit import failed_run
 from tests.conftest import ROOT
 from tests.helpers.common import Batches, make_trainer, plain_batches
 from tests.helpers.forks import Fork, on_ranks
-from tests.helpers.jobs import SHORT, run
+from tests.helpers.jobs import SHORT
 from tests.helpers.nonfinite import Poisoned, batches
 
 QUICKSTART = ["-f", str(ROOT / "yamls" / "quickstart.yaml"), *SHORT]
-SHORT_RUN = ["trainer.max_duration=4ba", "trainer.eval_interval=100ba", "export=false"]
 
 
 def _train(*arguments: str) -> None:
@@ -40,24 +39,21 @@ def _train(*arguments: str) -> None:
         application.main([*QUICKSTART, *arguments])
 
 
-def _train_with_bad_batches(*arguments: str, bad: tuple[int, ...] = (3,)) -> None:
-    """Run ``application.main`` with a model whose loss is NaN in the ``bad`` batches."""
+def _train_with_a_bad_batch(*arguments: str) -> None:
+    """Run ``application.main`` with a model whose loss is NaN in batch 3; only in a process of its own."""
     plain, calls = FinetuneModel.loss, iter(range(1, 1000))
 
     def loss(self: Any, outputs: Any, batch: Any) -> torch.Tensor:
         value = plain(self, outputs, batch)
-        return value * float("nan") if self.training and next(calls) in bad else value
+        return value * float("nan") if self.training and next(calls) == 3 else value
 
     FinetuneModel.loss = loss  # type: ignore[method-assign]
-    try:
-        _train(*arguments)
-    finally:
-        FinetuneModel.loss = plain  # type: ignore[method-assign]
+    _train(*arguments)
 
 
 def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> None:
-    settings = ["loggers.file={flush_interval: 1000}", "checkpoint.interval=1ba", *SHORT_RUN]
-    done = Fork(lambda: _train_with_bad_batches(*settings)).wait()
+    settings = ["loggers.file={flush_interval: 1000}", "checkpoint.interval=1ba", "trainer.max_duration=4ba"]
+    done = Fork(lambda: _train_with_a_bad_batch(*settings)).wait()
     (line,) = [line for line in done.stderr.splitlines() if "train.py" in line]
     assert line.startswith("train.py: loss: nan at step 3 (batch 3 of epoch 1), next learning rate ")
     techniques = "engaged techniques: sdpa_attention, fused_optimizer"
@@ -66,14 +62,6 @@ def test_train_py_stops_with_one_line_and_exit_status_1_and_keeps_its_log() -> N
     assert (done.status, "Traceback" in done.stderr) == (1, False)
     assert "loss/train/total" in Path("runs/quickstart/log-rank0.txt").read_text()
     assert not Path("runs/quickstart/report.json").exists()
-
-
-def test_skipped_batches_are_counted_in_the_report() -> None:
-    _train_with_bad_batches("callbacks.finite_loss.on_nonfinite=skip", "callbacks.divergence={}", *SHORT_RUN)
-    guards = json.loads(Path("runs/quickstart/report.json").read_text())["guards"]
-    assert (guards["nonfinite_losses"], guards["skipped_steps"]) == (1, 1)
-    assert guards["smoothed_loss"] > 0
-    assert run("callbacks.finite_loss=null", *SHORT_RUN)["guards"] == {}
 
 
 @pytest.mark.parametrize("on_nonfinite", ["stop", "skip"])
@@ -110,7 +98,7 @@ def test_a_nonfinite_loss_on_one_rank_stops_or_skips_on_all(on_nonfinite: Any) -
     )
 
 
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("persistent", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_killed_worker_ends_the_run_at_once(persistent: bool) -> None:
     endless = ["trainer.max_duration=100000ba", "trainer.eval_interval=100000ba", "data.workers=1", "algorithms=null"]
     fork = Fork(

@@ -14,8 +14,10 @@ from tests.helpers.jobs import run
 
 
 @pytest.mark.pins
-def test_the_report_states_a_micro_batch_set_by_the_config() -> None:
+def test_a_micro_batch_set_by_the_config_gives_the_same_loss_and_is_in_the_report() -> None:
+    whole = run("trainer.max_duration=2ba", "export=false")
     report = run("trainer.microbatch_size=2", "trainer.max_duration=2ba", "export=false")
+    assert report["metrics"]["train_loss"] == pytest.approx(whole["metrics"]["train_loss"], rel=1e-3)
     training = report["training"]
     assert (training["microbatch_size"], training["microbatch_chosen"]) == (2, "by the config")
     assert training["samples"] == 16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from composer_speedups.core.errors import RunFailedError
 from composer_speedups.data.loader import tokens_and_weight
 from composer_speedups.tasks.mlm import MaskedLanguageModelling
 from composer_speedups.tasks.models import FinetuneModel
+from composer_speedups.tasks.task import Task
 from composer_speedups.train import out_of_memory
 from composer_speedups.train.out_of_memory import MicrobatchHistory, MicrobatchTrainer
 from composer_speedups.train.report import summary_table
@@ -30,15 +32,21 @@ from tests.reference.tolerance import assert_near
 
 # Composer warns about batches smaller than the micro-batch.
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot split tensor of length:UserWarning")
-SAID = pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
+WARNED = pytest.mark.filterwarnings("ignore:trainer.microbatch_size. out of memory:UserWarning")
 OOM = "CUDA out of memory. Tried to allocate 20.00 MiB.\nmore of it"
 
 
 class SmallGPU(Algorithm):
-    """Raise what CUDA's allocator raises if a micro-batch has more than ``rows`` rows."""
+    """Raise what CUDA's allocator raises, depending on the rows of all micro-batches so far.
 
-    def __init__(self, rows: int, at: Event = Event.BEFORE_FORWARD) -> None:
-        self.rows, self.at = rows, at
+    Args:
+        too_small: A number of rows, more of which do not fit; or a function of the rows of each micro-batch so far.
+        at: When to raise.
+    """
+
+    def __init__(self, too_small: int | Callable[[list[int]], bool], at: Event = Event.BEFORE_FORWARD) -> None:
+        self.too_small = too_small if callable(too_small) else lambda seen: seen[-1] > too_small
+        self.at = at
         self.seen: list[int] = []
 
     def match(self, event: Event, state: State) -> bool:
@@ -46,8 +54,21 @@ class SmallGPU(Algorithm):
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         self.seen.append(len(state.batch["labels"]))
-        if self.seen[-1] > self.rows:
+        if self.too_small(self.seen):
             raise torch.OutOfMemoryError(OOM)
+
+
+class Watch(Recorder):
+    """Also record how many samples the training metrics count in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counted: list[int] = []
+
+    def run_event(self, event: Event, state: State, logger: Logger) -> None:
+        super().run_event(event, state, logger)
+        if event == Event.AFTER_TRAIN_BATCH and state.train_metrics:
+            self.counted.append(int(state.train_metrics["MulticlassConfusionMatrix"].confmat.sum()))
 
 
 BATCHES = [batch([9, 16, 3, 12, 5, 8, 2], seed=1), batch([1, 4, 16, 7, 7, 2, 3], seed=2), batch([2, 9, 4], seed=3)]
@@ -66,142 +87,89 @@ MASKED = [masked([[1, 2, 3, 4, 5], [6], [7, 8], [], [9, 10, 11]], 1), masked([[3
 
 
 def train(
-    *algorithms: Algorithm, batches: list[Batch] = BATCHES, size: int = 7, mlm: bool = False, **settings: Any
-) -> tuple[Any, Recorder, MicrobatchHistory]:
-    recorder, history = Recorder(), MicrobatchHistory()
-    model: Any = tiny_bert()
-    if mlm:
+    *algorithms: Algorithm, batches: list[Batch] = BATCHES, size: int = 7, task: Task | None = None, **settings: Any
+) -> tuple[Any, Watch, MicrobatchHistory]:
+    watch, history = Watch(), MicrobatchHistory()
+    model: Any = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=[MulticlassConfusionMatrix(2)])
+    if task is not None:
         torch.manual_seed(0)
         none = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         masked_lm = BertForMaskedLM(tiny_config(initializer_range=0.2, **none))
-        model = FinetuneModel(masked_lm, MaskedLanguageModelling(), train_metrics=False)
+        model = FinetuneModel(masked_lm, task, train_metrics=False)
     trainer = make_trainer(
         algorithms,
         model=model,
-        callbacks=[recorder, history],
+        callbacks=[watch, history],
         cls=MicrobatchTrainer,
         train_dataloader=DataSpec(
             DataLoader(Batches(batches), batch_size=None),
             get_num_samples_in_batch=lambda b: len(b["labels"]),
-            get_num_tokens_in_batch=partial(tokens_and_weight, MaskedLanguageModelling()) if mlm else None,
+            get_num_tokens_in_batch=None if task is None else partial(tokens_and_weight, task),
         ),
         max_duration=f"{len(batches)}ba",
         device_train_microbatch_size=size,
-        accumulate_train_batch_on_tokens=mlm and size < 5,
+        **settings,
     )
-    for name, value in settings.items():
-        setattr(trainer, name, value)
     trainer.fit()
     trainer.close()
-    return trainer, recorder, history
+    return trainer, watch, history
+
+
+def assert_same_training(one: tuple[Any, Watch, Any], other: tuple[Any, Watch, Any]) -> None:
+    assert_near(one[1].losses, other[1].losses, what="losses")
+    assert_near(one[1].first_gradients, other[1].first_gradients, what="gradients")
+    assert_near(final_weights(one[0]), final_weights(other[0]), what="weights")
+    assert one[1].counted == other[1].counted
 
 
 @pytest.mark.pins
 @pytest.mark.parametrize("at", [Event.BEFORE_FORWARD, Event.AFTER_FORWARD, Event.AFTER_BACKWARD])
 def test_smaller_micro_batches_give_the_same_weights(at: Event) -> None:
     """7 samples become 3 + 3 + 1. The failed pass must leave nothing in the gradients, wherever it failed."""
-    whole, losses, untouched = train()
+    whole = train()
     gpu = SmallGPU(3, at)
     with pytest.warns(UserWarning, match=r"microbatch_size: out of memory with 7 samples .*; continuing with 3"):
-        pieces, smaller, history = train(gpu, Unpadding())
+        pieces = train(gpu, Unpadding())
     assert gpu.seen == [7, 3, 3, 1, 3, 3, 1, 3]
-    assert history.changes == [{"batch": 0, "from": 7, "to": 3}]
-    assert untouched.changes == []
-    assert_near(smaller.losses, losses.losses, what="losses")
-    assert_near(smaller.first_gradients, losses.first_gradients, what="gradients")
-    assert_near(final_weights(pieces), final_weights(whole), what="weights")
+    assert pieces[2].changes == [{"batch": 0, "from": 7, "to": 3}]
+    assert whole[2].changes == []
+    assert_same_training(pieces, whole)
 
 
-class SecondPass(Algorithm):
-    """Run out of memory in the second forward pass, after a micro-batch that fit."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-
-    def match(self, event: Event, state: State) -> bool:
-        return event == Event.AFTER_FORWARD
-
-    def apply(self, event: Event, state: State, logger: Logger) -> None:
-        self.seen.append(len(state.batch["labels"]))
-        if len(self.seen) == 2:
-            raise torch.OutOfMemoryError(OOM)
-
-
-@SAID
+@WARNED
 def test_a_micro_batch_that_fit_is_discarded_if_a_later_one_does_not() -> None:
     """Each sample counts once in the loss, the gradients and the metrics."""
-
-    class Counted(Recorder):
-        def __init__(self) -> None:
-            super().__init__()
-            self.reviews: list[int] = []
-
-        def run_event(self, event: Event, state: State, logger: Logger) -> None:
-            super().run_event(event, state, logger)
-            if event == Event.AFTER_TRAIN_BATCH:
-                self.reviews.append(int(state.train_metrics["MulticlassConfusionMatrix"].confmat.sum()))
-
-    def train_counted(*algorithms: Algorithm) -> tuple[Any, Counted]:
-        counted = Counted()
-        model = HuggingFaceModel(tiny_bert(), use_logits=True, metrics=[MulticlassConfusionMatrix(2)])
-        trainer = make_trainer(
-            algorithms,
-            model=model,
-            callbacks=[counted],
-            cls=MicrobatchTrainer,
-            train_dataloader=DataSpec(
-                DataLoader(Batches(BATCHES), batch_size=None), get_num_samples_in_batch=lambda b: len(b["labels"])
-            ),
-            max_duration="3ba",
-            device_train_microbatch_size=4,
-        )
-        trainer.fit()
-        trainer.close()
-        return trainer, counted
-
-    whole, expected = train_counted()
-    gpu = SecondPass()
-    pieces, counted = train_counted(gpu)
+    gpu = SmallGPU(lambda seen: len(seen) == 2, Event.AFTER_FORWARD)
+    pieces = train(gpu, size=4)
     assert gpu.seen[:6] == [4, 3, 2, 2, 2, 1]
-    assert_near(counted.losses, expected.losses, what="losses")
-    assert_near(counted.first_gradients, expected.first_gradients, what="gradients")
-    assert_near(final_weights(pieces), final_weights(whole), what="weights")
-    assert counted.reviews == expected.reviews == [7, 7, 3]
+    assert pieces[1].counted == [7, 7, 3]
+    assert_same_training(pieces, train(size=4))
 
 
-@SAID
-def test_a_changed_micro_batch_is_a_metric() -> None:
+@WARNED
+def test_micro_batches_are_halved_as_often_as_needed_and_their_size_is_logged_as_a_metric() -> None:
     """Loggers such as W&B raise an error if a hyperparameter changes, and the size may change several times."""
-    trainer, _, history = train(SmallGPU(3), SmallGPU(2, Event.AFTER_FORWARD))
-    (logger,) = trainer.logger.destinations
-    assert history.changes
-    assert "microbatch_size" not in logger.hyperparameters
-    sizes = [value for _, value in logger.data["trainer/device_train_microbatch_size"]]
-    assert sizes[-1] == history.changes[-1]["to"]
-
-
-@SAID
-def test_micro_batches_are_halved_as_often_as_needed() -> None:
-    _, losses, _ = train()
     gpu = SmallGPU(1)
-    _, smaller, history = train(gpu)
-    assert [change["to"] for change in history.changes] == [1]  # one change per batch, although it halves twice
+    trainer, smaller, history = train(gpu)
+    assert history.changes == [{"batch": 0, "from": 7, "to": 1}]  # one change per batch, although it halves twice
     assert gpu.seen[:4] == [7, 3, 1, 1]
     assert set(gpu.seen[3:]) == {1}
-    assert_near(smaller.losses, losses.losses, what="losses")
+    assert_near(smaller.losses, train()[1].losses, what="losses")
+    (logger,) = trainer.logger.destinations
+    assert "microbatch_size" not in logger.hyperparameters
+    assert logger.data["trainer/device_train_microbatch_size"][-1][1] == 1
 
 
-@SAID
-def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens() -> None:
+@WARNED
+def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples have 0 to 5 labelled tokens. A mean over samples would differ, and be NaN for a sample without any."""
-    whole, losses, _ = train(batches=MASKED, mlm=True, size=5)
-    given, by_config, _ = train(batches=MASKED, mlm=True, size=2)
-    pieces, smaller, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=True)
-    for recorder, trainer in ((by_config, given), (smaller, pieces)):
-        assert_near(recorder.losses, losses.losses, what="losses")
-        assert_near(final_weights(trainer), final_weights(whole), what="weights")
-    _, by_rows, _ = train(SmallGPU(1), batches=MASKED, mlm=True, size=5, by_tokens=False)
-    assert abs(by_rows.losses[0] - losses.losses[0]) > 0.01, "the batches distinguish both means"
+    train_masked = partial(train, batches=MASKED, task=MaskedLanguageModelling())
+    whole = train_masked(size=5)
+    assert_same_training(train_masked(size=2), whole)
+    assert_same_training(train_masked(SmallGPU(1), size=5), whole)
+    monkeypatch.setattr(MaskedLanguageModelling, "weights_losses", False)
+    by_rows = train_masked(SmallGPU(1), size=5)
+    assert abs(by_rows[1].losses[0] - whole[1].losses[0]) > 0.01, "the batches distinguish both means"
 
 
 @pytest.mark.parametrize(
@@ -211,7 +179,7 @@ def test_micro_batches_of_a_masked_lm_are_weighted_by_labelled_tokens() -> None:
         (0, {}, r"micro-batch of 1, and 1 is the minimum; lower data.max_length"),
     ],
 )
-@SAID
+@WARNED
 def test_if_training_cannot_continue_the_error_names_the_setting(rows: int, settings: Any, message: str) -> None:
     with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory. Tried to allocate 20.00 MiB.\n") as error:
         train(SmallGPU(rows), **settings)

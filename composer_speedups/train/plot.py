@@ -1,0 +1,103 @@
+"""runs/<name>/throughput.png: samples/s of every batch, and below it the losses and the accuracy."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer import Trainer
+from composer.utils import dist
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from composer_speedups.callbacks.learning_curves import LearningCurves
+from composer_speedups.callbacks.throughput import Batch, ThroughputMonitor
+from composer_speedups.core.files import write_atomically
+from composer_speedups.train.config.schema import Config
+from composer_speedups.train.report import callback_of
+
+if TYPE_CHECKING:
+    from composer_speedups.train.run_folder import RunFolder
+
+__all__ = ["plot_run", "write_plot"]
+
+
+def write_plot(trainer: Trainer, config: Config, folder: RunFolder) -> None:
+    """Write throughput.png on rank 0, unless ``plot`` is false or nothing was measured."""
+    monitor = callback_of(trainer.state, ThroughputMonitor)
+    if dist.get_global_rank() == 0 and config.plot and monitor is not None and monitor.batches:
+        curves = callback_of(trainer.state, LearningCurves)
+        plot_run(monitor, curves, config.run_name, folder / "throughput.png", world=dist.get_world_size())
+
+
+def plot_run(
+    monitor: ThroughputMonitor, curves: LearningCurves | None, title: str, path: Path, *, world: int = 1
+) -> None:
+    """Draw samples/s per batch, and below it training loss and accuracy, and write a PNG.
+
+    Args:
+        monitor: After ``fit``.
+        curves: After ``fit``; None draws samples/s only.
+        title: Title of the picture.
+        path: The PNG.
+        world: Number of ranks; each batch's rate is multiplied by it.
+    """
+    figure = Figure(figsize=(9, 4 if curves is None else 6.5), dpi=120, layout="constrained")
+    panels = figure.subplots(1 if curves is None else 2, 1, sharex=True, squeeze=False)[:, 0]
+    _draw_rates(panels[0], monitor, world)
+    panels[0].set_title(title)
+    if curves is not None:
+        _draw_learning(panels[1], curves, monitor.window)
+    panels[-1].set_xlabel("training batch")
+    for axes in panels:
+        axes.margins(x=0.01)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.09, 1.0), fontsize=8, frameon=False)  # covers no curve
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    write_atomically(path, image.getvalue())
+
+
+def _draw_rates(axes: Axes, monitor: ThroughputMonitor, world: int) -> None:
+    """Draw each batch, the moving average, batches outside the steady state, and evaluations."""
+    batches = monitor.batches
+    index = [batch.index for batch in batches]
+    window = min(monitor.window, max(1, len(batches) // 4))
+
+    def rate(some: Sequence[Batch]) -> float:
+        return world * sum(batch.samples for batch in some) / sum(batch.seconds for batch in some)
+
+    means = [rate(batches[max(0, i - window + 1) : i + 1]) for i in range(len(batches))]
+    axes.plot(index, [rate([b]) for b in batches], color="tab:blue", alpha=0.35, linewidth=0.8, label="each batch")
+    axes.plot(index, means, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
+    if steady := monitor.summary().get("samples_per_sec"):
+        axes.axhline(steady, color="black", linewidth=0.8, linestyle=":", label=f"steady state: {steady:,.0f}/s")
+    for i, mark in enumerate(monitor.eval_marks):
+        axes.axvline(mark, color="tab:orange", linewidth=1.2, label="evaluation" if i == 0 else None)
+    if unsteady := [(batch.index - 0.5, 1) for batch in batches if not batch.steady]:  # start and width
+        height = axes.get_xaxis_transform()  # the panel's
+        color, label = "tab:red", "warm-up or compiling"
+        axes.broken_barh(unsteady, (0, 1), transform=height, color=color, alpha=0.15, linewidth=0, label=label)
+    axes.set(ylabel="samples/s", ylim=(0, None))
+
+
+def _draw_learning(axes: Axes, curves: LearningCurves, window: int) -> None:
+    """Draw each batch's training loss and its mean, and loss and accuracy of evaluations, with accuracy on its own
+    axis."""
+    batches, losses = list(curves.losses), list(curves.losses.values())
+    means = [statistics.fmean(losses[max(0, i - window + 1) : i + 1]) for i in range(len(losses))]
+    axes.plot(batches, losses, color="tab:blue", alpha=0.25, linewidth=0.8, label="training loss")
+    axes.plot(batches, means, color="tab:blue", linewidth=1.8, label=f"mean of {window} batches")
+    axes.set(ylabel="loss", ylim=(0, None))
+    if validation := curves.of_evaluations("loss"):
+        axes.plot([*validation], [*validation.values()], "o", color="tab:red", label="validation loss")
+    if accuracy := curves.of_evaluations("accuracy"):
+        right = axes.twinx()
+        right.plot([*accuracy], [*accuracy.values()], "s--", color="tab:green", clip_on=False)
+        right.set(ylabel="accuracy", ylim=(0, 1))
+        right.spines["top"].set_visible(False)
+        axes.plot([], [], "s--", color="tab:green", label="validation accuracy")  # for one legend of both axes
