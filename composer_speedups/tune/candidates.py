@@ -12,10 +12,10 @@ from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.technique import Exactness, Technique, refuse_conflicts
 from composer_speedups.recommendation import RECOMMENDED
-from composer_speedups.tune.results import Algorithms
 
 __all__ = [
     "KINDS",
+    "Algorithms",
     "Candidate",
     "Refused",
     "apply_candidate",
@@ -26,6 +26,9 @@ __all__ = [
     "least_exact",
     "stopping",
 ]
+
+Algorithms = Mapping[str, Mapping[str, Any]]
+"""YAML name → settings, as in a config."""
 
 KINDS: tuple[Exactness, ...] = typing.get_args(Exactness)
 

@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import CannotRunError, ConfigError
-from composer_speedups.tune.candidates import Candidate, Refused, apply_candidate, forbidden, key_of
-from composer_speedups.tune.results import Algorithms, Outcome, Result, Trial, Verdict, noise_of
+from composer_speedups.tune.candidates import Algorithms, Candidate, Refused, apply_candidate, forbidden, key_of
+from composer_speedups.tune.results import Outcome, Result, Trial, Verdict, noise_of
 from composer_speedups.tune.settings import TuneConfig
 
 if TYPE_CHECKING:

@@ -39,8 +39,8 @@ from composer_speedups.train.config.schema import (
     ThroughputConfig,
 )
 from composer_speedups.train.failed_process import own_line, ran_out_of_memory, where
-from composer_speedups.tune.candidates import stopping
-from composer_speedups.tune.results import Algorithms, Outcome
+from composer_speedups.tune.candidates import Algorithms, stopping
+from composer_speedups.tune.results import Outcome
 
 __all__ = ["OriginalRun", "outcome_of", "outcome_of_failure", "trial_config"]
 

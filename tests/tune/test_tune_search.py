@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from composer_speedups.core.errors import CannotRunError, ConfigError
-from composer_speedups.tune.candidates import Candidate
-from composer_speedups.tune.results import Algorithms, Outcome, Result, break_even_steps, noise_of
+from composer_speedups.tune.candidates import Algorithms, Candidate
+from composer_speedups.tune.results import Outcome, Result, break_even_steps, noise_of
 from composer_speedups.tune.search import Search
 from composer_speedups.tune.settings import TuneConfig
 
