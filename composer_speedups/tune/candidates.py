@@ -74,12 +74,10 @@ def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
     for variant in technique.trials:
         if variant.device not in (None, device):
             continue
-        settings = ", ".join(f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu")
-        label = (
-            name
-            + (f" ({settings})" if settings else "")
-            + "".join(f" with {other}" for other in variant.with_techniques)
-        )
+        notes = [] if technique.purpose == "saves time" else [technique.purpose]
+        notes += [f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu"]
+        label = f"{name} ({', '.join(notes)})" if notes else name
+        label += "".join(f" with {other}" for other in variant.with_techniques)
         adds = {**variant.with_techniques, name: variant.settings}
         kind = least_exact(*(kind_of(n, s, device) for n, s in adds.items()))
         gain = technique.gain if variant.gain is None else variant.gain
