@@ -51,7 +51,6 @@ _TESTS = {  # in addition to files named after the module or its folder
     "kernels/": ["kernels/test_fused_kernels.py", "kernels/test_fused_dropout.py"],
     "callbacks/guarded_logger": ["train/test_recording.py"],
     "train/checkpoints/": [
-        "train/test_checkpoint_structure.py",
         "train/test_malformed_checkpoints.py",
         "train/test_checkpoint_attacks.py",
         "train/test_autoresume.py",

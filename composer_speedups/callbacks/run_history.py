@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar
 
 from composer.core import Callback, State
 from composer.loggers import Logger
+from typing_extensions import TypedDict
 
 from composer_speedups.core.process_age import process_age
 from composer_speedups.tasks.metrics import final_metrics

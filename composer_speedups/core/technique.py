@@ -45,6 +45,7 @@ __all__ = [
 
 OnUnavailable = Literal["stop", "warn"]
 Exactness = Literal["exact", "rounding", "lower_precision", "recipe"]  # from the smallest change to the largest
+Purpose = Literal["saves time", "saves memory", "adds capacity"]
 FSDP = "FSDP"  # the ``other`` of a Conflict for techniques that need unsharded weights
 
 _BEFORE_FORWARD = (Event.BEFORE_FORWARD, Event.EVAL_BEFORE_FORWARD, Event.PREDICT_BEFORE_FORWARD)
@@ -115,8 +116,8 @@ class Technique(Declared, Algorithm):
         exactness: How it changes the numerical result; see :meth:`exactness_with` if settings or the device matter.
         conflicts: Techniques that it cannot be combined with.
         gain: Expected speedup, which orders the trials of tune.
-        trials: Variants that tune tries.
-        never_tried: Why tune never tries it.
+        trials: Variants that tune tries; empty if it costs time by design.
+        purpose: What it is for; README's table, the card and tune's lines say so if it is not time.
         changes_structure: Checkpoints can be loaded only with this technique.
         computes_on_host: Part of the training step runs on the CPU.
         matmul_precision: The precision whose peak rate model FLOPs utilization refers to.
@@ -137,7 +138,7 @@ class Technique(Declared, Algorithm):
     conflicts: ClassVar[tuple[Conflict, ...]] = ()
     gain: ClassVar[float] = 1.0
     trials: ClassVar[tuple[Variant, ...]] = (Variant(),)
-    never_tried: ClassVar[str | None] = None
+    purpose: ClassVar[Purpose] = "saves time"
     changes_structure: ClassVar[bool] = False
     computes_on_host: ClassVar[bool] = False
     not_recorded: ClassVar[tuple[str, ...]] = ("on_unavailable",)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -89,9 +90,9 @@ class FinishedModel:
         if on_gpu:
             model.cuda()
         chosen = ("bf16" if on_gpu else "fp32") if precision == "auto" else precision
-        found = cls(model, task, tokenizer, max_length, chosen)
-        found._engage()
-        return found
+        finished = cls(model, task, tokenizer, max_length, chosen)
+        finished._engage()
+        return finished
 
     def _engage(self) -> None:
         with warnings.catch_warnings(record=True) as caught:
@@ -99,7 +100,7 @@ class FinishedModel:
             done = apply_recommended(self.model)
         self._plans = "unpadding" in done
         self.engaged = [f"{name}: {len(changed)} modules" for name, changed in done.items()]
-        self.engaged += [str(each.message) for each in caught]
+        self.engaged += [str(warning.message) for warning in caught]
 
     def encode(self, rows: Sequence[Mapping[str, Any]]) -> Columns:
         """Token ids of checked rows, each a mapping from :attr:`columns` to texts."""
@@ -119,11 +120,8 @@ class FinishedModel:
         parts = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         # Results are copied after all batches are launched, because copying one waits for the GPU.
         computed = [self._forward({name: [v[i] for i in part] for name, v in encoded.items()}) for part in parts]
-        found: list[Any] = [None] * len(order)
-        for part, (logits, batch) in zip(parts, computed, strict=True):
-            for place, each in zip(part, self.task.predictions(logits, batch), strict=True):
-                found[place] = each
-        return found
+        predictions = [prediction for outputs in computed for prediction in self.task.predictions(*outputs)]
+        return [prediction for _, prediction in sorted(zip(order, predictions, strict=True), key=itemgetter(0))]
 
     def _forward(self, columns: Columns) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         batch = self._pad(Ragged.of(columns))
@@ -150,8 +148,8 @@ def _task_of(run: Path, columns: Sequence[str] | None) -> tuple[Task, int]:
         raise ConfigError(f"RUN: {run} has no report.json, so its training has not finished; name a finished run")
     if not exported.is_file():
         raise ConfigError(f"RUN: {run} has no model/; train with export=true")
-    found = _read(report, _Report).config
-    model, data = found.model, found.data
+    config = _read(report, _Report).config
+    model, data = config.model, config.data
     labels = _read(exported, _Exported).id2label
     if model.task == "mlm":
         raise ConfigError("RUN: a masked language model does not predict anything for a text; fine-tune it for a task")

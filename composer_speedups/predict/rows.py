@@ -78,13 +78,13 @@ def _checked_rows(model: FinishedModel, source: Path) -> list[dict[str, Any]]:
 
 def _identity(model: FinishedModel, source: Path) -> dict[str, Any]:
     """What a partial file must have been started with, so that a call may continue it."""
-    found = os.stat(source)
+    status = os.stat(source)
     return {
         "model": str(Path(model.model.name_or_path).resolve()),
         "model_time": os.stat(Path(model.model.name_or_path) / "config.json").st_mtime_ns,
         "input": str(source.resolve()),
-        "input_size": found.st_size,
-        "input_time": found.st_mtime_ns,
+        "input_size": status.st_size,
+        "input_time": status.st_mtime_ns,
         "columns": model.columns,
         "precision": model.precision,
     }
@@ -136,7 +136,7 @@ class _Partial:
         self._file.close()
 
     def append(self, predictions: list[dict[str, Any]]) -> None:
-        self._write("".join(json.dumps(each) + "\n" for each in predictions).encode())
+        self._write("".join(json.dumps(prediction) + "\n" for prediction in predictions).encode())
 
     def _write(self, data: bytes) -> None:
         with open(self._file.fileno(), "wb", closefd=False) as file:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Annotated, Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal
 
 import torch
 from composer import Trainer
@@ -11,6 +11,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.trainer.trainer import _clear_incomplete_train_states
 from composer.utils import dist
+from pydantic import PositiveInt
+from typing_extensions import TypedDict
 
 from composer_speedups.core.errors import first_line
 from composer_speedups.core.technique import techniques_of
@@ -89,7 +91,7 @@ class MicrobatchTrainer(Trainer):
             metric.reset()
 
 
-_Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": Annotated[int, range(1, 2**31)]})
+_Change = TypedDict("_Change", {"batch": int, "from": int | float, "to": PositiveInt})
 
 
 class MicrobatchHistory(Callback):

@@ -16,8 +16,8 @@ from composer.utils import dist, partial_format
 
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.core.files import LockedFileError, lock_file, remove_unfinished, with_working_directory
-from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint, check_whole
-from composer_speedups.train.checkpoints.saver import checkpoints_after, checkpoints_in, remove_partials
+from composer_speedups.train.checkpoints.reading import DamagedCheckpointError, check_checkpoint
+from composer_speedups.train.checkpoints.saver import checkpoints_in
 from composer_speedups.train.config.checks import checkpoint_problem
 from composer_speedups.train.config.load import parse_plain, save_config, written
 from composer_speedups.train.config.schema import Config
@@ -121,13 +121,15 @@ class RunFolder:
 
     def _prepare_to_continue(self, date: str) -> None:
         """Delete partial files; move aside the report, and checkpoints newer than the one to load."""
-        remove_unfinished(self.path)
-        remove_partials(self._checkpoints)
+        for folder in (self.path, self._checkpoints):
+            remove_unfinished(folder)
         report = self.path / "report.json"
         if report.exists():  # the run had finished; until it finishes again, it counts as interrupted
             report.rename(_free_name(self.path / "report.json", date))
+        loaded = Path(_formatted(str(self.load), self.path.name)).resolve()
+        written = checkpoints_in(loaded.parent)
         # damaged ones that were skipped, or intact ones if checkpoint.load names an older one
-        for path in checkpoints_after(Path(_formatted(str(self.load), self.path.name)).resolve()):
+        for path in written[: written.index(loaded)] if loaded in written else ():
             path.rename(_free_name(path, date))
 
     @property
@@ -162,7 +164,7 @@ def newest_undamaged(folder: Path, *, trust: bool) -> Path | None:
     """
     for path in checkpoints_in(folder):
         try:
-            (check_whole if trust else check_checkpoint)(str(path), "checkpoint.autoresume")
+            check_checkpoint(str(path), "checkpoint.autoresume", trust=trust)
         except DamagedCheckpointError as error:
             warnings.warn(f"skipped a checkpoint: {error}", UserWarning, stacklevel=2)
             continue

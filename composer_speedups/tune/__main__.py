@@ -61,7 +61,8 @@ def tune(config: Config, settings: TuneConfig, output: Path, file: str, override
     sizes = device == "cuda" if settings.batch_sizes is None else settings.batch_sizes
     result = Search(run, candidates, allow, settings, config.data.batch_size if sizes else None).run()
     result.unengaged.update(run.unengaged)
-    result.never = {name: why for name in technique_names() if (why := technique_class(name).never_tried)}
+    untried = [technique for name in technique_names() if not (technique := technique_class(name)).trials]
+    result.never = {technique.name: f"it {technique.purpose}, and tune minimizes time" for technique in untried}
     write_tuned(output, file, overrides, result, environment(), settings.budget_seconds)
     kept = f"original techniques kept: {result.kept_original}"
     outcome = f"{result.speedup:.2f} times as fast" if result.speedup else kept

@@ -12,10 +12,10 @@ from composer_speedups.core.errors import TechniqueError
 from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.core.technique import Exactness, Technique, refuse_conflicts
 from composer_speedups.recommendation import RECOMMENDED
-from composer_speedups.tune.results import Algorithms
 
 __all__ = [
     "KINDS",
+    "Algorithms",
     "Candidate",
     "Refused",
     "apply_candidate",
@@ -26,6 +26,9 @@ __all__ = [
     "least_exact",
     "stopping",
 ]
+
+Algorithms = Mapping[str, Mapping[str, Any]]
+"""YAML name → settings, as in a config."""
 
 KINDS: tuple[Exactness, ...] = typing.get_args(Exactness)
 
@@ -71,12 +74,10 @@ def _variants(technique: type[Technique], device: str) -> Iterator[Candidate]:
     for variant in technique.trials:
         if variant.device not in (None, device):
             continue
-        settings = ", ".join(f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu")
-        label = (
-            name
-            + (f" ({settings})" if settings else "")
-            + "".join(f" with {other}" for other in variant.with_techniques)
-        )
+        notes = [] if technique.purpose == "saves time" else [technique.purpose]
+        notes += [f"{k}: {v}".lower() for k, v in variant.settings.items() if k != "allow_cpu"]
+        label = f"{name} ({', '.join(notes)})" if notes else name
+        label += "".join(f" with {other}" for other in variant.with_techniques)
         adds = {**variant.with_techniques, name: variant.settings}
         kind = least_exact(*(kind_of(n, s, device) for n, s in adds.items()))
         gain = technique.gain if variant.gain is None else variant.gain

@@ -6,15 +6,11 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from composer_speedups.tune.candidates import Candidate
+from composer_speedups.tune.candidates import Algorithms, Candidate
 
-__all__ = ["Algorithms", "Outcome", "Result", "Trial", "Verdict", "break_even_steps", "noise_of"]
-
-Algorithms = Mapping[str, Mapping[str, Any]]
-"""YAML name → settings, as in a config."""
+__all__ = ["Outcome", "Result", "Trial", "Verdict", "break_even_steps", "noise_of"]
 
 
 @dataclass(frozen=True)

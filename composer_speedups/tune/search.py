@@ -10,8 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer_speedups.core.errors import CannotRunError, ConfigError
-from composer_speedups.tune.candidates import Candidate, Refused, apply_candidate, forbidden, key_of
-from composer_speedups.tune.results import Algorithms, Outcome, Result, Trial, Verdict, noise_of
+from composer_speedups.tune.candidates import Algorithms, Candidate, Refused, apply_candidate, forbidden, key_of
+from composer_speedups.tune.results import Outcome, Result, Trial, Verdict, noise_of
 from composer_speedups.tune.settings import TuneConfig
 
 if TYPE_CHECKING:
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Search"]
 
-_PROBE_STEPS, _MOST_STEPS = 8, 200  # steps of a trial
+_PROBE_STEPS, MAX_STEPS = 8, 200  # steps of a trial
 _TRIALS = 20  # trials that the budget should have room for
 _BASELINES = 1 / 3  # maximum fraction of the budget for runs of the original set before the first trial
-_KEPT = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
+_KEPT_BACK = 0.4  # fraction of the budget that separate trials leave for stacking, confirming and batch sizes
 _PAIRS = 0.25  # maximum fraction of the budget reserved for the confirming pairs, but at least one pair
 _USEFUL = 4.5  # minimum budget in runs: the original one, a trial, a pair to confirm it, and some margin
 _NO_TIME = "no time was left; increase tune.budget_seconds to try it"
@@ -117,7 +117,7 @@ class Search:
             if reason := forbidden(candidate.kind, self._allow):
                 verdict.state, verdict.reason = "untried", reason
                 continue
-            keep = max(_KEPT * self._settings.budget_seconds, self._reserve)
+            keep = max(_KEPT_BACK * self._settings.budget_seconds, self._reserve)
             outcome = self._measure(changed, candidate.label, keep)
             if outcome is None:
                 verdict.state, verdict.reason = "untried", _NO_TIME
@@ -299,7 +299,7 @@ class Search:
         """
         overhead = max(0.0, probe.wall_seconds - _PROBE_STEPS * probe.step_seconds)
         training = max(self._settings.budget_seconds / _TRIALS - overhead, overhead / 3)
-        steps = max(_PROBE_STEPS, min(_MOST_STEPS, int(training / probe.step_seconds)))
+        steps = max(_PROBE_STEPS, min(MAX_STEPS, int(training / probe.step_seconds)))
         longer = probe.wall_seconds + (steps - _PROBE_STEPS) * probe.step_seconds
         return steps if self._spent + longer <= baselines else _PROBE_STEPS
 

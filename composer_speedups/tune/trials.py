@@ -39,13 +39,13 @@ from composer_speedups.train.config.schema import (
     ThroughputConfig,
 )
 from composer_speedups.train.failed_process import crash_location, own_line, ran_out_of_memory
-from composer_speedups.tune.candidates import stopping
-from composer_speedups.tune.results import Algorithms, Outcome
+from composer_speedups.tune.candidates import Algorithms, stopping
+from composer_speedups.tune.results import Outcome
 
 __all__ = ["OriginalRun", "outcome_of", "outcome_of_failure", "trial_config"]
 
-_SAID = 300  # maximum length of a failed process's message
-_LAST_WORDS = 2.0  # seconds for a process at its timeout to print its stack
+MAX_MESSAGE = 300  # characters of a failed process's message
+_STACK_SECONDS = 2.0  # for a process at its timeout to print its stack
 
 
 class OriginalRun:
@@ -91,13 +91,13 @@ class OriginalRun:
 
     def planned_steps(self, outcome: Outcome) -> int:
         """Optimizer steps of the planned run, at least 1; ``outcome`` gives the number of tokens per step."""
-        duration = self.config.trainer.max_duration
-        found = re.fullmatch(r"(\d+)([a-z]+)", duration)
-        assert found, f"{duration} is not a time that the config accepts"
-        if found[2] == "ep":
-            return max(1, int(found[1]) * self.batches_per_epoch)
+        duration = re.fullmatch(r"(\d+)([a-z]+)", self.config.trainer.max_duration)
+        assert duration is not None, "the config accepts no other time"
+        number, unit = int(duration[1]), duration[2]
+        if unit == "ep":
+            return max(1, number * self.batches_per_epoch)
         per_step = {"ba": 1, "sp": self.config.data.batch_size, "tok": outcome.tokens_per_step}
-        return max(1, math.ceil(int(found[1]) / per_step[found[2]]))
+        return max(1, math.ceil(number / per_step[unit]))
 
     def refusal(self, algorithms: Algorithms) -> str | None:
         """Why train.py would refuse these techniques before it builds a model; None if it would not."""
@@ -185,7 +185,7 @@ def _run(module: list[str], environment: Mapping[str, str], timeout: float) -> t
             with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                 resource.prlimit(process.pid, resource.RLIMIT_CORE, (0, 0))
                 process.send_signal(signal.SIGABRT)  # Python's fault handler prints its stacks
-                process.wait(_LAST_WORDS)
+                process.wait(_STACK_SECONDS)
         finally:
             if status is None:
                 with contextlib.suppress(ProcessLookupError):  # the process group has ended
@@ -222,7 +222,7 @@ def outcome_of(report: Mapping[str, Any], wall_seconds: float) -> Outcome:
 
 def outcome_of_failure(status: int, output: str, wall_seconds: float) -> Outcome:
     """Convert a nonzero exit status and the output to an outcome."""
-    reason = own_line(output)[:_SAID] or f"it ended with status {status}"
+    reason = own_line(output)[:MAX_MESSAGE] or f"it ended with status {status}"
     if ran_out_of_memory(status, output):
         return Outcome("memory", f"ran out of memory ({reason})", wall_seconds=wall_seconds)
     return Outcome("refused" if status == 2 else "failed", reason, wall_seconds=wall_seconds)

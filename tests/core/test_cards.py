@@ -15,7 +15,7 @@ from benchmarks.charts import Chart
 from benchmarks.render import charts_of, documents, render
 from composer_speedups.core.catalogue import describe, folder_of, technique_names
 from composer_speedups.core.errors import TechniqueError
-from composer_speedups.core.registry import build_techniques
+from composer_speedups.core.registry import build_techniques, technique_class
 from composer_speedups.train.config.load import load_config
 from tests.conftest import ROOT
 from tests.helpers.common import plain_batches, tiny_bert
@@ -140,7 +140,10 @@ def test_the_readme_names_every_technique_and_its_code_runs(names: dict[str, Any
     text = (ROOT / "README.md").read_text()
     for description in describe():
         card = f"composer_speedups/algorithms/{description.name}/README.md"
-        assert f"| [`{description.name}`]({card}) | `{description.class_name}` |" in text
+        purpose = technique_class(description.name).purpose
+        assert f"| [`{description.name}`]({card}) | `{description.class_name}` | {purpose} |" in text
+        said = f"It {purpose}; it does not make steps faster." in (ROOT / card).read_text()
+        assert said is (purpose != "saves time")
     code = blocks(text, "python")
     assert code
     with pytest.warns(UserWarning, match="continuing without"):  # techniques that need a GPU

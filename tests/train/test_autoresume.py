@@ -127,7 +127,7 @@ def test_a_changed_config_is_refused_with_the_changed_key(override: str, named: 
 def test_damaged_checkpoints_are_skipped_and_kept() -> None:
     newest = CHECKPOINTS / "ep0-ba4-rank0.pt"
     newest.write_bytes(newest.read_bytes()[:-1000])
-    with pytest.warns(UserWarning, match=r"skipped a checkpoint: checkpoint\.autoresume: .*ba4-rank0\.pt is damaged"):
+    with pytest.warns(UserWarning, match=r"skipped a checkpoint: checkpoint\.autoresume: .*ba4-rank0\.pt cannot"):
         assert run(*JOB)["resumed"] == [{"batch": 2, "checkpoint": "ep0-ba2-rank0.pt"}]
     assert len(list(CHECKPOINTS.glob("ep0-ba4-rank0.pt.*"))) == 1
     for path in checkpoints_in(CHECKPOINTS):

@@ -27,23 +27,21 @@ from composer.utils import checkpoint as composer_checkpoint
 from composer_speedups import FusedOptimizer, SDPAAttention
 from composer_speedups.core.errors import ConfigError
 from composer_speedups.train import run_folder as runs
-from composer_speedups.train.checkpoints import unpickling
+from composer_speedups.train.checkpoints import reading
 from composer_speedups.train.checkpoints.reading import (
     DamagedCheckpointError,
-    admit,
     check_checkpoint,
-    check_contents,
-    check_whole,
+    keep_loadable,
     restricted_loading,
 )
 from composer_speedups.train.checkpoints.saver import plain_generators
-from composer_speedups.train.checkpoints.unpickling import restricted_unpickling
 from tests.helpers.common import make_trainer
 from tests.helpers.forks import Fork
 from tests.helpers.jobs import run, short_checkpoint
 from tests.helpers.payload import MARKER, Payload
 
 Attack = Callable[[dict[str, Any]], None]
+BRIEF = ("trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false")
 
 
 def by_pickle(checkpoint: dict[str, Any]) -> None:
@@ -52,12 +50,6 @@ def by_pickle(checkpoint: dict[str, Any]) -> None:
 
 def by_expression(checkpoint: dict[str, Any]) -> None:
     """Composer evaluates ``algorithms.<repr>``."""
-    expression = f"Alibi.__init__.__globals__['__builtins__']['__import__']('os').mkdir({str(MARKER)!r})"
-    checkpoint["state"]["algorithms"].append(("Alibi", {"repr": expression}))
-
-
-def by_argument(checkpoint: dict[str, Any]) -> None:
-    """Hide the expression in an argument of a valid call."""
     expression = f"Alibi(max_sequence_length=__import__('os').mkdir({str(MARKER)!r}))"
     checkpoint["state"]["algorithms"].append(("Alibi", {"repr": expression}))
 
@@ -69,15 +61,7 @@ def by_underscore(checkpoint: dict[str, Any]) -> None:
     checkpoint["state"]["algorithms"] = checkpoint["state"]["_algorithms"][:-1]
 
 
-def by_underscore_alone(checkpoint: dict[str, Any]) -> None:
-    by_underscore(checkpoint)
-    del checkpoint["state"]["algorithms"]
-
-
-attacks = pytest.mark.parametrize("attack", [by_pickle, by_expression, by_argument])
-every_attack = pytest.mark.parametrize(
-    "attack", [by_pickle, by_expression, by_argument, by_underscore, by_underscore_alone]
-)
+refused = pytest.mark.parametrize(("attack", "named"), [(by_pickle, "posix.mkdir"), (by_expression, "Alibi")])
 
 
 @pytest.fixture(scope="module")
@@ -93,60 +77,58 @@ def poisoned(valid_checkpoint: Path, attack: Attack) -> Path:
     return Path("poisoned.pt")
 
 
-@attacks
+@refused
 @pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.pins
 def test_an_attack_is_refused_before_any_file_is_changed(
-    attack: Attack, weights_only: bool, valid_checkpoint: Path
+    attack: Attack, named: str, weights_only: bool, valid_checkpoint: Path
 ) -> None:
     path = poisoned(valid_checkpoint, attack)
     Path("runs/quickstart").mkdir(parents=True)
-    named = "posix.mkdir" if attack is by_pickle else "Alibi"
-    with pytest.raises(
-        ConfigError, match=rf"checkpoint\.load: poisoned\.pt: refused, .*{named}.*trust_checkpoint=true"
-    ):
+    message = rf"checkpoint\.load: poisoned\.pt: refused, .*{named}.*trust_checkpoint=true"
+    with pytest.raises(ConfigError, match=message):
         run(f"checkpoint.load={path}", f"checkpoint.weights_only={json.dumps(weights_only)}")
     assert not MARKER.exists()
     assert sorted(Path("runs").rglob("*")) == [Path("runs/.quickstart.lock"), Path("runs/quickstart")]
 
 
-@attacks
+@refused
 @pytest.mark.pins
 def test_a_file_that_changes_after_the_check_is_refused(
-    attack: Attack, valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    attack: Attack, named: str, valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "check_checkpoint", lambda *_, **__: None)
-    with pytest.raises(ConfigError, match=r"checkpoint\.load: poisoned\.pt: refused, "):
+    with pytest.raises(ConfigError, match=rf"checkpoint\.load: poisoned\.pt: refused, .*{named}"):
         run(f"checkpoint.load={poisoned(valid_checkpoint, attack)}")
     assert not MARKER.exists()
 
 
+@pytest.mark.parametrize("weights_only", [False, True])
 @pytest.mark.pins
-def test_keys_with_a_leading_underscore_are_dropped(valid_checkpoint: Path) -> None:
-    brief = ["trainer.max_duration=3ba", "trainer.eval_batches=1", "export=false"]
-    for attack, more in ((by_underscore, []), (by_underscore_alone, ["checkpoint.weights_only=true"])):
-        load = f"checkpoint.load={poisoned(valid_checkpoint, attack)}"
-        with pytest.warns(UserWarning, match=r"unknown keys of the checkpoint are ignored: state/_algorithms"):
-            assert run(load, *more, *brief)["training"]["batches"] == 3
-    with pytest.raises(
-        ConfigError, match=r"checkpoint\.load: poisoned\.pt is malformed: state/algorithms is missing; "
-    ):
-        run(f"checkpoint.load={poisoned(valid_checkpoint, by_underscore_alone)}", *brief)
+def test_keys_with_a_leading_underscore_are_dropped(weights_only: bool, valid_checkpoint: Path) -> None:
+    load = f"checkpoint.load={poisoned(valid_checkpoint, by_underscore)}"
+    report = run(load, f"checkpoint.weights_only={json.dumps(weights_only)}", *BRIEF)
+    assert report["training"]["batches"] == 3
     assert not MARKER.exists()
 
 
+@pytest.mark.parametrize("attack", [by_pickle, by_expression, by_underscore])
+def test_every_attack_works_with_trust_checkpoint(attack: Attack, valid_checkpoint: Path) -> None:
+    with warnings.catch_warnings(), contextlib.suppress(Exception):  # the run may fail afterwards
+        warnings.simplefilter("ignore")
+        run(f"checkpoint.load={poisoned(valid_checkpoint, attack)}", "checkpoint.trust_checkpoint=true", *BRIEF)
+    assert MARKER.exists()
+
+
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_composer_gets_only_known_keys_and_the_algorithms_of_the_run(
-    weights_only: bool, valid_checkpoint: Path
-) -> None:
+def test_composer_gets_only_known_keys_and_the_algorithms_of_the_run(weights_only: bool) -> None:
     """Other keys of the file are not read at all."""
     trainer = make_trainer([SDPAAttention(), FusedOptimizer()])
     checkpoint = {"state": trainer.state.state_dict(), "rng": reproducibility.get_rng_state(), "_state": {}}
     plain_generators(checkpoint)
     checkpoint["state"] |= {"_model": Payload(), "is_model_ddp": True, "precision": "fp32", "_seed": Payload()}
     checkpoint["state"]["callbacks"]["InMemoryLogger"] = Payload()
-    with pytest.warns(UserWarning, match="state/_model, state/is_model_ddp, state/precision, state/_seed, _state"):
-        admit(checkpoint, trainer.state, weights_only=weights_only)
+    keep_loadable(checkpoint, trainer.state, weights_only=weights_only)
     trainer.close()
     if weights_only:
         assert [*checkpoint] == ["state"]
@@ -160,16 +142,8 @@ def test_composer_gets_only_known_keys_and_the_algorithms_of_the_run(
     assert checkpoint["state"]["callbacks"]["InMemoryLogger"] == {}
 
 
-@every_attack
-def test_every_attack_works_with_trust_checkpoint(attack: Attack, valid_checkpoint: Path) -> None:
-    with warnings.catch_warnings(), contextlib.suppress(Exception):  # the run may fail afterwards
-        warnings.simplefilter("ignore")
-        run(f"checkpoint.load={poisoned(valid_checkpoint, attack)}", "checkpoint.trust_checkpoint=true")
-    assert MARKER.exists()
-
-
 def test_autoresume_refuses_an_attack(valid_checkpoint: Path) -> None:
-    settings = ["checkpoint.interval=2ba", "run_name=mine", "trainer.max_duration=4ba", "trainer.eval_batches=1"]
+    settings = ["checkpoint.interval=2ba", "run_name=mine", *BRIEF]
     run(*settings)
     folder = Path("runs/mine/checkpoints")
     Path("runs/mine/report.json").unlink()
@@ -179,20 +153,24 @@ def test_autoresume_refuses_an_attack(valid_checkpoint: Path) -> None:
     assert not MARKER.exists()
 
 
-def test_folders_and_archives_are_refused(valid_checkpoint: Path) -> None:
+def test_folders_archives_and_their_addresses_are_refused(valid_checkpoint: Path) -> None:
     Path("sharded").mkdir()
-    with pytest.raises(ConfigError, match="sharded is a folder; sharded checkpoints are unpickled"):
-        run("checkpoint.load=sharded")
     for name in ("file.tar", "file.pt.gz"):  # zip content, but Composer unpacks by name
         shutil.copy(valid_checkpoint, name)
-        with pytest.raises(ConfigError, match=f"{name} is an archive"):
-            run(f"checkpoint.load={name}")
-    with tarfile.open("real.tar", "w") as tar:
+    with tarfile.open("real.pt", "w") as tar:
         tar.add(valid_checkpoint, "composer_states.pt")
-    with pytest.raises(ConfigError, match=r"real\.tar is an archive"):  # a zip file's end is near its end
-        run("checkpoint.load=real.tar")
-    with pytest.raises(ConfigError, match="is an archive"):
-        check_checkpoint("s3://bucket/file.tar.gz", "checkpoint.load")
+    for name, message in (
+        ("sharded", "refused, sharded checkpoints are unpickled without checks"),
+        ("s3://bucket/run/ep1-ba4", "refused, sharded checkpoints are unpickled without checks"),
+        ("s3://bucket/latest-rank0.pt.symlink", "refused, sharded checkpoints are unpickled without checks"),
+        ("file.tar", "refused, Composer unpacks an archive to any path in it"),
+        ("file.pt.gz", "refused, Composer unpacks an archive"),
+        ("s3://bucket/file.tar.gz", "refused, Composer unpacks an archive"),
+        ("real.pt", "refused, not a zip archive from its first byte"),  # a zip file's end is near its end
+    ):
+        with pytest.raises(ConfigError, match=f"checkpoint.load: {name}: {message}"):
+            run(f"checkpoint.load={name}")
+    assert not list(Path("runs").glob("q*"))
 
 
 class Crafted:
@@ -214,7 +192,7 @@ def crafted_array() -> Crafted:
     return Crafted(reconstruct, (np.ndarray, (0,), b"b"), (1, (624,), kind, False, b"\1" * 8 * 624))
 
 
-def test_crafted_numpy_objects_are_refused(valid_checkpoint: Path) -> None:
+def test_crafted_numpy_objects_are_not_built(valid_checkpoint: Path) -> None:
     def by_array(checkpoint: dict[str, Any]) -> None:
         checkpoint["rng"][0]["numpy"] = ("MT19937", crafted_array(), 624, 0, 0.0)
 
@@ -227,24 +205,8 @@ def test_crafted_numpy_objects_are_refused(valid_checkpoint: Path) -> None:
         repr(array["a"])
 
     assert Fork(read_with_numpy_allowed).wait().status == -signal.SIGSEGV
-    with pytest.raises(ConfigError, match=r"refused, it holds more than .*NumPy dtype 'f8' other than that of NumPy's"):
+    with pytest.raises(DamagedCheckpointError, match=r"cannot be loaded .*unpack requires a buffer of 2496 bytes"):
         check_checkpoint(str(poisoned(valid_checkpoint, by_array)), "checkpoint.load")
-
-
-def test_an_out_of_range_position_of_the_numpy_generator_is_refused(valid_checkpoint: Path) -> None:
-    def by_position(checkpoint: dict[str, Any]) -> None:
-        name, words, _, *others = checkpoint["rng"][0]["numpy"]
-        checkpoint["rng"][0]["numpy"] = (name, words, 10**9, *others)
-
-    poisoned(valid_checkpoint, by_position)
-
-    def trusting() -> None:
-        run("checkpoint.load=poisoned.pt", "checkpoint.trust_checkpoint=true", "trainer.max_duration=4ba")
-        np.random.random()
-
-    assert Fork(trusting).wait().status == -signal.SIGSEGV
-    with pytest.raises(ConfigError, match=r"is malformed: rng/0/numpy/2 is 1000000000, not within 0 to 624"):
-        run("checkpoint.load=poisoned.pt")
 
 
 def test_checkpoints_contain_no_numpy_and_composer_loads_their_random_state(valid_checkpoint: Path) -> None:
@@ -267,13 +229,9 @@ def test_a_checkpoint_written_by_composer_itself_is_read(tmp_path: Path) -> None
     checkpoint = torch.load(path, weights_only=False)
     assert isinstance(checkpoint["rng"][0]["numpy"][1], np.ndarray)
     check_checkpoint(path, "checkpoint.load")
-    kept = load_unpickled(path)
-    assert kept["rng"][0]["numpy"][1] == tuple(checkpoint["rng"][0]["numpy"][1].tolist())
-
-
-def load_unpickled(path: str) -> dict[str, Any]:
-    with restricted_unpickling():
-        return check_contents(torch.load(path), weights_only=False)
+    kept = reading._contents(reading._read(path), weights_only=False)
+    assert kept["rng"][0]["numpy"][1] == checkpoint["rng"][0]["numpy"][1].tolist()
+    np.random.RandomState().set_state(kept["rng"][0]["numpy"])
 
 
 def pickled(name: str, instructions: bytes, compression: int = zipfile.ZIP_STORED) -> str:
@@ -284,51 +242,33 @@ def pickled(name: str, instructions: bytes, compression: int = zipfile.ZIP_STORE
     return name
 
 
-TWICE = b"q\0h\0\x86"  # a tuple that contains the last value twice
-LIST_TWICE = b"q\0]h\0ah\0a"
-
-
 @pytest.mark.parametrize(
     ("instructions", "message"),
     [
-        (b"})" + b"\x85" * 300_000 + b"Ns", "nested deeper than 100 levels"),  # hashing it overflows the stack
-        (b"})" + TWICE * 60 + b"Ns", "too many times"),  # hashing it takes years
-        (b"]" + LIST_TWICE * 60, "too many times"),
-        (b"]" + LIST_TWICE * 20, "too many times"),  # the file is small, and reading it takes a second
-        (b"(" + b"N" * 3000 + b"tq\1\x85q\2" + b"cbuiltins\nset\nh\2R" * 200, "too many times"),  # hashed each time
-        (b"]q\0h\0a", "contains itself"),
-        (b"]q\0]h\0a]h\0ah\0Na", "another is added later"),
-        (b"](" + b"N" * 2000 + b"e", "more than 1000 pickle instructions"),
+        (b"})" + b"\x85" * 300_000 + b"Ns", "tuple of more than 10000 values"),  # hashing it overflows the stack
+        (b"})" + b"q\0h\0\x86" * 60 + b"Ns", "tuple of more than 10000 values"),  # each twice in the next: takes years
         (b"X\x10\x27\0\0" + b"a" * 10_000, "pickle of more than 9000 bytes"),
-        (b"cbuiltins\nbytearray\n\x8a\x06\0\0\0\0\0\x01\x85R", "import bytearray"),
-        (b"ctorch\nFloatTensor\n\x8a\x06\0\0\0\0\0\x01\x85R", "import torch.FloatTensor"),
-        (b"0", "no pickle of torch's|instruction POP"),
     ],
-    ids=[
-        *("deep", "wide", "wide list", "less wide list", "hashed", "cycle", "grown", "many", "large"),
-        *("bytearray", "tensor", "empty stack"),
-    ],
+    ids=["deep", "wide", "large"],
 )
 def test_a_pickle_that_exhausts_stack_time_or_memory_is_refused(instructions: bytes, message: str) -> None:
     path = pickled("bomb.pt", instructions)
 
-    def refused() -> None:
-        if "1000 pickle" in message:
-            unpickling._MAX_INSTRUCTIONS = 1000
+    def check() -> None:
         if "9000" in message:
-            unpickling._MAX_BYTES = 9000
+            reading.MAX_PICKLE_BYTES = 9000
         with pytest.raises(ConfigError, match=rf"bomb\.pt: refused, .*({message})"):
             check_checkpoint(path, "checkpoint.load")
-        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError):  # as when Composer loads it
-            composer_checkpoint.safe_torch_load(path)
+        with pytest.raises(pickle.UnpicklingError, match=message):  # as when Composer loads it
+            reading._read(path)
 
-    assert Fork(refused).wait().status == 0
+    assert Fork(check).wait().status == 0
 
 
-def test_a_compressed_archive_is_refused_before_any_member_is_read(
+def test_compressed_archives_are_refused_before_any_member_is_read(
     valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """4 KB unpack to 4 MB of instructions, which take a minute and a GB to check."""
+    """4 KB unpack to 4 MB of instructions, which take a minute and a GB to read."""
     path = pickled("bomb.pt", b"](" + b"N" * 4_000_000 + b"e", zipfile.ZIP_DEFLATED)
     assert Path(path).stat().st_size < 5000
     with (
@@ -337,54 +277,45 @@ def test_a_compressed_archive_is_refused_before_any_member_is_read(
     ):
         for name in whole.namelist():
             archive.writestr(name, whole.read(name))
-    check_whole("smaller.pt", "checkpoint.load")  # with trust_checkpoint, and torch can read it
+    check_checkpoint("smaller.pt", "checkpoint.load", trust=True)  # torch can read it
     assert torch.load("smaller.pt", weights_only=False)["state"]
     monkeypatch.setattr(zipfile.ZipFile, "open", lambda *_: pytest.fail("read a member"))
     for name in ("bomb.pt", "smaller.pt"):
-        with pytest.raises(ConfigError, match=rf"{name}: refused, .*compressed members, which torch does not write"):
+        with pytest.raises(ConfigError, match=rf"{name}: refused, compressed or too many files"):
             check_checkpoint(name, "checkpoint.load")
-        with restricted_unpickling(), pytest.raises(pickle.UnpicklingError, match="compressed members"):
-            composer_checkpoint.safe_torch_load(name)  # from an object store, it is checked only when it is loaded
+        with pytest.raises(pickle.UnpicklingError, match="compressed"):
+            reading._read(name)  # from an object store, it is checked only when it is loaded
 
 
 def test_the_checkpoint_of_a_long_run_is_read() -> None:
     """ThroughputMonitor records every batch."""
     batch = (1000, 2000, 3000, 4000, 5000, 0.1, 0.2, 0.3, True)
     torch.save({"state": [(*batch[:5], i / 7, *batch[6:]) for i in range(20_000)]}, "long.pt")
-    with restricted_unpickling():
-        assert len(torch.load("long.pt")["state"]) == 20_000
+    assert len(reading._read("long.pt")["state"]) == 20_000
 
 
-def test_a_file_that_is_not_a_zip_archive_is_not_unpickled() -> None:
-    """A file in an object store is checked only when it is loaded."""
+def test_a_file_in_torchs_older_format_is_not_unpickled() -> None:
     torch.save({"state": {}}, "old.pt", _use_new_zipfile_serialization=False)
-    with restricted_unpickling(), pytest.raises(pickle.UnpicklingError, match="another kind than a zip archive"):
-        composer_checkpoint.safe_torch_load("old.pt")
+    with pytest.raises(zipfile.BadZipFile):
+        reading._read("old.pt")
+    with open("both.pt", "wb") as file, zipfile.ZipFile(valid := pickled("valid.pt", b"}")):
+        file.write(Path("old.pt").read_bytes() + Path(valid).read_bytes())  # torch decides by the first bytes
+    with pytest.raises(pickle.UnpicklingError, match="not a zip archive from its first byte"):
+        reading._read("both.pt")
 
 
-@pytest.mark.parametrize("attribute", ["items", "keys", "get"])
-def test_a_dict_whose_attributes_shadow_methods_is_refused_in_one_line(attribute: str, valid_checkpoint: Path) -> None:
+@pytest.mark.parametrize("key", ["state", "model"])
+def test_a_dict_whose_attributes_shadow_methods_is_refused_in_one_line(key: str, valid_checkpoint: Path) -> None:
     class Hiding(OrderedDict[str, Any]):
         def __reduce__(self) -> Any:
-            return OrderedDict, (), {attribute: 3}, None, iter(dict.items(self))
+            return OrderedDict, (), {"items": 3, "keys": 3, "get": 3}, None, iter(dict.items(self))
 
-    def by_state(checkpoint: dict[str, Any]) -> None:
-        checkpoint["state"] = Hiding(checkpoint["state"])
+    def by_attributes(checkpoint: dict[str, Any]) -> None:
+        holder = checkpoint if key == "state" else checkpoint["state"]
+        holder[key] = Hiding(holder[key])
 
-    def by_model(checkpoint: dict[str, Any]) -> None:
-        checkpoint["state"]["model"] = Hiding(a=3)
-
-    for attack, message in ((by_state, "state is missing"), (by_model, "state/model/a is an int")):
-        with pytest.raises(ConfigError, match=f"is malformed: {message}"):
-            check_checkpoint(str(poisoned(valid_checkpoint, attack)), "checkpoint.load")
-
-
-@pytest.mark.parametrize("attribute", ["detach", "is_complex"])
-def test_a_tensor_whose_attributes_shadow_methods_is_read(attribute: str, valid_checkpoint: Path) -> None:
-    def by_attribute(checkpoint: dict[str, Any]) -> None:
-        setattr(checkpoint["rng"][0]["torch"], attribute, 3)
-
-    check_checkpoint(str(poisoned(valid_checkpoint, by_attribute)), "checkpoint.load")
+    with pytest.raises(DamagedCheckpointError, match="'int' object is not callable"):
+        check_checkpoint(str(poisoned(valid_checkpoint, by_attributes)), "checkpoint.load")
 
 
 class FakeStore(ObjectStore):
@@ -414,18 +345,11 @@ def test_the_index_of_a_sharded_checkpoint_in_an_object_store_is_not_unpickled(t
         assert "checkpoint.load: ep1: refused, sharded checkpoints are unpickled without checks" in str(error.value)
 
 
-def test_the_uri_of_a_folder_is_refused_before_any_file_is_changed() -> None:
-    for address in ("s3://bucket/run/ep1-ba4", "gs://bucket/run/checkpoints/", "s3://bucket/latest-rank0.pt.symlink"):
-        with pytest.raises(ConfigError, match=rf"checkpoint\.load: {address} is not a file that ends in \.pt; sharded"):
-            run(f"checkpoint.load={address}")
-    assert not list(Path("runs").glob("q*"))
-
-
 def test_checkpoints_in_an_object_store_are_checked_too(
     valid_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(composer_trainer, "maybe_create_object_store_from_uri", lambda _: FakeStore(Path("bucket")))
-    load = ["checkpoint.load=s3://bucket/run/one.pt", "trainer.max_duration=3ba", "trainer.eval_batches=1"]
+    load = ["checkpoint.load=s3://bucket/run/one.pt", *BRIEF]
     Path("bucket/run").mkdir(parents=True)
     shutil.copy(valid_checkpoint, "bucket/run/one.pt")
     assert run(*load)["training"]["batches"] == 3
@@ -455,10 +379,3 @@ def test_a_flipped_bit_is_detected_or_changes_no_weight(valid_checkpoint: Path) 
             checkpoint = torch.load(path, weights_only=False)["state"]["model"]
             torch.testing.assert_close(checkpoint, expected, rtol=0, atol=0)
     assert damaged > 30
-
-
-def test_composer_still_unpickles_without_checks(valid_checkpoint: Path) -> None:
-    """Composer still unpickles without checks; once it does not, remove reading.py."""
-    path = poisoned(valid_checkpoint, by_pickle)
-    composer_checkpoint.safe_torch_load(str(path))
-    assert MARKER.exists()

@@ -38,11 +38,11 @@ def at(point: str, count: float = 1, by: int = signal.SIGKILL) -> Point:
 
 def losses(folder: Path) -> dict[int, set[str]]:
     """Return the losses of each batch in the logs of all processes of a run."""
-    found: dict[int, set[str]] = {}
+    logged: dict[int, set[str]] = {}
     for log in folder.glob("log-rank0*.txt"):
         for batch, value in re.findall(r"\[batch=(\d+)\]: loss/train/total: (\S+)", log.read_text()):
-            found.setdefault(int(batch), set()).add(value)
-    return found
+            logged.setdefault(int(batch), set()).add(value)
+    return logged
 
 
 def check_same(folder: Path, whole: str, name: str) -> dict[str, Any]:
@@ -67,49 +67,38 @@ def check_same(folder: Path, whole: str, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[int]]]:
-    """Run the cases of the default test suite."""
-    cases: list[dict[str, Any]] = [
-        {"name": "whole", "arguments": job("whole")},
-        {
-            "name": "killed",
-            "arguments": job("killed"),
-            "points": [at("step", 8), at("write", 2), at("rotate", 2), at("report", 1)],
-        },
-        {
-            "name": "stopped",
-            "arguments": job("stopped"),
-            "points": [
-                at("step", 8, signal.SIGTERM),
-                {"at": "disk", "largest_file": 4_000_000},  # bytes, less than a checkpoint
-            ],
-        },
-        # its workers live for seconds after it
-        {"name": "workers", "arguments": job("workers", "data.workers=2"), "points": [at("step", 8)]},
-    ]
-    folder = tmp_path_factory.mktemp("stopped")
-    return folder, run_cases(folder, cases)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert run_cases(folder, [{"name": "whole", "arguments": job("whole")}]) == {"whole": [0]}
+    return folder
+
+
+FULL_DISK: Point = {"at": "disk", "largest_file": 4_000_000}  # bytes, less than a checkpoint
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "statuses", "resumed"),
+    ("name", "points", "statuses", "resumed"),
     [
-        ("killed", [-9, -9, -9, -9, 0], [5, 10, 15, 18]),
-        ("stopped", [143, 1, 0], [8]),
-        ("workers", [-9, 0], [5]),
+        ("killed", [at("step", 8), at("write", 2)], [-9, -9, 0], [5, 10]),
+        ("stopped", [at("step", 8, signal.SIGTERM), FULL_DISK], [143, 1, 0], [8]),
+        pytest.param("late", [at("rotate", 2), at("report")], [-9, -9, 0], [5, 18], marks=pytest.mark.exhaustive),
+        # its workers live for seconds after it
+        pytest.param("workers", [at("step", 8)], [-9, 0], [5], marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_stopped_run_ends_like_an_uninterrupted_one(
-    name: str, statuses: list[int], resumed: list[int], stopped: tuple[Path, dict[str, list[int]]]
+    name: str, points: list[Point], statuses: list[int], resumed: list[int], whole: Path
 ) -> None:
-    folder, seen = stopped
-    assert seen["whole"] == [0]
-    assert seen[name] == statuses, (folder / f"{name}.out").read_text()[-3000:]
-    report = check_same(folder, "whole", name)
+    arguments = job(name, *(["data.workers=2"] if name == "workers" else []))
+    output = whole / f"{name}.out"
+    seen = run_cases(whole, [{"name": name, "arguments": arguments, "points": points}])
+    assert seen == {name: statuses}, output.read_text()[-3000:]
+    report = check_same(whole, "whole", name)
     assert [entry["batch"] for entry in report["resumed"]] == resumed
     if name == "stopped":
-        line = next(ln for ln in (folder / "stopped.out").read_text().splitlines() if "could not be written" in ln)
+        line = next(ln for ln in output.read_text().splitlines() if "could not be written" in ln)
         assert line.startswith(
             "train.py: checkpoint: runs/stopped/checkpoints/ep1-ba10-rank0.pt could not be written (File"
         )
@@ -118,12 +107,12 @@ def test_a_stopped_run_ends_like_an_uninterrupted_one(
 
 def _techniques() -> list[tuple[str, str]]:
     """Return name and ``algorithms`` override of every variant of each technique that trains on the CPU."""
-    found: list[tuple[str, str]] = []
+    settings: list[tuple[str, str]] = []
     for name, entry in sorted(ENTRIES.items()):
         for variant in [*entry.variants, *(v for other in entry.also for v in other.variants)]:
             chosen = {**entry.needs, name: variant}
-            found.append((f"{name}-{len(found)}", f"algorithms={json.dumps(chosen)}"))
-    return found
+            settings.append((f"{name}-{len(settings)}", f"algorithms={json.dumps(chosen)}"))
+    return settings
 
 
 def test_the_functions_at_whose_calls_runs_are_killed_exist() -> None:

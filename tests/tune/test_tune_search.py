@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from composer_speedups.core.errors import CannotRunError, ConfigError
-from composer_speedups.tune.candidates import Candidate
-from composer_speedups.tune.results import Algorithms, Outcome, Result, break_even_steps, noise_of
+from composer_speedups.tune.candidates import Algorithms, Candidate
+from composer_speedups.tune.results import Outcome, Result, break_even_steps, noise_of
 from composer_speedups.tune.search import Search
 from composer_speedups.tune.settings import TuneConfig
 
@@ -173,7 +173,7 @@ def test_a_chosen_set_that_fails_in_a_confirming_run_is_not_written() -> None:
 def test_a_confirming_run_that_times_out_leaves_the_pairs_before_it() -> None:
     class Slower(World):
         def measure(self, algorithms: Algorithms, **kwargs: Any) -> Outcome:
-            if [each == algorithms for each in self.sets].count(True) == 2 and algorithms:
+            if self.sets.count(dict(algorithms)) == 2 and algorithms:
                 self.wall = 5000.0  # the second confirming run of the chosen set
             return super().measure(algorithms, **kwargs)
 

@@ -23,6 +23,7 @@ class AdafactorOptimizer(OptimizerSwapTechnique):
 
     name = "adafactor"
     exactness = "recipe"
+    purpose = "saves memory"
     gain = 0.75
 
     scale_parameter: bool = Field(False)

@@ -30,7 +30,7 @@ class EmptyCache(Technique):
     stage = Stage.FLAGS
     exactness = "exact"
     trials = ()
-    never_tried = "it saves memory at the cost of time, and tune optimizes time"
+    purpose = "saves memory"
 
     every: int = Field(100, ge=1)
     """Interval in batches."""

@@ -31,7 +31,7 @@ class GradientCheckpointing(Technique):
         ),
     )
     trials = ()
-    never_tried = "it saves memory at the cost of time, and tune optimizes time"
+    purpose = "saves memory"
     _seen_in_this_process = False  # a second run may reuse compiled code of the first
 
     every: int = Field(1, ge=1)

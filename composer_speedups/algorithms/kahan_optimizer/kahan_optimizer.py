@@ -26,6 +26,7 @@ class KahanOptimizer(OptimizerSwapTechnique):
 
     name = "kahan_optimizer"
     exactness = "recipe"  # the weights themselves become bfloat16
+    purpose = "saves memory"
     must_move = False  # updates below bfloat16's resolution accumulate in the compensation
     conflicts = (
         *OptimizerSwapTechnique.conflicts,

@@ -34,6 +34,7 @@ class LowBitOptimizer(OptimizerSwapTechnique):
 
     name = "lowbit_optimizer"
     exactness = "recipe"
+    purpose = "saves memory"
     gain = 0.5
     trials = (Variant({"bits": 8}),)
 

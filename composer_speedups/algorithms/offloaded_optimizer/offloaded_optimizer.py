@@ -28,7 +28,7 @@ class OffloadedOptimizer(OptimizerSwapTechnique):
     exactness = "rounding"
     computes_on_host = True
     trials = ()
-    never_tried = "it saves memory at the cost of time, and tune optimizes time"
+    purpose = "saves memory"
 
     allow_cpu: bool = Field(False)
     """Engage in runs on a CPU, too, where it saves nothing; otherwise it is refused."""

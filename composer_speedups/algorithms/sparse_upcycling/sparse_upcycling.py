@@ -39,7 +39,7 @@ class SparseUpcycling(Technique):
         ),
     )
     trials = ()
-    never_tried = "it adds parameters and does not make steps faster"
+    purpose = "adds capacity"
 
     experts: int = Field(4, ge=2, le=MAX_EXPERTS)
     """Experts per layer."""

@@ -1,98 +1,111 @@
 """Read checkpoints without executing anything in them, and refuse others with a one-line error.
 
-Composer unpickles a checkpoint with ``weights_only=False``, evaluates the recorded ``repr`` of its own algorithms as
-Python, reads the index of a sharded checkpoint with pickle, strips a leading underscore from any key, and sets unknown
-keys on its State. Each of these can execute code of the file's author. Here the file is read by a restricted unpickler
-(:mod:`.unpickling`), and only known contents are passed on: Composer receives a new dict with the keys below, with
-values of the types and sizes that the run has, and with algorithms' entries made from the run's own algorithms.
+Composer unpickles a checkpoint with ``weights_only=False``, evaluates the recorded ``repr`` of its own algorithms,
+unpickles the index of a sharded checkpoint, and sets unknown keys on its State. Each of these can execute code of the
+file's author. Here torch's restricted unpickler reads the file, and Composer receives a new dict with the keys below
+only, with the structure of the run's own state and the states of the run's own algorithms.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import functools
 import pickle
-import random
-import warnings
+import pickletools
+import re
+import struct
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NotRequired
 
 import composer.algorithms
-import numpy as np
 import torch
-from composer.core import Algorithm, Callback, State
+from composer.core import State
 from composer.trainer import trainer as composer_trainer
 from composer.utils import checkpoint as composer_checkpoint
 from composer.utils import dist
 from composer.utils.compression import is_compressed_pt
 from composer.utils.file_helpers import is_tar
+from pydantic import ConfigDict, Field, NonNegativeInt, TypeAdapter, ValidationError, with_config
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from typing_extensions import TypedDict
 
-from composer_speedups.core.catalogue import describe
 from composer_speedups.core.errors import ConfigError, UserError, first_line
 from composer_speedups.core.technique import Technique, resume_error, techniques_of
 from composer_speedups.core.temporary_attribute import temporary_attribute
-from composer_speedups.train.checkpoints.saver import FILE_NAME
-from composer_speedups.train.checkpoints.structure import MalformedError, conforming, like
-from composer_speedups.train.checkpoints.unpickling import Words, check_archive, reason_of, restricted_unpickling
 
-__all__ = [
-    "DamagedCheckpointError",
-    "UnknownAlgorithmError",
-    "admit",
-    "check_checkpoint",
-    "check_contents",
-    "check_whole",
-    "restricted_loading",
-]
+__all__ = ["DamagedCheckpointError", "check_checkpoint", "keep_loadable", "restricted_loading", "validate"]
 
-_COUNT = Annotated[int, range(2**62)]
-# a resumed run iterates over each earlier epoch, to draw the same random numbers
-_EPOCHS = Annotated[int, range(10**5)]
-_SPAN = datetime.timedelta
-_COUNTS = (
-    "iteration epoch batch sample token epoch_in_iteration token_in_iteration "
-    "batch_in_epoch sample_in_epoch token_in_epoch"
-).split()
-_SPANS = ("total_wct", "iteration_wct", "epoch_wct", "batch_wct")
-_WITHIN = {"epoch": "batch", "batch_in_epoch": "batch", "sample_in_epoch": "sample", "token_in_epoch": "token"}
-_WEIGHTS = {"model": dict[str, Tensor]}
-# State of the run's objects, by class name; checked against the objects themselves.
-_TRAINING = {
-    "optimizers": dict[str, object],
-    "schedulers": dict[str, object],
-    "callbacks": dict[str, object],
-    "scaler": dict[str, object],
-    "algorithms": list[tuple[str, dict[str, object]]],
-    "timestamp": {"Timestamp": {**dict.fromkeys(_COUNTS, _COUNT), "epoch": _EPOCHS, **dict.fromkeys(_SPANS, _SPAN)}},
-    "rank_zero_seed": Annotated[int, range(2**32 - 2**16)],  # each rank appends its number
-    "dataset_state": {"train": dict[str, Any] | None, "eval": dict[str, Any]},
-}
-# Written by Composer and not needed: it overwrites the name, ignores the next two, and metrics start from zero.
-_LEFT_OUT = ("run_name", "integrations", "metadata", "train_metrics", "eval_metrics")
-_WORD = Annotated[int, range(2**32)]
-_PLACE = Annotated[int, range(625)]  # NumPy does not check this index
-_GENERATORS = {
-    "python": tuple[int, tuple[_WORD, ...], float | None],
-    "numpy": tuple[str, tuple[_WORD, ...], _PLACE, Annotated[int, range(2)], float],
-    "torch": Tensor,
-}
+MAX_PICKLE_BYTES = 2**26  # of data.pkl, whose largest part in a long run is ThroughputMonitor's 60 bytes per batch
+MAX_TUPLE_VALUES = 10_000  # the state of a random generator has 625
 _TRUST = "if you trust its author, set checkpoint.trust_checkpoint=true"
 _ANOTHER = "use another checkpoint"
-_WEIGHTS_ONLY = "checkpoint.weights_only=true loads its weights only"
+
+
+class RandomWords(list[int]):
+    """Replaces NumPy's array, dtype and unpickling function, which trust the file and can crash.
+
+    The only array in a checkpoint that Composer writes has the words of NumPy's random generator.
+    """
+
+    def __init__(self, *_: object) -> None: ...
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if type(state[-1]) is bytes:  # an array's values; a dtype's state ends with its flags
+            self += struct.unpack("<624I", state[-1])
+
+
+_NUMPY = ("numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
+_ALLOWED: list[Any] = [timedelta, torch.torch_version.TorchVersion, *((RandomWords, name) for name in _NUMPY)]
+
+
+def _record(fields: dict[str, Any]) -> Any:
+    """A pydantic type: a dict with these keys and types; other keys are left out."""
+    return with_config(ConfigDict(strict=True, arbitrary_types_allowed=True))(TypedDict("_", fields))  # type: ignore
+
+
+_Epochs = Annotated[NonNegativeInt, Field(le=10**5)]  # a resumed run iterates over each of them
+_Seed = Annotated[NonNegativeInt, Field(lt=2**32 - 2**16)]  # each rank adds its number
+_Position = Annotated[NonNegativeInt, Field(le=624)]  # in the words of NumPy's generator, which does not check it
+_TIMES = {
+    "epoch": _Epochs,
+    **dict.fromkeys(("iteration", "batch", "sample", "token"), NonNegativeInt),
+    **dict.fromkeys(("epoch_in_iteration", "token_in_iteration"), NonNegativeInt),
+    **dict.fromkeys(("batch_in_epoch", "sample_in_epoch", "token_in_epoch"), NonNegativeInt),
+    **dict.fromkeys(("total_wct", "iteration_wct", "epoch_wct", "batch_wct"), timedelta),
+}
+_GENERATORS = {
+    "python": tuple[int, tuple[int, ...], float | None],
+    "numpy": tuple[str, list[int] | tuple[int, ...], _Position, int, float],
+    "torch": Tensor,
+    "cuda": NotRequired[Tensor],
+}
+_ALGORITHMS = list[tuple[str, dict[str, Any]]]
+_WEIGHTS = {"model": dict[str, Tensor], "algorithms": NotRequired[_ALGORITHMS]}
+_TRAINING = {
+    "model": dict[str, Tensor],
+    "algorithms": _ALGORITHMS,
+    **dict.fromkeys(("optimizers", "schedulers", "callbacks", "scaler"), dict[str, Any]),  # compared with the run's own
+    "timestamp": _record({"Timestamp": _record(_TIMES)}),
+    "rank_zero_seed": _Seed,
+    "dataset_state": _record({"train": dict[str, Any] | None, "eval": dict[str, Any]}),
+}
+_RANKS = Annotated[list[_record(_GENERATORS)], Field(min_length=1)]  # type: ignore[misc, valid-type]
 
 
 class DamagedCheckpointError(ConfigError):
     """A file is not a complete checkpoint: truncated, with a flipped bit, or not written by Composer."""
 
 
-class UnknownAlgorithmError(ValueError):
-    """A checkpoint names an unknown algorithm, or one that Composer would rebuild by evaluating text of the
-    checkpoint."""
+class MalformedError(ValueError):
+    """A value in a checkpoint has another type or size than expected; ``path`` are the keys that lead to it."""
+
+    def __init__(self, path: str, reason: str) -> None:
+        self.path = path
+        super().__init__(f"{path}: {reason}")
 
 
 @contextlib.contextmanager
@@ -106,173 +119,179 @@ def restricted_loading(key: str, *, trust: bool) -> Iterator[None]:
     Raises:
         ConfigError: It cannot be loaded, does not fit the run, or contains something that would be executed.
     """
-    load = functools.partial(_load, composer_checkpoint.load_checkpoint, key, trust)
-    open_store = functools.partial(_open_store, composer_trainer.maybe_create_object_store_from_uri, key)
+    composer_load = composer_checkpoint.load_checkpoint
+    composer_open = composer_trainer.maybe_create_object_store_from_uri
+
+    def load(path: str, state: State, *args: Any, **settings: Any) -> Any:
+        with _one_line(f"{key}: {path}"):
+            if trust:
+                return composer_load(path, state, *args, **settings)
+            if state.fsdp_sharded_state_dict_enabled:
+                raise pickle.UnpicklingError("sharded checkpoints are unpickled without checks")
+            only = settings.get("load_weights_only", False)
+            settings["ignore_keys"] = functools.partial(keep_loadable, state=state, weights_only=only)
+            with temporary_attribute(composer_checkpoint, "_torch_load_with_validation", _read):
+                return composer_load(path, state, *args, **settings)
+
+    def open_store(uri: str) -> Any:
+        with _one_line(f"{key}: {uri}"):
+            return composer_open(uri)
+
     with (
         temporary_attribute(composer_checkpoint, "load_checkpoint", load),
         temporary_attribute(composer_trainer, "maybe_create_object_store_from_uri", open_store),
-        contextlib.nullcontext() if trust else restricted_unpickling(),
     ):
         yield
 
 
-def check_whole(path: str, key: str, *, trust: bool = True) -> None:
-    """Refuse a local checkpoint that is truncated or does not match its checksums. Takes about a second per GB.
-
-    torch writes checksums but does not check them.
-
-    Args:
-        path: Path of the file.
-        key: The config key that names it, for errors.
-        trust: Also read an archive that unpacks to more than its own size.
-
-    Raises:
-        DamagedCheckpointError: It is damaged.
-        ConfigError: It is refused, without ``trust``.
-    """
+@contextlib.contextmanager
+def _one_line(name: str, kind: type[ConfigError] = ConfigError) -> Iterator[None]:
+    """Raise errors as a ConfigError that begins with ``name``; of class ``kind`` if the file is damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            if not trust:
-                check_archive(archive)
-            broken = archive.testzip()
+        yield
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
     except pickle.UnpicklingError as error:
-        raise ConfigError(f"{key}: {path}: refused, {reason_of(error)}; {_TRUST}") from error
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as error:
-        raise DamagedCheckpointError(f"{key}: {path} is damaged ({error}); {_ANOTHER}") from error
-    if broken is not None:
-        raise DamagedCheckpointError(f"{key}: {path} is damaged (checksum of {broken}); {_ANOTHER}")
+        imported = re.search(r"(?i)unsupported global:? (?:GLOBAL )?([\w.]+)", str(error))
+        reason = f"it would import {imported[1]}, which checkpoints do not need" if imported else first_line(error)
+        raise ConfigError(f"{name}: refused, {reason[:200]}; {_TRUST}") from error
+    except MalformedError as error:
+        fix = f"{_ANOTHER}, or checkpoint.weights_only=true loads its weights only"
+        if error.path.startswith("state/model"):
+            keys = "model.name, model.size, model.task, data.vocab_size"
+            fix = f"use the model and the tokenizer that it was trained with ({keys})"
+        raise kind(f"{name} does not fit this run: {error}; {fix}") from error
+    except Exception as error:  # from the file system, an object store, zipfile, torch or Composer
+        raise kind(f"{name} cannot be loaded ({first_line(error)[:300]}); {_ANOTHER}") from error
 
 
-def check_checkpoint(path: str, key: str, *, weights_only: bool = False) -> None:
-    """Refuse a checkpoint that is damaged, malformed, or would execute something when loaded, before anything is
-    changed.
+def check_checkpoint(path: str, key: str, *, weights_only: bool = False, trust: bool = False) -> None:
+    """Refuse a checkpoint that is damaged, malformed, or would execute something when loaded, before any file changes.
 
-    For an address, only the kind of file can be checked here; whether sizes fit is checked when the run loads it.
-    Weights are memory-mapped and read only for the checksums. Loading repeats all checks, so changing the file in
-    between does not help an attacker.
+    The checksums, which torch writes but does not check, take about a second per GB. For an address, only the kind of
+    file can be checked here. Whether sizes fit is checked when the run loads it, which also repeats all other checks.
 
     Args:
         path: Path or address of the file.
         key: The config key that names it, for errors.
         weights_only: Whether only its weights will be loaded.
+        trust: Check only whether a local file is damaged.
 
     Raises:
-        DamagedCheckpointError: It is truncated, does not match its checksums or its name, or is not a checkpoint.
+        DamagedCheckpointError: It is truncated, does not match its checksums, or is not a checkpoint.
         ConfigError: It is refused; the message names the reason.
     """
-    remote = "://" in path
-    if Path(path).is_dir() or (remote and not (path.endswith(".pt") or is_tar(path) or is_compressed_pt(path))):
-        kind = "is not a file that ends in .pt" if remote else "is a folder"
-        raise ConfigError(f"{key}: {path} {kind}; sharded checkpoints are unpickled without checks: {_TRUST}")
-    if is_tar(path) or is_compressed_pt(path):
-        raise ConfigError(
-            f"{key}: {path} is an archive, which Composer unpacks to any path in it; unpack it yourself, or {_TRUST}"
-        )
-    if remote:
-        return  # checked after the download
-    check_whole(path, key, trust=False)
-    with restricted_unpickling(), warnings.catch_warnings():
-        # of a tensor type that is refused below
-        warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
-        try:
-            held = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(f"{key}: {path}: refused, {reason_of(error)}; {_TRUST}") from error
-        except Exception as error:  # of various classes
-            raise DamagedCheckpointError(f"{key}: {path} is not a checkpoint ({first_line(error)[:200]})") from error
-    try:
-        kept = check_contents(held, weights_only=weights_only)
-    except UnknownAlgorithmError as error:
-        raise ConfigError(f"{key}: {path}: refused, {error}; {_TRUST}") from error
-    except MalformedError as error:
-        raise DamagedCheckpointError(f"{key}: {path} is malformed: {error}; {_fix(error)}") from error
-    if not weights_only:
-        _check_name(path, kept["state"]["timestamp"]["Timestamp"], key)
+    with _one_line(f"{key}: {path}", DamagedCheckpointError):
+        if not trust:
+            if is_tar(path) or is_compressed_pt(path):
+                raise pickle.UnpicklingError("Composer unpacks an archive to any path in it; unpack it yourself")
+            if Path(path).is_dir() or ("://" in path and not path.endswith(".pt")):
+                raise pickle.UnpicklingError("sharded checkpoints are unpickled without checks; name a .pt file")
+            if "://" in path:
+                return
+        with zipfile.ZipFile(path) as archive:
+            if not trust:
+                _check_sizes(archive)
+            if broken := archive.testzip():
+                raise zipfile.BadZipFile(f"damaged: checksum of {broken}")
+        if not trust:
+            _contents(_read(path, mmap=True), weights_only=weights_only)
 
 
-def _check_name(path: str, time: dict[str, Any], key: str) -> None:
-    """Check the name, by which the newest checkpoint is found and old ones are deleted. A link's target is checked
-    too."""
-    for name in (Path(path).name, Path(path).resolve().name):
-        said = FILE_NAME.fullmatch(name)
-        if said and (int(said[1]), int(said[2])) != (time["epoch"], time["batch"]):
-            raise DamagedCheckpointError(
-                f"{key}: {path} does not match its name: it was written in epoch {time['epoch']} after batch "
-                f"{time['batch']}; rename it, or {_ANOTHER}"
-            )
+def _read(path: Any, map_location: str = "cpu", mmap: bool = False) -> Any:
+    """Replaces the function with which Composer unpickles a checkpoint."""
+    with zipfile.ZipFile(path) as archive:
+        _check_sizes(archive)
+    _check_tuples(torch._C.PyTorchFileReader(str(path)).get_record("data.pkl"))
+    with torch.serialization.safe_globals(_ALLOWED):
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
 
 
-def _load(load: Callable[..., Any], key: str, trust: bool, path: str, state: State, *args: Any, **settings: Any) -> Any:
-    """Composer's ``load_checkpoint``, applied to what :func:`admit` keeps."""
-    if not trust:
-        if state.fsdp_sharded_state_dict_enabled:
-            raise ConfigError(f"{key}: {path}: refused, sharded checkpoints are unpickled without checks; {_TRUST}")
-        weights_only = settings.get("load_weights_only", False)
-        settings["ignore_keys"] = functools.partial(admit, state=state, weights_only=weights_only)
-    try:
-        return load(path, state, *args, **settings)
-    except (UserError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except (pickle.UnpicklingError, UnknownAlgorithmError) as error:
-        reason = reason_of(error) if isinstance(error, pickle.UnpicklingError) else error
-        raise ConfigError(f"{key}: {path}: refused, {reason}; {_TRUST}") from error
-    except MalformedError as error:
-        raise ConfigError(f"{key}: {path} does not fit this run: {error}; {_fix(error)}") from error
-    except Exception as error:  # from the file system, an object store, torch or Composer
-        raise ConfigError(f"{key}: {path} cannot be loaded ({first_line(error)[:300]}); {_ANOTHER}") from error
+def _check_sizes(archive: zipfile.ZipFile) -> None:
+    """Bound the memory and time that the file can take: 4 KB of compressed zeros are 4 MB of pickle instructions."""
+    files, stream = archive.infolist(), archive.fp
+    assert stream is not None
+    if sum(file.file_size for file in files) > stream.seek(0, 2) or len(files) > 10**5:
+        raise pickle.UnpicklingError("compressed or too many files, which torch does not write")
+    if any(file.file_size > MAX_PICKLE_BYTES for file in files if file.filename.endswith("data.pkl")):
+        raise pickle.UnpicklingError(f"a pickle of more than {MAX_PICKLE_BYTES} bytes")
+    stream.seek(0)
+    if stream.read(4) != b"PK\3\4":  # torch would read it in an older format
+        raise pickle.UnpicklingError("not a zip archive from its first byte")
 
 
-def _open_store(open_store: Callable[[str], Any], key: str, uri: str) -> Any:
-    try:
-        return open_store(uri)
-    except Exception as error:  # a missing package, account or bucket
-        raise ConfigError(
-            f"{key}: {uri} cannot be reached ({first_line(error)[:300]}); download it, and name the local file"
-        ) from error
+def _check_tuples(data: bytes) -> None:
+    """Bound the values in a tuple: Python hashes a dict's keys recursively in C, and a million nested tuples overflow
+    the stack."""
+    stack: list[int] = []  # number of values in each tuple, counted once per occurrence; 1 for others, 0 for a mark
+    memo: dict[Any, int] = {}
+    for instruction, argument, _ in pickletools.genops(data):
+        if instruction.name in ("BINPUT", "LONG_BINPUT"):
+            memo[argument] = stack[-1]
+        elif instruction.name in ("BINGET", "LONG_BINGET", "MARK"):
+            stack.append(0 if instruction.name == "MARK" else memo[argument])
+        else:
+            taken, values = instruction.stack_before, 1
+            if pickletools.stackslice in taken:  # everything above the last mark
+                while (count := stack.pop()) > 0:
+                    values += count
+                taken = taken[: taken.index(pickletools.markobject)]
+            values += sum(stack.pop() for _ in taken)
+            makes_tuple = "TUPLE" in instruction.name or instruction.name in ("REDUCE", "NEWOBJ")
+            if makes_tuple and values > MAX_TUPLE_VALUES:
+                raise pickle.UnpicklingError(f"a tuple of more than {MAX_TUPLE_VALUES} values")
+            stack += [values if makes_tuple else 1] * len(instruction.stack_after)
 
 
-def _fix(error: MalformedError) -> str:
-    if error.where == "state/model" or error.where.startswith("state/model/"):
-        keys = "model.name, model.size, model.task, data.vocab_size"
-        return f"use the model and the tokenizer that it was trained with ({keys})"
-    return _ANOTHER if error.where == "state" else f"{_ANOTHER}, or {_WEIGHTS_ONLY}"
+def _contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
+    """The entries of a checkpoint that Composer needs, with all checks that do not need the run."""
+    fields = {"state": _record(_WEIGHTS)} if weights_only else {"state": _record(_TRAINING), "rng": _RANKS}
+    kept = validate(held, fields)
+    for name, _ in kept["state"].get("algorithms", ()):
+        required = getattr(getattr(composer.algorithms, name, None), "required_on_load", None)
+        if required is not None and required():  # Composer would build it by evaluating the file's text
+            raise pickle.UnpicklingError(f"it was trained with {name}, which changes the model")
+    return kept
 
 
-def check_contents(held: Any, *, weights_only: bool) -> dict[str, Any]:
-    """Extract the usable contents of a checkpoint, with all checks that do not need the run.
-
-    Args:
-        held: The contents as read.
-        weights_only: Extract only the weights and what they were trained with.
-
-    Returns:
-        A new dict with ``state`` and, unless ``weights_only``, ``rng``.
+def validate(value: Any, fields: dict[str, Any], path: str = "") -> dict[str, Any]:
+    """The ``fields`` of a dict (name → type) in new containers. Types are strict: an int is no bool, a list no tuple.
 
     Raises:
-        MalformedError: Something is missing, or has another type or size.
-        UnknownAlgorithmError: See there.
+        MalformedError: A field is missing or has another type; ``path`` are the keys that lead to ``value``.
     """
-    # other classes may have attributes in place of methods
-    if type(held) is not dict or type(held.get("state")) is not dict:
-        raise MalformedError("state", "is missing: it is not a checkpoint of Composer")
-    state = held["state"]
-    wanted = _WEIGHTS if weights_only else {**_WEIGHTS, **_TRAINING}
-    if missing := [name for name in wanted if name not in state]:
-        raise MalformedError(f"state/{missing[0]}", "is missing")
-    kept = {name: conforming(state[name], hint, f"state/{name}") for name, hint in wanted.items()}
-    if "algorithms" in state:
-        recorded = conforming(state["algorithms"], _TRAINING["algorithms"], "state/algorithms")
-        _check_known(name for name, _ in recorded)
-    if weights_only:
-        return {"state": kept}
-    time = kept["timestamp"]["Timestamp"]
-    for part, whole in _WITHIN.items():
-        if time[part] > time[whole]:
-            raise MalformedError(f"state/timestamp/Timestamp/{part}", f"is {time[part]}, and {whole} is {time[whole]}")
-    return {"state": kept, "rng": _generators(held.get("rng"))}
+    try:
+        return TypeAdapter(_record(fields)).validate_python(value, strict=True)  # type: ignore[no-any-return]
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        keys = [*filter(None, [path]), *map(str, problem["loc"])]
+        raise MalformedError("/".join(keys), problem["msg"]) from error
 
 
-def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
+def match_template(value: Any, template: Any, path: str) -> Any:
+    """``value``, if it has the keys, lengths and shapes of ``template``, a value of this run.
+
+    Raises:
+        MalformedError: The first difference.
+    """
+    held, own = _entries(value), _entries(template)
+    missing, more = ([name for name in one if name not in other] for one, other in ((own, held), (held, own)))
+    if missing or more:
+        lacks, has = f"has no {missing[0]}" if missing else "", f"has {more[0]!r:.200}" if more else ""
+        raise MalformedError(path, " and ".join(filter(None, (lacks, has and f"{has}, which this run does not have"))))
+    shape, expected = (tuple(getattr(one, "shape", ())) for one in (value, template))
+    if shape != expected:
+        raise MalformedError(path, f"has the shape {shape}, not {expected}")
+    for name, entry in own.items():
+        match_template(held[name], entry, f"{path}/{name}")
+    return value
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    return value if isinstance(value, dict) else dict(enumerate(value)) if isinstance(value, (list, tuple)) else {}
+
+
+def keep_loadable(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
     """Reduce a checkpoint to what Composer may load into ``state``.
 
     Args:
@@ -281,31 +300,26 @@ def admit(held: dict[str, Any], state: State, *, weights_only: bool) -> None:
         weights_only: Keep only the weights.
 
     Raises:
-        ConfigError: It was written with other techniques, or while other ranks read a stream.
+        ConfigError: It was written with other techniques, or while another number of ranks read a stream.
         MalformedError: It does not fit the run; the message says where.
-        UnknownAlgorithmError: See there.
     """
-    elsewhere = state.load_monolith_rank0_only and dist.get_global_rank() != 0  # only rank 0 has the tensors
-    contents = held if not elsewhere else {**held, "state": {**held["state"], "model": {}, "optimizers": {}}}
-    kept = check_contents(contents, weights_only=weights_only)
-    if dist.get_global_rank() == 0:
-        _name_unknown_keys(held)
-    mine: dict[str, Any] = kept["state"]
-    if not weights_only:
+    absent = state.load_monolith_rank0_only and dist.get_global_rank() != 0  # only rank 0 has the tensors
+    if absent:
+        held["state"] |= {"model": {}, "optimizers": {}}
+    kept = _contents(held, weights_only=weights_only)
+    loaded = kept["state"]
+    if weights_only:
+        loaded.pop("algorithms", None)
+    else:
         _check_ranks(len(kept["rng"]), state)
-        mine["algorithms"] = _of_algorithms(mine["algorithms"], state.algorithms)
-    if elsewhere:
-        mine.update(model=None, optimizers=None)
-    # FSDP1's flat parameters have other names and shapes; torch checks them itself
-    elif state.fsdp_config_version != 1:
-        _check_weights(mine["model"], state)
+        _keep_states(loaded, state)
+    if absent:
+        loaded.update({name: None for name in ("model", "optimizers") if name in loaded})
+    elif state.fsdp_config_version != 1:  # FSDP1's flat parameters have other names and shapes; torch checks them
+        match_template(loaded["model"], get_model_state_dict(state.model), "state/model")
         if not weights_only:
-            mine["optimizers"] = _of_optimizers(mine["optimizers"], state)
-    if not weights_only:
-        mine["schedulers"] = _by_class("schedulers", mine["schedulers"], state.schedulers)
-        scalers = [state.scaler] if state.scaler is not None and state.scaler.state_dict() else []
-        mine["scaler"] = _by_class("scaler", mine["scaler"], scalers) or {type(state.scaler).__qualname__: {}}
-        mine["callbacks"] = _of_callbacks(mine["callbacks"], state.callbacks)
+            optimizers = {_class(o): get_optimizer_state_dict(state.model, o) for o in state.optimizers}
+            match_template(loaded["optimizers"], optimizers, "state/optimizers")
     held.clear()
     held.update(kept)
 
@@ -316,129 +330,42 @@ def _check_ranks(before: int, state: State) -> None:
     if before != now and isinstance(rows, torch.utils.data.IterableDataset):
         raise ConfigError(
             f"checkpoint.load: it was written while {before} rank{'s' * (before > 1)} read the stream, and {now} would "
-            f"continue with other rows; start with composer -n {before}, or {_WEIGHTS_ONLY}"
+            f"continue with other rows; start with composer -n {before}, or checkpoint.weights_only=true loads its "
+            "weights only"
         )
 
 
-def _name_unknown_keys(held: dict[str, Any]) -> None:
-    known = {*_WEIGHTS, *_TRAINING, *_LEFT_OUT}
-    unknown = [f"state/{name}" for name in held["state"] if name not in known]
-    unknown += [str(name) for name in held if name not in ("state", "rng")]
-    if unknown:
-        warnings.warn(
-            f"checkpoint.load: unknown keys of the checkpoint are ignored: {', '.join(unknown)[:300]}",
-            UserWarning,
-            stacklevel=2,
-        )
+def _keep_states(loaded: dict[str, Any], state: State) -> None:
+    """Reduce the states of algorithms, callbacks, schedulers and the scaler to those that this run has.
 
-
-def _check_known(recorded: Any) -> None:
-    """Refuse algorithms that Composer would rebuild from text in the checkpoint."""
-    ours = {technique.class_name for technique in describe()}
-    for name in recorded:
-        if name in ours:
-            continue
-        if name not in composer.algorithms.__all__:
-            raise UnknownAlgorithmError(f"it records an unknown algorithm {name!r:.80}")
-        if getattr(composer.algorithms, name).required_on_load():
-            raise UnknownAlgorithmError(
-                f"it was trained with {name}, which changes the model and which Composer would make by evaluating text "
-                "in the checkpoint"
-            )
-
-
-def _of_algorithms(recorded: list[tuple[str, dict[str, Any]]], algorithms: list[Algorithm]) -> dict[str, Any]:
-    """The algorithms as a dict, in which Composer looks up the run's own ones; it would evaluate the entries of a
-    list."""
-    states = dict(recorded)
-    ours = {technique.class_name for technique in describe()}
-    before = sorted(
-        conforming(each.get("repr"), str, f"state/algorithms/{name}/repr") for name, each in recorded if name in ours
-    )
-    if before != (now := sorted(map(repr, techniques_of(algorithms)))):
+    Techniques and callbacks declare ``checkpoint_fields``. Others receive their own state, which changes nothing.
+    Algorithms become a dict, in which Composer looks the run's own up; it would evaluate the entries of a list.
+    """
+    recorded = dict(loaded["algorithms"])
+    before = sorted(str(held.get("repr")) for _, held in loaded["algorithms"] if "techniques" in held)
+    if before != (now := sorted(map(repr, techniques_of(state.algorithms)))):
         raise resume_error(before, now)
-    return {
-        type(each).__qualname__: conforming(
-            states[type(each).__qualname__], each.checkpoint_fields, f"state/algorithms/{type(each).__qualname__}"
-        )
-        if isinstance(each, Technique)
-        else each.state_dict()
-        for each in algorithms
+    loaded["algorithms"] = {
+        _class(a): validate(recorded[_class(a)], a.checkpoint_fields, f"state/algorithms/{_class(a)}")
+        if isinstance(a, Technique)
+        else a.state_dict()
+        for a in state.algorithms
+    }
+    callbacks = {}
+    for callback in state.callbacks:
+        name, fields = _class(callback), getattr(callback, "checkpoint_fields", None)
+        if fields is None:
+            callbacks[name] = callback.state_dict()
+        elif name in loaded["callbacks"]:  # otherwise Composer warns that it is not restored
+            callbacks[name] = validate(loaded["callbacks"][name], fields, f"state/callbacks/{name}")
+    schedulers = {_class(scheduler): scheduler.state_dict() for scheduler in state.schedulers}
+    name, scaler = _class(state.scaler), state.scaler.state_dict() if state.scaler else {}
+    loaded |= {
+        "callbacks": callbacks,
+        "schedulers": match_template(loaded["schedulers"], schedulers, "state/schedulers"),
+        "scaler": {name: match_template(loaded["scaler"].get(name, {}), scaler, f"state/scaler/{name}")},
     }
 
 
-def _of_callbacks(recorded: dict[str, Any], callbacks: list[Callback]) -> dict[str, Any]:
-    """The state of callbacks that declare ``checkpoint_fields``: each field with its type, as in ``Technique``.
-
-    Other callbacks receive their own state, which changes nothing.
-    """
-    states = {}
-    for callback in callbacks:
-        name, fields = type(callback).__qualname__, getattr(callback, "checkpoint_fields", None)
-        if fields is None:
-            states[name] = callback.state_dict()
-        elif name in recorded:  # otherwise Composer warns that it is not restored
-            states[name] = conforming(recorded[name], fields, f"state/callbacks/{name}")
-    return states
-
-
-def _by_class(
-    what: str, recorded: dict[str, Any], own: Any, state_of: Callable[[Any], Any] = lambda each: each.state_dict()
-) -> dict[str, Any]:
-    states = {}
-    for each in own:
-        name = type(each).__qualname__
-        if name not in recorded:
-            raise MalformedError(f"state/{what}", f"has no {name}, which this run has")
-        states[name] = like(recorded[name], state_of(each), f"state/{what}/{name}")
-    return states
-
-
-def _check_weights(recorded: dict[str, Tensor], state: State) -> None:
-    own = get_model_state_dict(state.model)
-    missing, more = ([n for n in one if n not in other] for one, other in ((own, recorded), (recorded, own)))
-    if missing or more:
-        lacks = f"has no {missing[0]}" if missing else ""
-        has = f"has {more[0]!r:.200}, which this run's model does not have" if more else ""
-        raise MalformedError("state/model", " and ".join(filter(None, (lacks, has))))
-    for name, tensor in own.items():
-        like(recorded[name], tensor, f"state/model/{name}")
-
-
-def _of_optimizers(recorded: dict[str, Any], state: State) -> dict[str, Any]:
-    # for an optimizer without state, torch steps as it does when loading
-    own = {type(each).__qualname__: get_optimizer_state_dict(state.model, each) for each in state.optimizers}
-    states = _by_class("optimizers", recorded, state.optimizers, lambda each: own[type(each).__qualname__])
-    for name, held in states.items():
-        for i, (theirs, ours) in enumerate(zip(held["param_groups"], own[name]["param_groups"], strict=True)):
-            if set(theirs["params"]) != set(ours["params"]):  # type: ignore[arg-type, index]
-                where = f"state/optimizers/{name}/param_groups/{i}/params"
-                raise MalformedError(where, "names parameters that differ from this run's")
-    return states
-
-
-def _generators(recorded: Any) -> list[dict[str, Any]]:
-    """The random states of each rank, checked by loading them into separate generators."""
-    ranks = []
-    for i, rank in enumerate(conforming(recorded, list[dict[str, object]], "rng")):
-        where = f"rng/{i}"
-        fields = {**_GENERATORS, "cuda": Tensor} if "cuda" in rank else _GENERATORS
-        numpy = rank.get("numpy")
-        if isinstance(numpy, tuple) and len(numpy) == 5 and isinstance(numpy[1], Words):  # written by Composer itself
-            rank["numpy"] = (numpy[0], numpy[1].values, *numpy[2:])
-        states = conforming(rank, fields, where)
-        for name, attempt in (
-            ("python", random.Random().setstate),
-            ("numpy", np.random.RandomState().set_state),
-            ("torch", torch.Generator().set_state),
-        ):
-            try:
-                attempt(states[name])
-            except (ArithmeticError, IndexError, RuntimeError, TypeError, ValueError) as error:
-                raise MalformedError(f"{where}/{name}", f"is not a state of that generator ({error})") from error
-        if "cuda" in states and states["cuda"].dtype != torch.uint8:
-            raise MalformedError(f"{where}/cuda", "is not a state of that generator")
-        ranks.append(states)
-    if not ranks:
-        raise MalformedError("rng", "is empty")
-    return ranks
+def _class(value: Any) -> str:
+    return type(value).__qualname__

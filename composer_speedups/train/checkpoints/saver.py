@@ -1,4 +1,4 @@
-"""Write, find and remove the checkpoints in a run's folder."""
+"""Write checkpoints atomically, and find those in a run's folder."""
 
 from __future__ import annotations
 
@@ -14,21 +14,14 @@ from composer.utils import checkpoint, dist
 
 from composer_speedups.callbacks.checkpoint_veto import checkpoint_allowed, last_checkpoint
 from composer_speedups.core.errors import Interrupted, WriteError, causes_of
-from composer_speedups.core.files import NO_SPACE, publish
+from composer_speedups.core.files import NO_SPACE, publish, remove_unfinished
 
 if TYPE_CHECKING:
     from composer_speedups.train.fit import StopSignals
 
-__all__ = [
-    "FILE_NAME",
-    "WholeCheckpointSaver",
-    "checkpoints_after",
-    "checkpoints_in",
-    "plain_generators",
-    "remove_partials",
-]
+__all__ = ["WholeCheckpointSaver", "checkpoints_in", "plain_generators"]
 
-FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # named as by Composer
+_FILE_NAME = re.compile(r"ep(\d+)-ba(\d+)-rank0\.pt")  # named as by Composer
 
 
 class WholeCheckpointSaver(CheckpointSaver):
@@ -62,12 +55,12 @@ class WholeCheckpointSaver(CheckpointSaver):
             num_checkpoints_to_keep=keep,
         )
         self.stop = stop
-        self._due = False  # due at the end of the epoch
+        self._due = False  # at the end of the epoch
 
     def fit_start(self, state: State, logger: Logger) -> None:
         super().fit_start(state, logger)
-        if dist.get_global_rank() == 0 and (found := checkpoints_in(Path(self.folder))):
-            self._remove_older(found[0])  # the process was killed before the link was made
+        if dist.get_global_rank() == 0:
+            self._remove_older()  # an earlier process may have been killed before it did
         self.stop.defer()
 
     def fit_end(self, state: State, logger: Logger) -> None:
@@ -101,35 +94,32 @@ class WholeCheckpointSaver(CheckpointSaver):
             return
         self.last_checkpoint_batch = state.timestamp.batch
         path = Path(self.filename.format(state))
-        partial = path.with_name(f".{path.stem}.partial")
+        partial = path.with_name(f".unfinished-{path.name}")
         try:
             checkpoint.save_checkpoint(state, str(partial), ignore_keys=plain_generators)
             if dist.get_global_rank() == 0:
                 publish(partial, path)
                 self._point_at(path, state)
         except Exception as error:
-            remove_partials(path.parent)
+            remove_unfinished(path.parent)
             raise _explained(error, path) from error
         if dist.get_global_rank() == 0:
             self.saved_checkpoints.append(str(path))
-            self._remove_older(path)
+            self._remove_older()
 
     def _point_at(self, path: Path, state: State) -> None:
         """Atomically point the symlink to the latest checkpoint."""
         assert self.latest_filename is not None
         link = Path(self.latest_filename.format(state))
-        new = link.with_name(f".{link.name}.partial")
+        new = link.with_name(f".unfinished-{link.name}")
         new.unlink(missing_ok=True)
         new.symlink_to(path.name)
         os.replace(new, link)
 
-    def _remove_older(self, newest: Path) -> None:
-        if self.num_checkpoints_to_keep < 0:
-            return
-        older = [found for found in checkpoints_in(newest.parent) if found != newest]
-        for path in older[max(self.num_checkpoints_to_keep - 1, 0) :]:
-            path.unlink(missing_ok=True)
-            self.saved_checkpoints[:] = [saved for saved in self.saved_checkpoints if saved != str(path)]
+    def _remove_older(self) -> None:
+        if self.num_checkpoints_to_keep >= 0:
+            for path in checkpoints_in(Path(self.folder))[max(self.num_checkpoints_to_keep, 1) :]:
+                path.unlink(missing_ok=True)
 
 
 def _explained(error: Exception, path: Path) -> Exception:
@@ -145,27 +135,12 @@ def _explained(error: Exception, path: Path) -> Exception:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Checkpoints sorted by batches, the newest first. Partial files are not included."""
-    found = {path: match for path in folder.glob("*.pt") if (match := FILE_NAME.fullmatch(path.name))}
-    return sorted(found, key=lambda path: (int(found[path][2]), int(found[path][1])), reverse=True)
-
-
-def checkpoints_after(path: Path) -> list[Path]:
-    """Checkpoints in the same folder with more batches than this one; empty if its name is not a checkpoint's."""
-    all_of_them = checkpoints_in(path.parent)
-    return all_of_them[: all_of_them.index(path)] if path in all_of_them else []
-
-
-def remove_partials(folder: Path) -> None:
-    """Delete partial files left by a kill or a full disk."""
-    for path in folder.glob(".*.partial"):
-        path.unlink(missing_ok=True)
+    numbers = {path: match for path in folder.glob("*.pt") if (match := _FILE_NAME.fullmatch(path.name))}
+    return sorted(numbers, key=lambda path: (int(numbers[path][2]), int(numbers[path][1])), reverse=True)
 
 
 def plain_generators(checkpoint: dict[str, Any]) -> None:
-    """Convert NumPy's random state to plain numbers before a checkpoint is written; NumPy accepts them.
-
-    An array would be unpickled by NumPy's own code, which trusts its input.
-    """
+    """Convert NumPy's random state to plain numbers, so that torch's restricted unpickler reads the checkpoint."""
     for rank in checkpoint["rng"]:
         name, words, *others = rank["numpy"]
         rank["numpy"] = (name, tuple(int(word) for word in words), *others)
