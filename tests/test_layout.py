@@ -1,4 +1,4 @@
-"""The layout that DESIGN.md asks for: few modules at the top, no cycle of imports, and no long chain of them."""
+"""The layout that docs/design.md asks for: few modules at the top, no cycle of imports, and no long chain of them."""
 
 from __future__ import annotations
 
