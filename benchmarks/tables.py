@@ -268,24 +268,22 @@ def effect(name: str, configuration: str, before: str) -> list[str]:
 
 
 def accuracy(name: str, *only: str) -> list[str]:
-    """Accuracy by configuration and seed; samples/s where each run had the machine to itself."""
+    """Accuracy by configuration and seed, with the standard deviation of all runs."""
     rows = [row for row in rows_of(name) if (not only or row["configuration"] in only) and row["accuracy"]]
     seeds = sorted({row["seed"] for row in rows})
-    timed = all(row["samples_per_sec"] for row in rows)
     lines = []
     for configuration in dict.fromkeys(row["configuration"] for row in rows):
         own = [row for row in rows if row["configuration"] == configuration]
-        runs = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
-        means = [statistics.fmean(values) if values else None for values in runs]
+        by_seed = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
+        means = [statistics.fmean(values) if values else None for values in by_seed]
         mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
-        each = [value for values in runs for value in values]
-        rates = _runs(own, "samples_per_sec") if timed else []
-        speed = [f"{min(rates):,.0f}–{max(rates):,.0f}"] if timed else []
-        cells = ["–" if m is None else f"{m:.4f}" for m in [*means, mean]]
-        lines.append([configuration, *cells, f"{min(each):.4f}–{max(each):.4f}", str(len(each)), *speed])
-    head = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "least–most", "runs"]
+        values = [value for of_seed in by_seed for value in of_seed]
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        cells = ["–" if number is None else f"{number:.4f}" for number in (*means, mean, deviation)]
+        lines.append([configuration, *cells, f"{min(values):.4f}–{max(values):.4f}", str(len(values))])
+    columns = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "std", "least–most", "runs"]
     counted = [{key: value for key, value in row.items() if key != "repeats"} for row in rows]  # the last column has it
-    return _figure([*head, *(["samples/s"] if timed else [])], lines, counted)
+    return _figure(columns, lines, counted)
 
 
 def _runs(rows: Sequence[Row], name: str) -> list[float]:
@@ -392,9 +390,9 @@ def _calls_with_best_peer(selection: str) -> list[list[Row]]:
 
 
 def _range_of(ratios: Sequence[float]) -> str:
-    """The last ratio, with the smallest and the largest of several."""
-    spread = f" ({min(ratios):.2f}–{max(ratios):.2f})" if len(ratios) > 1 else ""
-    return f"{ratios[-1]:.2f}{spread}"
+    """The last ratio, with the smallest and the largest if they differ."""
+    least, most, last = (f"{ratio:.2f}" for ratio in (min(ratios), max(ratios), ratios[-1]))
+    return last if least == most else f"{last} ({least}–{most})"
 
 
 def jobs(name: str) -> list[str]:
