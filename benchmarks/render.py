@@ -28,7 +28,7 @@ _FIGURE = re.compile(r"(<!-- rows: (.*?) -->\n).*?(<!-- end rows -->)", re.DOTAL
 _CHART = re.compile(r"<!-- chart: (.*?) -->")
 _KINDS = {
     declared: "conflicts families families_short heads order ranks refusals support support_legend tasks techniques",
-    tables: "accuracy across best call effect jobs kernels kinds mutants starts steps suite summary",
+    tables: "accuracy across best call effect jobs kernels kinds mutants starts steps suite",
 }
 
 

@@ -5,6 +5,7 @@ A ratio is always of two rows of the same call: the speed of the host differs be
 
 from __future__ import annotations
 
+import operator
 import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -63,15 +64,15 @@ def every_gpus_rows(name: str) -> list[Row]:
     return [row for path in sorted(RESULTS.glob(f"*/{name}.jsonl")) for row in read_rows(path)]
 
 
-def where_of(rows: Sequence[Row]) -> str:
-    """How often the rows ran, on which hardware and versions, on which days and at which commits.
+def where_of(rows: Sequence[Row], *, counted: bool = True) -> str:
+    """How often the rows ran (if ``counted``), on which hardware and versions, on which days and at which commits.
 
     More than one of each where rows differ, and nothing of what none of them knows. A commit whose files were changed
     when it ran is named so.
     """
     days = ", ".join(sorted({row["call"][:10] for row in rows}))
     commits = ", ".join(sorted({commit_of(row) for row in rows}))
-    return f"{_repeats(rows)}{_machine(rows)}; {days}; commit {commits}."
+    return f"{_repeats(rows) if counted else ''}{_machine(rows)}; {days}; commit {commits}."
 
 
 def commit_of(row: Row) -> str:
@@ -136,8 +137,8 @@ def _repeats(rows: Sequence[Row]) -> str:
 
 
 def _range(counts: Iterable[int]) -> str:
-    found = sorted(counts)
-    return "–".join(map(str, dict.fromkeys((found[0], found[-1]))))
+    ordered = sorted(counts)
+    return "–".join(map(str, dict.fromkeys((ordered[0], ordered[-1]))))
 
 
 def _machine(rows: Sequence[Row]) -> str:
@@ -190,15 +191,10 @@ def _by_call(rows: Sequence[Row]) -> Iterator[tuple[Row, Row | None]]:
     By batch size, then by call, then in the order of the table.
     """
     first = rows[0]["configuration"]
-    for row in sorted(rows, key=lambda row: (row["data.batch_size"], row["call"])):
-        same = (
-            other
-            for other in rows
-            if (other["configuration"], other["call"], other["data.batch_size"])
-            == (first, row["call"], row["data.batch_size"])
-            and other["samples_per_sec"]
-        )
-        yield row, next(same, None)
+    point = operator.itemgetter("data.batch_size", "call")
+    bases = {point(row): row for row in rows if row["configuration"] == first and row["samples_per_sec"]}
+    for row in sorted(rows, key=point):
+        yield row, bases.get(point(row))
 
 
 def _median(row: Row, name: str) -> str:
@@ -217,47 +213,25 @@ def _ratio(row: Row, other: Row | None, measure: Callable[[Row], float] = _rate)
 def _spread(row: Row) -> str:
     """A row's samples/s: of one run, or their median with the least and the most."""
     rate = row["samples_per_sec"]
-    text = _spell_rate(rate["median"])
-    if len(rate["runs"]) > 1:
-        text += f" ({_spell_rate(min(rate['runs']))}–{_spell_rate(max(rate['runs']))})"
-    return text
+    spread = f" ({_range_of_rates(rate['runs'])})" if len(rate["runs"]) > 1 else ""
+    return _spell_rate(rate["median"]) + spread
+
+
+def _range_of_rates(rates: Sequence[float]) -> str:
+    return "–".join(map(_spell_rate, (min(rates), max(rates)) if len(rates) > 1 else rates))
 
 
 # Figures of techniques
 
 
-def summary(name: str) -> list[str]:
-    """Every configuration of a table compared with the first one, at each batch size of a call."""
-    rows = rows_of(name)
-    batches = sorted({row["data.batch_size"] for row in rows})
-    found = {(row["call"], row["configuration"], row["data.batch_size"]): row for row in rows if row["samples_per_sec"]}
-    first = rows[0]["configuration"]
-    lines = []
-    for call, configuration in sorted(
-        dict.fromkeys((row["call"], row["configuration"]) for row in rows), key=lambda pair: pair[0]
-    ):
-        cells, warmups = [configuration], [0.0]
-        for batch in batches:
-            row = found.get((call, configuration, batch))
-            if row is None:
-                cells += "–––"
-                continue
-            cells += [_spread(row), _ratio(row, found.get((call, first, batch))), _median(row, "peak_memory_gib")]
-            warmups.append(row["warmup_seconds"]["median"])
-        lines.append((call, [*cells, f"{max(warmups):.0f}"]))
-    columns = [cell for batch in batches for cell in (f"batch {batch}: samples/s", "ratio", "peak GiB")]
-    return _figure_by_call(["configuration", *columns, "warm-up, s"], lines, rows)
-
-
 def effect(name: str, configuration: str, before: str) -> list[str]:
     """One configuration of a table compared with another, in the calls that ran both."""
-    rows = rows_of(name)
-    found = {(row["data.batch_size"], row["call"], row["configuration"]): row for row in rows}
+    rows = {(row["data.batch_size"], row["call"], row["configuration"]): row for row in rows_of(name)}
     lines, compared = [], []
-    for batch, call, which in sorted(found):
-        if which != configuration or (old := found.get((batch, call, before))) is None:
+    for batch, call, which in sorted(rows):
+        old, new = rows.get((batch, call, before)), rows[batch, call, which]
+        if which != configuration or old is None:
             continue
-        new = found[batch, call, configuration]
         compared += [old, new]
         changes = [f"{_median(old, name)} → {_median(new, name)}" for name in ("peak_memory_gib", "warmup_seconds")]
         lines.append((call, [str(batch), _spread(old), _spread(new), _ratio(new, old), *changes]))
@@ -274,7 +248,7 @@ def accuracy(name: str, *only: str) -> list[str]:
     lines = []
     for configuration in dict.fromkeys(row["configuration"] for row in rows):
         own = [row for row in rows if row["configuration"] == configuration]
-        by_seed = [_runs([row for row in own if row["seed"] == seed], "accuracy") for seed in seeds]
+        by_seed = [[run for row in own if row["seed"] == seed for run in row["accuracy"]["runs"]] for seed in seeds]
         means = [statistics.fmean(values) if values else None for values in by_seed]
         mean = None if None in means else statistics.fmean(filter(None, means))  # means of the same seeds compare
         values = [value for of_seed in by_seed for value in of_seed]
@@ -282,30 +256,21 @@ def accuracy(name: str, *only: str) -> list[str]:
         cells = ["–" if number is None else f"{number:.4f}" for number in (*means, mean, deviation)]
         lines.append([configuration, *cells, f"{min(values):.4f}–{max(values):.4f}", str(len(values))])
     columns = ["configuration", *(f"seed {seed}" for seed in seeds), "mean", "std", "least–most", "runs"]
-    counted = [{key: value for key, value in row.items() if key != "repeats"} for row in rows]  # the last column has it
-    return _figure(columns, lines, counted)
-
-
-def _runs(rows: Sequence[Row], name: str) -> list[float]:
-    return [value for row in rows for value in row[name]["runs"]]
+    return [*table(columns, lines), "", where_of(rows, counted=False)]
 
 
 def across(*selections: str) -> list[str]:
     """One configuration as several tables measured it, each ``TABLE KEY=VALUE …; CONFIGURATION``."""
-    lines, every = [], []
-    for selection in selections:
-        rows = select(selection)
-        runs = _runs(rows, "samples_per_sec")
-        every += rows
-        spread = f"{min(runs):,.0f}–{max(runs):,.0f}" if len(runs) > 1 else f"{runs[0]:,.0f}"
-        commits = ", ".join(sorted({commit_of(row) for row in rows}))
-        name = f"`{rows[0]['table']}`, {rows[0]['configuration']}"
-        lines.append([name, str(len({row["call"] for row in rows})), str(len(runs)), spread, commits])
-    runs = _runs(every, "samples_per_sec")
-    calls = len({row["call"] for row in every})
-    lines.append(["**all**", str(calls), str(len(runs)), f"{min(runs):,.0f}–{max(runs):,.0f}", ""])
-    columns = ("table, configuration", "calls", "runs", "samples/s (least–most)", "commits")
-    return [*table(columns, lines), "", f"{_machine(every)}."]
+
+    def line(name: str, rows: Sequence[Row]) -> list[str]:
+        runs = [rate for row in rows for rate in row["samples_per_sec"]["runs"]]
+        return [name, str(len({row["call"] for row in rows})), str(len(runs)), _range_of_rates(runs)]
+
+    selected = [select(selection) for selection in selections]
+    every = [row for rows in selected for row in rows]
+    lines = [line(f"`{rows[0]['table']}`, {rows[0]['configuration']}", rows) for rows in selected]
+    columns = ("table, configuration", "calls", "runs", "samples/s (least–most)")
+    return [*table(columns, [*lines, line("**all**", every)]), "", where_of(every, counted=False)]
 
 
 # Figures that set the suite beside its peers
@@ -469,7 +434,7 @@ def suite() -> list[str]:
                 *(str(row[kind]) for kind in ("passed", "failed", "skipped")),
                 f"{row['seconds'] / 60:.1f}",
                 _ran_on(row["environment"]),
-                f"{row['call'][:10]}, {(row['environment'].get('commit') or 'unknown')[:7]}",
+                f"{row['call'][:10]}, {commit_of(row)}",
             ]
             for row in last.values()
         ),
@@ -490,7 +455,7 @@ def mutants() -> list[str]:
             f"`{row['package']}`",
             "those left, again" if row["again"] else f"seed {row['seed']}",
             *(str(row[kind]) for kind in ("mutants", "killed", "timed_out", "survived", "not_run")),
-            f"{row['call'][:10]}, {(row['environment'].get('commit') or 'unknown')[:7]}",
+            f"{row['call'][:10]}, {commit_of(row)}",
         ]
         for row in every_gpus_rows("mutants")
     ]
@@ -530,15 +495,13 @@ def profiled(row: Row) -> str:
 
 
 def ms_by_kind(row: Row) -> dict[str, float]:
-    """Milliseconds per step of a profile's kernels by their kind; kernels that the row does not have are "not in the
-    row".
-    """
-    found: dict[str, float] = {}
+    """Milliseconds per step of a profile's kernels by their kind."""
+    sums: dict[str, float] = {}
     for kernel in row["kernels"]:
         kind = kind_of(kernel["name"])
-        found[kind] = found.get(kind, 0.0) + kernel["ms"]
-    rest = row["busy_ms"] - sum(found.values())
-    return {**found, "kernels outside the slowest": rest} if rest > 0.05 else found
+        sums[kind] = sums.get(kind, 0.0) + kernel["ms"]
+    rest = row["busy_ms"] - sum(sums.values())
+    return {**sums, "kernels outside the slowest": rest} if rest > 0.05 else sums
 
 
 # A call, whole

@@ -36,41 +36,28 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 def test_each_line_is_of_one_call_and_its_ratio_of_two_lines(rows: list[dict[str, Any]]) -> None:
-    rows += [row("fp32", "2026-01-01T05:06:07", 100), row("+ a", "2026-01-01T05:06:07", 300)]
+    rows += [row("fp32", "2026-01-01T05:06:07", 50), row("+ a", "2026-01-01T05:06:07", 100)]
     rows += [row("fp32", "2026-01-02T05:06:07", 200), row("+ b", "2026-01-03T05:06:07", 400)]
-    lines = tables.summary("any")
-    assert lines[0] == "| call | configuration | batch 8: samples/s | ratio | peak GiB | warm-up, s |"
-    assert lines[2:6] == [
-        "| a | fp32 | 100 | 1.00 | 2.0 | 3 |",
-        "| a | + a | 300 | 3.00 | 2.0 | 3 |",
-        "| b | fp32 | 200 | 1.00 | 2.0 | 3 |",
-        "| c | + b | 400 | – | 2.0 | 3 |",
+    failed = {"samples_per_sec": None, "errors": ["CUDA out of memory"], "error_kinds": ["out of memory"], "repeats": 1}
+    rows.append(row("graphs", "2026-01-03T05:06:07", 1, **failed))
+    lines = tables.steps("any")
+    assert lines[0].startswith("| call | batch | configuration | samples/s | ratio to fp32 | median step, ms (ratio) |")
+    assert lines[2:7] == [
+        "| a | 8 | fp32 | 50.0 | 1.00 | 20.0 (1.00) | 2.0 | 3 |",
+        "| a | 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |",
+        "| b | 8 | fp32 | 200 | 1.00 | 5.0 (1.00) | 2.0 | 3 |",
+        "| c | 8 | + b | 400 | – | 2.5 | 2.0 | 3 |",
+        "| c | 8 | graphs | out of memory |  |  |  |  |",
     ]
     assert lines[-1].endswith(
         "Ratios are within a call. a: 2026-01-01 05:06, commit 0123456; b: 2026-01-02 05:06, commit 0123456; "
         "c: 2026-01-03 05:06, commit 0123456."
     )
-    assert [line.split(" | ")[4] for line in tables.steps("any")[2:6]] == ["1.00", "3.00", "1.00", "–"]
-    assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 100 | 300 | 3.00 | 2.0 → 2.0 | 3 → 3 |"
+    assert tables.effect("any", "+ a", "fp32")[2] == "| 8 | 50.0 | 100 | 2.00 | 2.0 → 2.0 | 3 → 3 |"
     with pytest.raises(ValueError, match="no call of any has rows of both"):
         tables.effect("any", "+ b", "fp32")
-
-
-def test_a_table_of_one_call_has_no_column_for_it(rows: list[dict[str, Any]]) -> None:
-    rows += [row("fp32", "2026-01-01", 100), row("+ a", "2026-01-01", 300)]
-    assert tables.summary("any")[2:4] == ["| fp32 | 100 | 1.00 | 2.0 | 3 |", "| + a | 300 | 3.00 | 2.0 | 3 |"]
-
-
-def test_steps_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
-    rows += [row("peer", "2026-01-01", 50), row("ours", "2026-01-01", 100), row("ours", "2026-01-02", 200)]
-    failed = {"samples_per_sec": None, "errors": ["CUDA out of memory"], "error_kinds": ["out of memory"], "repeats": 1}
-    rows.append(row("graphs", "2026-01-02", 1, **failed))
-    assert tables.steps("any")[2:6] == [
-        "| a | 8 | peer | 50.0 | 1.00 | 20.0 (1.00) | 2.0 | 3 |",
-        "| a | 8 | ours | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |",
-        "| b | 8 | ours | 200 | – | 5.0 | 2.0 | 3 |",
-        "| b | 8 | graphs | out of memory |  |  |  |  |",
-    ]
+    del rows[2:]
+    assert tables.steps("any")[3] == "| 8 | + a | 100 | 2.00 | 10.0 (2.00) | 2.0 | 3 |", "one call has no letter"
 
 
 def test_rows_are_selected_by_point_override_and_configuration(rows: list[dict[str, Any]]) -> None:
@@ -146,25 +133,25 @@ def test_a_figure_says_how_often_each_configuration_ran_and_for_how_long(rows: l
         return row("a", "2026-01-01", 1, samples_per_sec=spread, repeats=len(rates), overrides=given)
 
     rows.append(ran(100, batches=40))
-    assert tables.summary("any")[-1].startswith("One run of each configuration, 40 batches each. x, driver")
+    assert tables.steps("any")[-1].startswith("One run of each configuration, 40 batches each. x, driver")
     rows[:] = [ran(100, 300, 200, batches=40)]
-    assert "| a | 200 (100–300) | 1.00 |" in tables.summary("any")[2]
-    assert tables.summary("any")[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most).")
+    assert "| a | 200 (100–300) | 1.00 |" in tables.steps("any")[2]
+    assert tables.steps("any")[-1].startswith("3 runs of each configuration, 40 batches each: median (least–most).")
     rows[:] = [ran(100, 300, batches=40)]
-    assert ": median or, of two runs, mean (least–most). x," in tables.summary("any")[-1]
+    assert ": median or, of two runs, mean (least–most). x," in tables.steps("any")[-1]
     rows[:] = [ran(100, 300, 200, batches=40), ran(100, batches=120) | {"data.batch_size": 16}]
     said = "1–3 runs of each configuration, 40–120 batches each: median (least–most); one run where no range is given."
-    assert tables.summary("any")[-1].startswith(said)
+    assert tables.steps("any")[-1].startswith(said)
     rows[0]["overrides"] = ["trainer.max_duration=2ep"]
-    assert tables.summary("any")[-1].startswith("1–3 runs of each configuration: median")
+    assert tables.steps("any")[-1].startswith("1–3 runs of each configuration: median")
 
 
 def test_uncommitted_changes_are_named(rows: list[dict[str, Any]]) -> None:
     changed = {**ENVIRONMENT, "uncommitted_changes": True}
     rows += [row("a", "2026-01-01", 100, environment=changed), row("b", "2026-01-01", 100)]
-    assert tables.summary("any")[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
+    assert tables.steps("any")[-1].endswith("; 2026-01-01; commit 0123456, 0123456 with uncommitted changes.")
     rows[1]["call"] = "2026-01-02"
-    assert tables.summary("any")[-1].endswith("commit 0123456 with uncommitted changes; b: 2026-01-02, commit 0123456.")
+    assert tables.steps("any")[-1].endswith("commit 0123456 with uncommitted changes; b: 2026-01-02, commit 0123456.")
 
 
 def test_whole_jobs_are_compared_with_the_first_configuration_of_the_same_call(rows: list[dict[str, Any]]) -> None:
@@ -192,9 +179,9 @@ def test_one_configuration_across_tables_has_its_calls_runs_and_range(monkeypatc
     }
     monkeypatch.setattr(tables, "rows_of", lambda name: kept[name])
     assert tables.across("s; fast", "u; ours")[2:5] == [
-        "| `s`, fast | 2 | 2 | 300–500 | 0123456 |",
-        "| `u`, ours | 1 | 1 | 400 | 0123456 |",
-        "| **all** | 3 | 3 | 300–500 |  |",
+        "| `s`, fast | 2 | 2 | 300–500 |",
+        "| `u`, ours | 1 | 1 | 400 |",
+        "| **all** | 3 | 3 | 300–500 |",
     ]
     with pytest.raises(ValueError, match="no timed row of 'u; fast'"):
         tables.across("u; fast")
